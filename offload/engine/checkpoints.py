@@ -70,8 +70,10 @@ class Saving:
             known = contents.get(name, Entry(entry.shape, {}))
             contents[name] = replace(known, planes={**known.planes, **entry.planes})
         self._comm, self._contents, self._save = comm, contents, None
-        self._random = _random(engine)
-        own = {**decided, "step": engine.runner.step_number, "updates": dict(_updates(engine))}
+        self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in engine.device.random_state()]
+        steps = ((state.region.parameters, state.steps) for state in engine.store.states)
+        updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
+        own = {**decided, "step": engine.runner.step_number, "updates": updates}
         own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
         if trained_only:
             own[_TRAINED_ONLY] = True
@@ -406,14 +408,3 @@ def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str
     for position, index in enumerate(state.region.parameters):
         for plane, values in state.factors_of(position).items():
             yield state.span(position).start, engine.infos[index].name, plane, values
-
-
-def _updates(engine: EngineState) -> Iterator[tuple[str, int]]:
-    """Yield how often each parameter was updated."""
-    for state in engine.store.states:
-        for index, count in zip(state.region.parameters, state.steps, strict=True):
-            yield engine.infos[index].name, count
-
-
-def _random(engine: EngineState) -> list[str]:
-    return [base64.b64encode(state.numpy().tobytes()).decode() for state in engine.device.random_state()]

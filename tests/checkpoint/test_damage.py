@@ -51,11 +51,6 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def test_whole(copy):
-    verify(copy)
-    check(copy, 7)
-
-
 @pytest.mark.parametrize("seed", quick(range(200), range(40)))
 def test_one_flipped_bit(copy, seed):
     rng = random.Random(seed)

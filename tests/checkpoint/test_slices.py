@@ -10,6 +10,8 @@ import os
 import random
 import threading
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,37 @@ from hypothesis import strategies as st
 from offload.checkpoint import reader as reading
 from offload.checkpoint import writer as writing
 from offload.checkpoint.folder import Checkpoints
-from offload.checkpoint.manifest import Entry
+from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.publish import Save
-from offload.checkpoint.reader import Reader, verify
+from offload.checkpoint.reader import Reader, set_direct, verify
 from offload.checkpoint.writer import Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
 from tests.forks import PATIENCE_S
 from tests.lanes.patience import eventually
+
+
+@contextmanager
+def saving(folder: Path, contents: Contents, **settings: Any) -> Iterator[Writer]:
+    """Within, one rank writes a checkpoint, which is published at the end."""
+    with Save(folder) as made, Writer(made.path, 0, contents, **settings) as writer:
+        yield writer
+        made.commit(contents, [writer.finish()], {})
+
+
+def refuse_direct(fd: int, is_direct: bool) -> None:
+    """What `set_direct` is where a file system has no way past the page cache."""
+    if is_direct:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    set_direct(fd, is_direct)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks that readers have read and verified."""
+    found, load = list[int](), Reader._load
+    monkeypatch.setattr(Reader, "_load", lambda self, *each: (found.append(each[1]), load(self, *each))[1])
+    return found
 
 
 def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -164,11 +189,10 @@ def test_a_file_that_is_not_on_a_shared_disk(tmp_path):
 )
 def test_what_is_not_there_is_refused(tmp_path, name, plane, begin, tensor):
     contents = {"p": Entry((10,), {"weights": torch.float32})}
-    with Save(tmp_path / "here") as made, Writer(made.path, 0, contents) as writer:
+    with saving(tmp_path / "here", contents) as writer:
         with pytest.raises(ValueError):
             writer.write(name, plane, begin, tensor)
         writer.write("p", "weights", 0, torch.zeros(10))
-        made.commit(contents, [writer.finish()], {})
     with Reader(tmp_path / "here") as reader, pytest.raises(ValueError):
         reader.read(name, plane, begin, tensor)
 
@@ -184,15 +208,18 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path):
 FLAT = {"p": Entry((1 << 20,), {"weights": torch.float32})}  # 4 MiB
 
 
+TAILED = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
+VALUES = torch.arange((1 << 16) + 5, dtype=torch.float32)
+
+
 class TestBounds:
     CHUNK_BYTES = 1 << 16
 
     def write(self, folder: Path, step_numel: int) -> None:
         values = torch.arange(1 << 20, dtype=torch.float32)
-        with Save(folder) as made, Writer(made.path, 0, FLAT, chunk_bytes=self.CHUNK_BYTES) as writer:
+        with saving(folder, FLAT, chunk_bytes=self.CHUNK_BYTES) as writer:
             for begin in range(0, len(values), step_numel):
                 writer.write("p", "weights", begin, values[begin : begin + step_numel])
-            made.commit(FLAT, [writer.finish()], {})
 
     def test_memory(self, tmp_path):
         out = torch.empty(1 << 20)
@@ -210,27 +237,17 @@ class TestBounds:
 
     def test_writes_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch):
         """And the bytes are the same where there is none, and for a tail that is no whole pages."""
-        set_direct, asked = writing.set_direct, []
-
-        def refuse(fd: int, is_direct: bool) -> None:
-            asked.append(is_direct)
-            if is_direct:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            set_direct(fd, is_direct)
-
-        contents = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
-        values = torch.arange((1 << 16) + 5, dtype=torch.float32)
-        for name, change in (("direct", set_direct), ("buffered", refuse)):
-            monkeypatch.setattr(writing, "set_direct", change)
-            with Save(tmp_path / name) as made, Writer(made.path, 0, contents, chunk_bytes=self.CHUNK_BYTES) as writer:
+        found, asked = [], list[bool]()
+        for name, change in (("direct", set_direct), ("buffered", refuse_direct)):
+            monkeypatch.setattr(writing, "set_direct", lambda *each, do=change: (asked.append(each[1]), do(*each)))
+            with saving(tmp_path / name, TAILED, chunk_bytes=self.CHUNK_BYTES) as writer:
                 flags = fcntl.fcntl(writer._file.fileno(), fcntl.F_GETFL)
-                writer.write("p", "weights", 0, values)
-                made.commit(contents, [writer.finish()], {})
+                writer.write("p", "weights", 0, VALUES)
             verify(tmp_path / name)
             assert name == "direct" or not flags & os.O_DIRECT
-        assert asked == [True, False]
-        direct, buffered = ((tmp_path / name / "rank-0.bin").read_bytes() for name in ("direct", "buffered"))
-        assert direct == buffered == values.numpy().tobytes()
+            found.append((tmp_path / name / "rank-0.bin").read_bytes())
+        assert found == [VALUES.numpy().tobytes()] * 2
+        assert asked == [True, False] * 2
 
     def test_a_writer_waits_for_the_disk(self, tmp_path, monkeypatch):
         gate, write, entered = threading.Event(), writing._write, threading.Semaphore(0)
@@ -262,11 +279,8 @@ class TestBounds:
         thread.join(120)
         verify(tmp_path / "here")
 
-    def test_reading_in_order_verifies_nothing_twice(self, tmp_path, monkeypatch):
+    def test_reading_in_order_verifies_nothing_twice(self, tmp_path, loads):
         self.write(tmp_path / "here", 1 << 20)
-        loads: list[int] = []
-        load = Reader._load
-        monkeypatch.setattr(Reader, "_load", lambda self, *each: (loads.append(each[1]), load(self, *each))[1])
         with Reader(tmp_path / "here") as reader:
             for begin in range(0, 1 << 20, 3000):
                 reader.read("p", "weights", begin, torch.empty(min(3000, (1 << 20) - begin)))
@@ -275,17 +289,9 @@ class TestBounds:
     @pytest.mark.parametrize("refused", ["nothing", "the flag", "the transfer"])
     def test_reads_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch, refused):
         """And the bytes are the same where there is none, and for a tail that is no whole pages."""
-        contents = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
-        values = torch.arange((1 << 16) + 5, dtype=torch.float32)
-        with Save(tmp_path / "it") as made, Writer(made.path, 0, contents, chunk_bytes=self.CHUNK_BYTES) as writer:
-            writer.write("p", "weights", 0, values)
-            made.commit(contents, [writer.finish()], {})
-        set_direct, preadv, were_direct = reading.set_direct, os.preadv, []
-
-        def refuse(fd: int, is_direct: bool) -> None:
-            if is_direct:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            set_direct(fd, is_direct)
+        with saving(tmp_path / "it", TAILED, chunk_bytes=self.CHUNK_BYTES) as writer:
+            writer.write("p", "weights", 0, VALUES)
+        preadv, were_direct = os.preadv, []
 
         def read(fd: int, *arguments: Any) -> int:
             is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
@@ -295,13 +301,13 @@ class TestBounds:
             return preadv(fd, *arguments)
 
         if refused == "the flag":
-            monkeypatch.setattr(reading, "set_direct", refuse)
+            monkeypatch.setattr(reading, "set_direct", refuse_direct)
         monkeypatch.setattr(reading.os, "preadv", read)
         with Reader(tmp_path / "it") as reader:
             flags = fcntl.fcntl(reader._files["rank-0.bin"].fileno(), fcntl.F_GETFL)
-            out = torch.empty_like(values)
+            out = torch.empty_like(VALUES)
             reader.read("p", "weights", 0, out)
-        assert torch.equal(out, values)
+        assert torch.equal(out, VALUES)
         if refused == "the flag":
             assert not flags & os.O_DIRECT
             assert not any(were_direct)
@@ -353,15 +359,11 @@ class TestBounds:
             reader.read("p", "weights", 0, torch.empty(1 << 20))
         assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == (threads, files)
 
-    def test_planes_read_by_turns_verify_nothing_twice(self, tmp_path, monkeypatch):
+    def test_planes_read_by_turns_verify_nothing_twice(self, tmp_path, loads):
         contents = {"p": Entry((1 << 16,), SPLIT)}
-        with Save(tmp_path / "here") as made, Writer(made.path, 0, contents, chunk_bytes=1 << 14) as writer:
+        with saving(tmp_path / "here", contents, chunk_bytes=1 << 14) as writer:
             for name, plane, values in planes(contents, 1):
                 writer.write(name, plane, 0, values)
-            made.commit(contents, [writer.finish()], {})
-        loads: list[int] = []
-        load = Reader._load
-        monkeypatch.setattr(Reader, "_load", lambda self, *each: (loads.append(each[1]), load(self, *each))[1])
         with Reader(tmp_path / "here") as reader:
             for begin in range(0, 1 << 16, 1 << 10):
                 for plane, dtype in SPLIT.items():

@@ -299,8 +299,8 @@ class Call:
 def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
     for buffer, version in buffers:
         if buffer._version != version:
-            places = ((m, key) for m in unit.modules for key, found in m._buffers.items() if found is buffer)
-            key = next((key for _, key in places), "a buffer")
+            names = (key for module in unit.modules for key, found in module._buffers.items() if found is buffer)
+            key = next(names, "a buffer")
             raise ConfigError(
                 f"unit {unit.name} changes its buffer {key} in place, which it did not when it was recorded, and a "
                 "recompute would change it again. Let the forward change the buffer from the first step on, by 0 where "
