@@ -25,6 +25,8 @@ from offload.lanes.waiting import Bell, Countdown, wait_until_done
 from offload.telemetry.timeline import Timeline
 
 _LONGEST_DELAY_S = 0.004
+Run = Callable[[], object]
+Tickets = Sequence[Ticket]
 
 
 class Lane:
@@ -38,16 +40,19 @@ class Lane:
 
     def submit(
         self,
-        work: Callable[[], object],
+        work: Run,
         *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
+        reads: Tickets = (),
+        fills: Tickets = (),
         name: str = "",
         num_bytes: int = 0,
     ) -> Ticket:
         """Queue `work`, which moves `num_bytes`. It begins when the tickets of `reads` are done, and fails if one of
         them failed; those of `fills` only have to be over (they used a buffer that this will fill).
         """
+        return self._submit(work, reads, fills, name, num_bytes)
+
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         raise NotImplementedError
 
     def forget_failure(self) -> None:
@@ -81,20 +86,10 @@ class InlineLane(Lane):
     tickets of lanes that have threads.
     """
 
-    def __init__(
-        self, name: str, timeline: Timeline, wait: Callable[[Sequence[Ticket], Sequence[Ticket]], None]
-    ) -> None:
+    def __init__(self, name: str, timeline: Timeline, wait: Callable[[Tickets, Tickets], None]) -> None:
         self.name, self._timeline, self._wait = name, timeline, wait
 
-    def submit(
-        self,
-        work: Callable[[], object],
-        *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
-        name: str = "",
-        **_rest: object,
-    ) -> Ticket:
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
         self.position += 1
         self._wait(reads, fills)
         begin = time.perf_counter()
@@ -109,11 +104,11 @@ class InlineLane(Lane):
 class Work:
     """One piece in a lane's queue."""
 
-    run: Callable[[], object]
+    run: Run
     """Does the work; on a lane with a stream, puts the work into the stream."""
-    reads: Sequence[Ticket]
+    reads: Tickets
     """The tickets that must be done first; an error of one of them is this work's error too."""
-    fills: Sequence[Ticket]
+    fills: Tickets
     """The tickets that must be over first, whether they failed or not: their work used the memory that is filled now.
     """
     name: str
@@ -183,15 +178,7 @@ class ThreadLane(Lane):
         self._failed_at = 0  # the position of what the error is of
         self._thread: threading.Thread | None = None  # started by the first piece of work
 
-    def submit(
-        self,
-        work: Callable[[], object],
-        *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
-        name: str = "",
-        num_bytes: int = 0,
-    ) -> Ticket:
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         ticket = self._ticket()
         with self._lock:
             assert not self._is_closed, f"the lane {self.name} is closed"

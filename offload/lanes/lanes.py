@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offload.lanes.lane import InlineLane, Lane, Link, ThreadLane
+from offload.lanes.lane import InlineLane, Lane, Link, Run, ThreadLane, Tickets
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
 from offload.lanes.waiting import wait_until_done
@@ -25,15 +25,7 @@ class Here(Lane):
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
 
-    def submit(
-        self,
-        work: Callable[[], object],
-        *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
-        name: str = "",
-        **_rest: object,
-    ) -> Ticket:
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
         begin = self._lanes.now()
@@ -147,7 +139,10 @@ class Lanes:
             self._await(tickets, fills)
         finally:
             if late:
-                self._expose(begin, max(late, key=lambda ticket: ticket.end))
+                last, end = max(late, key=lambda ticket: ticket.end), time.perf_counter()
+                worked = max(begin, min(last.begin or begin, end))
+                self.timeline.expose(last.held_by, worked - begin)
+                self.timeline.expose(last.lane, end - worked)
 
     def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
         """Block until all are done; raise what those that are needed raised."""
@@ -155,12 +150,6 @@ class Lanes:
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
-
-    def _expose(self, begin: float, ticket: Ticket) -> None:
-        end = time.perf_counter()
-        worked = max(begin, min(ticket.begin or begin, end))
-        self.timeline.expose(ticket.held_by, worked - begin)
-        self.timeline.expose(ticket.lane, end - worked)
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         """Return the seconds of the step, each lane's share, and what every lane did."""

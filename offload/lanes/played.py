@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from offload.lanes.lane import Lane
+from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES
 from offload.lanes.ticket import Ticket
@@ -59,15 +59,7 @@ class PlayedLane(Lane):
         self._ready: list[tuple[int, _Piece]] = []
         self._is_busy = False
 
-    def submit(
-        self,
-        work: Callable[[], object],  # noqa: ARG002 (it is played)
-        *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
-        name: str = "",  # noqa: ARG002
-        num_bytes: int = 0,
-    ) -> Ticket:
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
         return self.play(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def play(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
@@ -123,15 +115,7 @@ class _ByCompute(Lane):
     def __init__(self, name: str, lanes: PlayedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
 
-    def submit(
-        self,
-        work: Callable[[], object],  # noqa: ARG002 (it is played)
-        *,
-        reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
-        name: str = "",  # noqa: ARG002
-        num_bytes: int = 0,
-    ) -> Ticket:
+    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
         self._lanes.compute(self._seconds(num_bytes) if num_bytes else 0.0)
