@@ -61,13 +61,16 @@ class StateAccess:
         """
         self._settle("named_parameters")
         for info in self._state.infos:
-            if trained_only and not info.trainable:
-                continue
-            if self.comm.size > 1:  # a step may have been made since the last one was asked for
-                self._state.lanes.finish()
-            with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.values.read(info.index)
-            yield info.name, value
+            if info.trainable or not trained_only:
+                yield info.name, self._read(info)
+
+    def _read(self, info: ParameterInfo, most: int | None = None) -> torch.Tensor:
+        """Return fp32 master weights: all in their shape, or so many of the first ones, flat. Collective."""
+        if self.comm.size > 1:  # a step may have been made since the last one was asked for
+            self._state.lanes.finish()
+        with self._recovery.working(), self.counters.unchanged():
+            values = self._state.store.values
+            return values.read(info.index) if most is None else values.read_range(info.index, 0, min(info.numel, most))
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters to be changed in place, for merges, resets and averages:
@@ -97,8 +100,7 @@ class StateAccess:
         state = self._state
         for info in infos:
             self._settle(f"edit of {info.name}")
-            with self._recovery.working(), self.counters.unchanged():
-                value = state.store.values.read(info.index)
+            value = self._read(info)
             yield info.name, value
             self._settle(f"edit of {info.name}")
             if num_wrong := value.numel() - int(value.isfinite().sum()):
@@ -118,12 +120,8 @@ class StateAccess:
         self._settle("weights_mark")
         found = xxhash.xxh64()
         for info in self._state.infos:
-            if self.comm.size > 1:
-                self._state.lanes.finish()
-            with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.values.read_range(info.index, 0, min(info.numel, _MARKED))
             found.update(info.name.encode())
-            found.update(value.numpy().tobytes())
+            found.update(self._read(info, _MARKED).numpy().tobytes())
         return found.hexdigest()
 
     @property

@@ -54,7 +54,7 @@ class Plane:
 
     def num_bytes(self, num_weights: int) -> int:
         """Return its bytes for so many weights."""
-        return -(-num_weights // self.block) * self.dtype.itemsize
+        return self.numel(num_weights) * self.dtype.itemsize
 
     def disk_bytes(self, num_weights: int) -> int:
         """Return its bytes on disk for so many weights: whole pages."""
@@ -63,11 +63,6 @@ class Plane:
     def cut(self, weights: slice) -> slice:
         """Return the elements of some weights, which begin where a block does."""
         return slice(weights.start // self.block, self.numel(weights.stop))
-
-    @property
-    def cut_from(self) -> int:
-        """The ZeRO stage from which on each rank holds its own range alone."""
-        return CUT_FROM[self.kind]
 
 
 @dataclass(frozen=True)

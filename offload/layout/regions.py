@@ -132,15 +132,7 @@ class Region:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted. (Where there are weights from before, those are read, and the others written.)
         """
-        found = self._update_bytes.get(numel)
-        if found is None:
-            found = 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
-            self._update_bytes[numel] = found
-        return found
-
-    @cached_property
-    def _update_bytes(self) -> dict[int, int]:
-        return {}  # by the elements of a tile; asked in every step
+        return 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
 
 
 def align(size: int, multiple: int) -> int:
@@ -281,14 +273,9 @@ class Sharding:
         """True where each rank gives the weights that it has updated to the others."""
         return self.stage in (1, 2)
 
-    @property
-    def num_peers(self) -> int:
-        """How many other ranks update weights that this one holds too."""
-        return self.num_ranges - 1 if self.publishes else 0
-
     def is_cut(self, plane: Plane) -> bool:
         """True where each rank holds its own range of a plane alone."""
-        return self.stage >= plane.cut_from
+        return self.stage >= CUT_FROM[plane.kind]
 
     def shard(self, region: Region) -> slice:
         """Return the elements over which this rank sums the gradients of all."""

@@ -44,7 +44,7 @@ class Executor:
         come up while this one goes on.
         """
         if self._schedule is None or self._next or (kind, wraps) != (self._kind, self._wraps):
-            self._plan(kind, wraps)
+            self.expect(kind, wraps)
         self._kind, self._is_open = kind, True
         self._taken = []
 
@@ -89,10 +89,6 @@ class Executor:
             top = self._slots.capacity_bytes - self._slots.cargo_bytes(use.cargo)
             self._homes.setdefault(use.cargo, top if number % 2 else 0)
 
-    def expect(self, kind: Hashable, wraps: bool) -> None:
-        """The next pass will be of this kind: what it needs first comes up now, once it is updated."""
-        self._plan(kind, wraps)
-
     def forget(self) -> None:
         """Nothing is on the device, and no pass is open."""
         self._slots.forget()
@@ -107,18 +103,12 @@ class Executor:
         self._schedules.clear()
         self._homes.clear()
 
-    def first_uses(self) -> dict[int, int]:
-        """Return when each cargo is used first, as the last pass was."""
-        found: dict[int, int] = {}
-        for time, use in enumerate(self._taken):
-            found.setdefault(use.cargo, time)
-        return found
-
     def order(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
         """Return when the next pass will need each region, by the pass that is ending. `users`: the regions of each
         unit that has a region.
         """
-        first, slots = self.first_uses(), self._slots
+        first = {use.cargo: time for time, use in reversed(list(enumerate(self._taken)))}
+        slots = self._slots
 
         def rank(region: Region) -> float:
             if slots.is_resident(region):
@@ -129,8 +119,10 @@ class Executor:
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def _plan(self, kind: Hashable, wraps: bool) -> None:
-        """Take up the schedule of a kind of pass, from what is on the device now."""
+    def expect(self, kind: Hashable, wraps: bool) -> None:
+        """The next pass will be of this kind: take up its schedule, from what is on the device now. What it needs first
+        comes up once it is updated.
+        """
         self._kind, self._wraps, self._next, self._schedule = kind, wraps, 0, None
         if len(self._schedules) > _MOST_SCHEDULES:
             self._schedules.clear()
