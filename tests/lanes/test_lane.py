@@ -21,16 +21,6 @@ from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventual
 # -- order ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-def test_work_of_a_lane_keeps_its_order(open_threads, seed):
-    lanes, done = open_threads(seed=seed), []
-    tickets = [lanes.h2d.submit(lambda number=number: done.append(number)) for number in range(50)]
-    within(lanes.h2d.drain)
-    assert done == list(range(50))
-    assert [ticket.position for ticket in tickets] == list(range(1, 51))
-    assert lanes.h2d.position == 50
-
-
 def test_work_runs_on_its_lanes_own_thread_and_not_where_it_is_submitted(open_threads):
     lanes, ran_on = open_threads(), []
     tickets = [
@@ -40,22 +30,6 @@ def test_work_runs_on_its_lanes_own_thread_and_not_where_it_is_submitted(open_th
     within(lambda: lanes.wait(tickets))
     assert len(set(ran_on)) == 3
     assert threading.current_thread() not in ran_on
-
-
-@pytest.mark.parametrize("kind", ["reads", "fills"])
-def test_work_begins_after_the_tickets_it_names(open_threads, kind):
-    lanes, gates, done = open_threads(), [Gate(), Gate()], []
-    before = [lanes.h2d.submit(gates[0]), lanes.d2h.submit(gates[1])]
-    ticket = lanes.update.submit(lambda: done.append("work"), **{kind: before})
-    gates[0].open()
-    assert eventually(lambda: before[0].is_done)
-    time.sleep(MOMENT_S)
-    assert not done, "one of the two is not done yet"
-    assert not ticket.is_done
-    gates[1].open()
-    within(lambda: lanes.wait([ticket]))
-    assert done == ["work"]
-    assert ticket.begin >= before[1].end > 0
 
 
 def test_what_names_no_tickets_waits_for_nobody(open_threads):
@@ -604,13 +578,6 @@ def test_a_reader_waits_for_the_writer_and_a_writer_for_all_before_it():
     assert list(fence.before_read()) == list(fence.before_fill()) == [refilled]
 
 
-def test_what_is_read_before_it_is_ever_filled_has_readers():
-    fence, reader = Fence("weights"), Ticket("h2d")
-    fence.read(reader)
-    assert list(fence.before_read()) == []
-    assert list(fence.before_fill()) == [reader]
-
-
 class Event:
     """What tells of work in a GPU's stream."""
 
@@ -631,10 +598,3 @@ def test_a_fence_that_is_never_filled_forgets_readers_that_are_over():
         fence.read(Ticket("h2d", is_done=True, event=Event(True)))
         assert len(fence.before_fill()) < 40
         assert list(fence.before_fill())[:2] == under_way
-
-
-def test_a_fence_forgets_no_reader_that_is_under_way():
-    fence, readers = Fence("frozen weights"), [Ticket("h2d") for _ in range(100)]
-    for reader in readers:
-        fence.read(reader)
-    assert list(fence.before_fill()) == readers

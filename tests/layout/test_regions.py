@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.layout.planes import Factor
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, align, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align, build_regions
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]
@@ -100,27 +100,6 @@ def test_parameters_of_equal_settings_are_neighbours(model):
         settings = [(parameters[index].lr_scale, parameters[index].weight_decay) for index in region.parameters]
         changes = sum(a != b for a, b in itertools.pairwise(settings))
         assert changes == len(set(settings)) - 1
-
-
-@settings(max_examples=25)
-@given(models())
-def test_a_tied_parameter_has_one_region_that_names_all_its_units(model):
-    parameters, units = model
-    regions = build_regions(parameters, units, MOMENTS)
-    for info in parameters:
-        users = {name for name, indices in units.items() if info.index in indices}
-        homes = [region for region in regions if info.index in region.parameters]
-        assert len(homes) == 1
-        assert set(homes[0].units) == users
-
-
-@settings(max_examples=25)
-@given(models())
-def test_layout_is_a_function_of_its_arguments(model):
-    def facts(regions: tuple[Region, ...]) -> list[tuple]:
-        return [(r.name, r.parameters, r.offsets, r.numel, r.units) for r in regions]
-
-    assert facts(build_regions(*model, MOMENTS)) == facts(build_regions(*model, MOMENTS))
 
 
 @pytest.mark.parametrize(

@@ -66,24 +66,6 @@ def test_nothing_where_the_buffer_is_too_small_beside_what_is_open():
     assert taken(buffer, 1).fills == tickets
 
 
-def test_the_rest_of_what_was_partly_taken_still_waits_for_its_readers():
-    buffer = ring(12)
-    tickets = [used(taken(buffer, 6)), used(taken(buffer, 6))]
-    small, large = taken(buffer, 4), taken(buffer, 4)
-    assert small.fills == tickets[0]
-    assert large.fills == [*tickets[0], *tickets[1]]
-
-
-def test_a_reset_lets_go_of_everything_but_the_waits():
-    buffer = ring(10)
-    stretch = taken(buffer, 10)
-    ticket = Ticket("d2h")
-    stretch.fence.fill(ticket)
-    assert buffer.take(10) is None
-    buffer.reset()
-    assert taken(buffer, 10).fills == [ticket]
-
-
 ACTIONS = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 24)),
     st.tuples(st.sampled_from(["fill", "read", "close"]), st.integers(0, 30)),
