@@ -159,10 +159,8 @@ class PlayedLanes(Lanes):
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
-        if not self.overlap:
-            return self.h2d, self._inline("update_on_device"), self.d2h
-        links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}
-        up, update, down = (self._thread(name, link) for name, link in links.items())
+        up, _, down = super()._open_device_updates()
+        update = self._thread("update_on_device", "update") if self.overlap else self._inline("update_on_device")
         return up, update, down
 
     def link(self, name: str) -> _Link:

@@ -216,9 +216,8 @@ class Slots(Cargoes):
 
     def free(self) -> None:
         """Let go of the device's memory."""
-        self._memory = self._beside = torch.empty(0, dtype=torch.uint8)
-        self._slots.clear()
-        self._lying.clear()
+        self.resize(0)
+        self._beside = self._memory
         self._staying.clear()
         self._flats.clear()
 

@@ -39,7 +39,7 @@ class Tile:
     def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
         """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
         if self.stale is None:
-            return self._lend(("weights", *co_fetched), fetches=True, is_ahead=is_ahead)
+            return self.lend("weights", *co_fetched, fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
@@ -70,18 +70,14 @@ class Tile:
         """Lend memory for planes whose every element will come from the device, another rank or a file, whatever they
         were before. Where that fails, `read` gives it back.
         """
-        return self._lend(names, lands=True)
-
-    def lend(self, *names: str) -> Lease:
-        """Lend these planes to the host; such as there are of them."""
-        return self._lend(names)
+        return self.lend(*names, lands=True)
 
     def lend_early(self, *names: str) -> Lease | None:
         """Lend planes for work that is submitted later, with what `renewed` makes of the lease by then; what of them is
         on disk is read meanwhile. None where the ring is full of such leases.
         """
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
-        return None if is_full else self._lend(names)
+        return None if is_full else self.lend(*names)
 
     def renewed(self, lease: Lease) -> Lease:
         """Return an early lease with what has to be waited for now."""
@@ -89,9 +85,10 @@ class Tile:
             lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
         )
 
-    def _lend(
-        self, names: Sequence[str], *, lands: bool = False, fetches: bool = False, is_ahead: bool = False
-    ) -> Lease:
+    def lend(self, *names: str, lands: bool = False, fetches: bool = False, is_ahead: bool = False) -> Lease:
+        """Lend these planes to the host; such as there are of them. `lands` and `fetches` are what `land` and `fetch`
+        ask for.
+        """
         planes = {name: self.planes[name] for name in names if name in self.planes}
         lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
         if self.stale is not None and STALE in planes:

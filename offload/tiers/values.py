@@ -45,8 +45,7 @@ class Values:
         """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
         `dtype`, any float one. Collective with `source`: that rank's alone is asked.
         """
-        region, position = self._home[parameter]
-        state, info = self._states[region], self._infos[parameter]
+        state, info = self._states[self._home[parameter][0]], self._infos[parameter]
         is_shared = source is not None and self.comm.size > 1
         for begin in range(0, info.numel, _PIECE):
             end = min(begin + _PIECE, info.numel)
@@ -58,7 +57,8 @@ class Values:
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
                 self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong
             for tiles in (state.tiles, *state.others.values()):
-                for planes, mine, its in self._opened(state, position, tiles, MASTER, begin, end, changes=True):
+                opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, tiles=tiles)
+                for planes, mine, its in opened:
                     _put(planes, mine, flat[its], state.region.has_low)
 
     def why_not_finite(self, otherwise: str) -> str:
@@ -97,11 +97,10 @@ class Values:
         """Return a fresh CPU copy of a parameter as the device uses it (bf16, or fp32), in its shape. Not collective:
         this rank has to hold all of its weights.
         """
-        region, position = self._home[parameter]
-        state, info = self._states[region], self._infos[parameter]
+        state, info = self._states[self._home[parameter][0]], self._infos[parameter]
         found = torch.empty(info.numel, dtype=state.region.plane("weights").dtype)
         for tiles in (state.tiles, *state.others.values()):
-            for planes, mine, its in self._opened(state, position, tiles, MASTER[:1], 0, info.numel, changes=False):
+            for planes, mine, its in self.opened(parameter, *MASTER[:1], tiles=tiles):
                 found[its] = planes["weights"][mine].cpu()
         return found.view(info.shape)
 
@@ -120,36 +119,31 @@ class Values:
         return found
 
     def opened(
-        self, parameter: int, *names: str, begin: int = 0, end: int | None = None, changes: bool = False
+        self,
+        parameter: int,
+        *names: str,
+        begin: int = 0,
+        end: int | None = None,
+        changes: bool = False,
+        tiles: Sequence[Tile] | None = None,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Return (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
-        a share of elements `begin` to `end` of a parameter that this rank updates, for this thread to read or, with
-        `changes`, to write.
+        """Yield (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
+        a share of elements `begin` to `end` of a parameter, for this thread to read or, with `changes`, to write.
+        `tiles`: neighbours; None for those that this rank updates.
         """
         region, position = self._home[parameter]
-        state, end = self._states[region], self._infos[parameter].numel if end is None else end
-        return self._opened(state, position, state.tiles, names, begin, end, changes)
-
-    def _opened(
-        self,
-        state: RegionState,
-        position: int,
-        tiles: Sequence[Tile],
-        names: Sequence[str],
-        first: int,
-        last: int,
-        changes: bool,
-    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        first, last = (state.span(position).start + number for number in (first, last))
-        low = bisect_right(tiles, first, key=lambda tile: tile.end)
-        high = bisect_left(tiles, last, key=lambda tile: tile.begin)
-        for tile in tiles[low:high] if first < last else ():
-            begin, end = max(first, tile.begin), min(last, tile.end)
+        state, start = self._states[region], self._states[region].span(position).start
+        tiles = state.tiles if tiles is None else tiles
+        first, last = start + begin, start + (self._infos[parameter].numel if end is None else end)
+        before = bisect_right(tiles, first, key=lambda tile: tile.end)
+        until = bisect_left(tiles, last, key=lambda tile: tile.begin)
+        for tile in tiles[before:until] if first < last else ():
+            low, high = max(first, tile.begin), min(last, tile.end)
             lease = tile.lend(*names)
             give_back = lease.done_reading
             try:
                 self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
-                mine, its = (slice(begin - start, end - start) for start in (tile.begin, first))
+                mine, its = (slice(low - origin, high - origin) for origin in (tile.begin, first))
                 yield lease.planes, mine, its
                 give_back = lease.done_writing if changes else lease.done_reading
             finally:
