@@ -148,9 +148,12 @@ def _as_prefetch(value: Any) -> Any:
 
 Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
@@ -163,11 +166,20 @@ StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys are refused, assignments are checked."""
+    """Settings: unknown keys are refused, assignments are checked. What stands below a field is its help."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, coerce_numbers_to_str=True, protected_namespaces=()
+        extra="forbid",
+        validate_assignment=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join(str(field.description).split())
 
     @field_validator("*", mode="before")
     @classmethod
@@ -189,36 +201,30 @@ def kinds_in(annotation: Any) -> list[Any]:
 class RunSection(Section):
     """Where the run is written, and what makes it repeatable."""
 
-    dir: str | None = Field(
-        default=None, description="Folder of this run. none: runs/NAME, or the first free runs/NAME-N."
-    )
-    name: str = Field(default="train", min_length=1, description="Name of the run: of its folder and in its records.")
-    seed: int = Field(
-        default=0, ge=0, description="Seed of initial weights, data order, dropout and the printed sample."
-    )
-    debug: bool = Field(
-        default=False, description="Show tracebacks; poison freed buffers and check for races (slower)."
-    )
+    dir: str | None = None
+    """Folder of this run. none: runs/NAME, or the first free runs/NAME-N."""
+    name: Annotated[str, Field(min_length=1)] = "train"
+    """Name of the run: of its folder and in its records."""
+    seed: Natural = 0
+    """Seed of initial weights, data order, dropout and the printed sample."""
+    debug: bool = False
+    """Show tracebacks; poison freed buffers and check for races (slower)."""
 
 
 class ModelSection(Section):
     """The model: a Hugging Face folder, a config.json, or a named shape."""
 
-    path: str | None = Field(
-        default=None, description="Model folder, hub name, or config.json. none: model.preset decides."
-    )
+    path: str | None = None
+    """Model folder, hub name, or config.json. none: model.preset decides."""
     preset: str | None = Field(
         default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
     )
-    init: Literal["auto", "pretrained", "random"] = Field(
-        default="auto",
-        description="Weights: pretrained (read from model.path) or random (the family's own initialisation). "
-        "auto: pretrained for a folder or hub name, random for a preset or a config.json.",
-    )
-    attention: str = Field(
-        default="auto",
-        description="Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice.",
-    )
+    init: Literal["auto", "pretrained", "random"] = "auto"
+    """Weights: pretrained (read from model.path) or random (the family's own initialisation). auto: pretrained for a
+    folder or hub name, random for a preset or a config.json.
+    """
+    attention: str = "auto"
+    """Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice."""
 
     @field_validator("preset")
     @classmethod
@@ -231,272 +237,211 @@ class ModelSection(Section):
 class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
-    source: Strings = Field(
-        default=("builtin:stdlib",),
-        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders "
-        "and globs; several may be given. A model of your own needs it to be set.",
-    )
-    format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = Field(
-        default="auto", description="How the files are read. auto: by their name and first record."
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the "
-        "data, for a model with random weights.",
-    )
-    sequence_length: Count | None = Field(
-        default=None,
-        description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows.",
-    )
-    packing: bool = Field(
-        default=True,
-        description="Documents one after the other, cut into full rows: a row may begin and end within a document or "
-        "conversation, and those in it see each other. false: one document a row, cut off or padded.",
-    )
-    train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not on answers alone.")
-    eval_fraction: float = Field(
-        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation. 0: no evaluation."
-    )
+    source: Strings = ("builtin:stdlib",)
+    """builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders and globs;
+    several may be given. A model of your own needs it to be set.
+    """
+    format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = "auto"
+    """How the files are read. auto: by their name and first record."""
+    tokenizer: str | None = None
+    """Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the data, for a model
+    with random weights.
+    """
+    sequence_length: Count | None = None
+    """Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows."""
+    packing: bool = True
+    """Documents one after the other, cut into full rows: a row may begin and end within a document or conversation, and
+    those in it see each other. false: one document a row, cut off or padded.
+    """
+    train_on_prompt: bool = False
+    """Count the loss on prompts too, not on answers alone."""
+    eval_fraction: Beta = 0.02
+    """Share of the documents held out for evaluation. 0: no evaluation."""
 
 
 class TrainSection(Section):
     """How long and how to train."""
 
-    steps: Count | None = Field(
-        default=None,
-        description="Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400.",
-    )
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Passes over the data, when train.steps is none. none: no limit by data."
-    )
-    max_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Stop stepping after this many seconds. none: no limit (90 for the built-in run)."
-    )
-    batch_size: int = Field(default=8, ge=1, description="Sequences a step, over all ranks.")
-    micro_batch_size: Count | None = Field(
-        default=None,
-        description="Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at "
-        "once.",
-    )
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        default="auto",
-        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, or with "
-        "optimizer.master bf16, else fp32.",
-    )
-    recompute: Literal["auto", "always", "never"] = Field(
-        default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
-    )
-    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=1.0, description="Clip gradients to this global norm. none: no clipping."
-    )
-    clip: Literal["auto", "speculative", "deferred"] = Field(
-        default="auto",
-        description="When clipped updates are made: deferred (once the norm is known) or speculative (as gradients "
-        "arrive, and corrected once it is). auto: decided at start.",
-    )
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as "
-        "it was.",
-    )
-    delay: Delay = Field(
-        default=0,
-        description="1: updates come one step late: each is made beside all of the next step, which computes with the "
-        "weights from before. Another training than without, and one more copy of the weights on the host.",
-    )
-    delay_after: int = Field(default=0, ge=0, description="With train.delay: how many steps come before it.")
-    eval_every: int = Field(
-        default=100,
-        ge=0,
-        description="Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end "
-        "alone.",
-    )
-    log_every: int = Field(
-        default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."
-    )
-    head_chunk_bytes: Size = Field(
-        default=256 * 2**20,
-        description="Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of "
-        "tokens. none: all at once.",
-    )
+    steps: Count | None = None
+    """Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400."""
+    epochs: Positive | None = None
+    """Passes over the data, when train.steps is none. none: no limit by data."""
+    max_seconds: Positive | None = None
+    """Stop stepping after this many seconds. none: no limit (90 for the built-in run)."""
+    batch_size: Count = 8
+    """Sequences a step, over all ranks."""
+    micro_batch_size: Count | None = None
+    """Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at once."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, or with optimizer.master
+    bf16, else fp32.
+    """
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Recompute a unit's forward in backward. auto: as the device budget allows."""
+    max_grad_norm: Positive | None = 1.0
+    """Clip gradients to this global norm. none: no clipping."""
+    clip: Literal["auto", "speculative", "deferred"] = "auto"
+    """When clipped updates are made: deferred (once the norm is known) or speculative (as gradients arrive, and
+    corrected once it is). auto: decided at start.
+    """
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as it was."""
+    delay: Delay = 0
+    """1: updates come one step late: each is made beside all of the next step, which computes with the weights from
+    before. Another training than without, and one more copy of the weights on the host.
+    """
+    delay_after: Natural = 0
+    """With train.delay: how many steps come before it."""
+    eval_every: Natural = 100
+    """Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end alone."""
+    log_every: Count = 10
+    """Print a line after this many steps (a terminal shows every step)."""
+    head_chunk_bytes: Size = 256 * 2**20
+    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of tokens. none: all
+    at once.
+    """
 
 
 class OptimizerSection(Section):
     """The update rule and its learning rate."""
 
-    name: RuleName = Field(
-        default="adamw",
-        description="Update rule. lion has one moment, and takes 4 bytes less of each parameter; sgd has one or none; "
-        "adafactor and adalomo keep a number for each row and column; lomo keeps nothing; muon has one moment and "
-        "orthogonalises the updates of the blocks' matrices, beside adamw for the rest. With lomo and adalomo no "
-        "gradient waits: clipping costs a second backward. mezo makes no backward: it measures the loss on both sides "
-        "of the weights, and keeps nothing.",
-    )
-    reset: bool = Field(
-        default=False,
-        description="Resume from a checkpoint of another update rule, or width of its states: weights, step and "
-        "position in the data are its, and the states begin anew.",
-    )
-    lr: Rate | None = Field(
-        default=None,
-        description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with "
-        "lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo "
-        "a hundred times, with mezo a twentieth.",
-    )
-    states: Literal["fp32", "bf16", "int8"] = Field(
-        default="fp32",
-        description="How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from "
-        "run.seed); int8 has a scale for 128, and keeps embeddings and parameters of fewer than 4096 elements in fp32. "
-        "Clipping is deferred with both.",
-    )
-    betas: Betas = Field(
-        default=(0.9, 0.95),
-        description="Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and "
-        "after it, 0.9 and 0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.",
-    )
-    eps: Rate = Field(
-        default=1e-8,
-        description="Term added to the root of the second moment, for adamw, and with muon for the rest. For mezo: how "
-        "far on either side of the weights the loss is measured, 1e-3 unless set.",
-    )
-    weight_decay: Rate = Field(
-        default=0.01,
-        description="Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion "
-        "and muon 0.1 unless set, with adafactor, lomo, adalomo and mezo 0.",
-    )
-    beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="For adafactor and adalomo: step t counts t^beta2_decay in the second moments. none: -0.8.",
-    )
-    d: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="For adafactor and adalomo: the root mean square above which an update is scaled down. none: 1.",
-    )
-    clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="For lomo: clamp each element of a gradient to this. none: no clamping."
-    )
-    momentum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="For sgd and muon: decay of the moment. none: 0 for sgd, which then keeps no state but the "
-        "weights, and 0.95 for muon.",
-    )
-    nesterov: bool | None = Field(default=None, description="For muon: look ahead along the moment. none: true.")
-    ns_steps: Annotated[int, Field(ge=0, lt=100)] | None = Field(
-        default=None, description="For muon: steps of the orthogonalisation. none: 5."
-    )
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(
-        default=None,
-        description="For muon: how the learning rate goes by a matrix's shape. none: match_rms_adamw, so that one rate "
-        "is good for muon and for adamw beside it. Muon() in Python has torch's instead, original.",
-    )
-    num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = Field(
-        default=None,
-        description="For mezo: random directions of a step, of two forward passes each. All passes of a step are "
-        "under way at once, each with activations and a copy of the trained weights that stay on the device. none: 1.",
-    )
-    layer_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="For mezo: the share of the model's blocks that a step perturbs and updates, others in each step. "
-        "none: all of them.",
-    )
-    magnitude_quantile: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="For mezo: of each parameter the weights of least magnitude take part, up to this quantile; all of "
-        "them decay. none: all take part.",
-    )
-    master: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the "
-        "bytes, 2 a parameter, rounded at random after each step (from run.seed).",
-    )
-    decay_1d: bool = Field(
-        default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."
-    )
-    groups: Groups = Field(
-        default=(),
-        description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: "
-        "NAME}} as YAML. Another rule goes by the settings here that it has.",
-    )
-    schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = Field(
-        default="auto",
-        description="Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or "
-        "constant if only max_seconds is set.",
-    )
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most "
-        "100.",
-    )
+    name: RuleName = "adamw"
+    """Update rule. lion has one moment, and takes 4 bytes less of each parameter; sgd has one or none; adafactor and
+    adalomo keep a number for each row and column; lomo keeps nothing; muon has one moment and orthogonalises the
+    updates of the blocks' matrices, beside adamw for the rest. With lomo and adalomo no gradient waits: clipping costs
+    a second backward. mezo makes no backward: it measures the loss on both sides of the weights, and keeps nothing.
+    """
+    reset: bool = False
+    """Resume from a checkpoint of another update rule, or width of its states: weights, step and position in the data
+    are its, and the states begin anew.
+    """
+    lr: Rate | None = None
+    """Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with lion a tenth of
+    it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo a hundred times, with
+    mezo a twentieth.
+    """
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from run.seed); int8 has
+    a scale for 128, and keeps embeddings and parameters of fewer than 4096 elements in fp32. Clipping is deferred with
+    both.
+    """
+    betas: Betas = (0.9, 0.95)
+    """Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and after it, 0.9 and
+    0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.
+    """
+    eps: Rate = 1e-8
+    """Term added to the root of the second moment, for adamw, and with muon for the rest. For mezo: how far on either
+    side of the weights the loss is measured, 1e-3 unless set.
+    """
+    weight_decay: Rate = 0.01
+    """Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion and muon 0.1
+    unless set, with adafactor, lomo, adalomo and mezo 0.
+    """
+    beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
+    """For adafactor and adalomo: step t counts t^beta2_decay in the second moments. none: -0.8."""
+    d: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """For adafactor and adalomo: the root mean square above which an update is scaled down. none: 1."""
+    clip_value: Positive | None = None
+    """For lomo: clamp each element of a gradient to this. none: no clamping."""
+    momentum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """For sgd and muon: decay of the moment. none: 0 for sgd, which then keeps no state but the weights, and 0.95 for
+    muon.
+    """
+    nesterov: bool | None = None
+    """For muon: look ahead along the moment. none: true."""
+    ns_steps: Annotated[int, Field(ge=0, lt=100)] | None = None
+    """For muon: steps of the orthogonalisation. none: 5."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """For muon: how the learning rate goes by a matrix's shape. none: match_rms_adamw, so that one rate is good for
+    muon and for adamw beside it. Muon() in Python has torch's instead, original.
+    """
+    num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = None
+    """For mezo: random directions of a step, of two forward passes each. All passes of a step are under way at once,
+    each with activations and a copy of the trained weights that stay on the device. none: 1.
+    """
+    layer_fraction: Share | None = None
+    """For mezo: the share of the model's blocks that a step perturbs and updates, others in each step. none: all of
+    them.
+    """
+    magnitude_quantile: Share | None = None
+    """For mezo: of each parameter the weights of least magnitude take part, up to this quantile; all of them decay.
+    none: all take part.
+    """
+    master: Literal["fp32", "bf16"] = "fp32"
+    """For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the bytes, 2 a
+    parameter, rounded at random after each step (from run.seed).
+    """
+    decay_1d: bool = False
+    """Decay biases and norms too (parameters with fewer than two dimensions)."""
+    groups: Groups = ()
+    """Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: NAME}} as YAML.
+    Another rule goes by the settings here that it has.
+    """
+    schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = "auto"
+    """Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or constant if only
+    max_seconds is set.
+    """
+    warmup_steps: Natural | None = None
+    """Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most 100."""
 
 
 class OffloadSection(Section):
     """Which tier holds what, and how much of it may be used."""
 
-    parameters: StateTier = Field(default="auto", description="Tier of the parameters at rest.")
-    optimizer: StateTier = Field(default="auto", description="Tier of the optimizer states.")
-    gradients: StateTier = Field(default="auto", description="Tier where gradients wait for the update.")
-    activations: StateTier = Field(default="auto", description="Tier of the unit inputs that wait for backward.")
-    device_memory: Size = Field(
-        default=None,
-        description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for '
-        "the built-in run on a CPU).",
-    )
-    host_memory: Size = Field(
-        default=None, description="Budget of the CPU memory, per machine, same forms. none: no limit."
-    )
-    nvme_dir: Strings | None = Field(
-        default=None, description="Folder, or several on different disks (separated by spaces), for the nvme tier."
-    )
-    nvme_memory: Size = Field(default=None, description="Budget of the nvme tier, same forms. none: no limit.")
-    prefetch: Prefetch = Field(
-        default="auto",
-        description="Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as "
-        "the memory reaches.",
-    )
-    zero_stage: Stage = Field(
-        default="auto",
-        description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. "
-        "auto: no more than pays, by search; 3 where that is not known.",
-    )
-    throttle: Throttle = Field(
-        default=None,
-        description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
-        "latency_seconds}} as YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.",
-    )
-    device: str | None = Field(
-        default=None,
-        description="What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU "
-        "where there is none.",
-    )
-    update: Literal["auto", "cpu", "device"] = Field(
-        default="auto",
-        description="Where states that rest on the host are updated: cpu; device, to which they stream beside compute "
-        "and back; auto: on the device where that is measured to be faster. States that rest on the device are "
-        "updated there.",
-    )
+    parameters: StateTier = "auto"
+    """Tier of the parameters at rest."""
+    optimizer: StateTier = "auto"
+    """Tier of the optimizer states."""
+    gradients: StateTier = "auto"
+    """Tier where gradients wait for the update."""
+    activations: StateTier = "auto"
+    """Tier of the unit inputs that wait for backward."""
+    device_memory: Size = None
+    """Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on
+    a CPU).
+    """
+    host_memory: Size = None
+    """Budget of the CPU memory, per machine, same forms. none: no limit."""
+    nvme_dir: Strings | None = None
+    """Folder, or several on different disks (separated by spaces), for the nvme tier."""
+    nvme_memory: Size = None
+    """Budget of the nvme tier, same forms. none: no limit."""
+    prefetch: Prefetch = "auto"
+    """Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as the memory
+    reaches.
+    """
+    zero_stage: Stage = "auto"
+    """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. auto: no more than
+    pays, by search; 3 where that is not known.
+    """
+    throttle: Throttle = None
+    """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
+    YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.
+    """
+    device: str | None = None
+    """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
+    none.
+    """
+    update: Literal["auto", "cpu", "device"] = "auto"
+    """Where states that rest on the host are updated: cpu; device, to which they stream beside compute and back; auto:
+    on the device where that is measured to be faster. States that rest on the device are updated there.
+    """
 
 
 class CheckpointSection(Section):
     """What is saved, and what a run begins from."""
 
-    every: Count | Literal["auto"] | None = Field(
-        default="auto",
-        description="Save all states after this many steps, and at the end. auto: every hour, where the disk has room "
-        "for it beside the export; the next one takes its place. none: only when told to stop.",
-    )
-    keep: Count | None = Field(
-        default=None, description="How many checkpoints stay. none: all, but of hourly ones the newest alone."
-    )
-    resume: str = Field(
-        default="auto",
-        description="auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the "
-        "path of a checkpoint or of a run.",
-    )
-    on_error: Literal["continue", "stop"] = Field(
-        default="continue",
-        description="What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay "
-        "as they are.",
-    )
-    export: bool = Field(
-        default=True, description="At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."
-    )
+    every: Count | Literal["auto"] | None = "auto"
+    """Save all states after this many steps, and at the end. auto: every hour, where the disk has room for it beside
+    the export; the next one takes its place. none: only when told to stop.
+    """
+    keep: Count | None = None
+    """How many checkpoints stay. none: all, but of hourly ones the newest alone."""
+    resume: str = "auto"
+    """auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the path of a
+    checkpoint or of a run.
+    """
+    on_error: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay as they are."""
+    export: bool = True
+    """At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."""
