@@ -19,51 +19,13 @@ from offload.telemetry.trace import Trace
 from offload.training.run_folder import RunFolder
 
 
-class NoRecords:
-    """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
+class Records:
+    """The files of a run, which rank 0 writes; on the others nothing is opened, and so nothing written. In a record
+    bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'.
+    """
 
-    def open(
-        self,
-        config: Config,
-        engine: Engine,
-        result: StepResult,
-        pids: Sequence[int],
-        last_step: int,
-        forecast: Forecast | None = None,
-    ) -> None:
-        """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
-        `last_step`: at which it went on; `forecast`: what was forecast.
-        """
-
-    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
-        """Note a step for the trace, in seconds of `time.perf_counter`."""
-
-    def mark(self, name: str, begin: float, end: float) -> None:
-        """Note what was done between two steps."""
-
-    def write(self, fields: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
-
-    def amend(self, fields: Mapping[str, Any]) -> None:
-        """Put more into the last line of metrics.jsonl, if this process has written one."""
-
-    def sync(self) -> None:
-        """Bring the lines to the disk, as a checkpoint counts on them."""
-
-    def end_steps(self, say: Callable[[str], None]) -> None:
-        """Write the trace of what was kept of the steps, however they ended; `say` is told where that fails."""
-
-    def close(self) -> None:
-        """No line follows."""
-
-    def report(self, say: Callable[[str], None]) -> None:
-        """Write the page about the run, which ended, however it did; `say` is told where, or why not."""
-
-
-class Records(NoRecords):
-    """Of rank 0, in the run folder."""
-
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder | None) -> None:
+        """`folder`: None on the ranks other than 0."""
         self._folder = folder
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
@@ -75,8 +37,13 @@ class Records(NoRecords):
         result: StepResult,
         pids: Sequence[int],
         last_step: int,
-        forecast: Forecast | None = None,
+        forecast: Forecast | None,
     ) -> None:
+        """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
+        `last_step`: at which it went on; `forecast`: what was forecast.
+        """
+        if self._folder is None:
+            return
         self._folder.write_config(config)
         held = tiers(engine, config)
         told = {"fits": True, "tiers": held} if forecast is None else forecast.to_dict()
@@ -90,26 +57,32 @@ class Records(NoRecords):
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
-        assert self._trace is not None
-        self._trace.step(fields["step"], begin, end, engine.spans)
+        """Note a step for the trace, in seconds of `time.perf_counter`."""
+        if self._trace is not None:
+            self._trace.step(fields["step"], begin, end, engine.spans)
 
     def mark(self, name: str, begin: float, end: float) -> None:
+        """Note what was done between two steps."""
         if self._trace is not None:
             self._trace.mark(name, begin, end)
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        assert self._metrics is not None
-        self._metrics.write(fields)
+        """Append a line to metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.write(fields)
 
     def amend(self, fields: Mapping[str, Any]) -> None:
+        """Put more into the last line of metrics.jsonl, if this process has written one."""
         if self._metrics is not None and fields:
             self._metrics.amend(fields)
 
     def sync(self) -> None:
+        """Bring the lines to the disk, as a checkpoint counts on them."""
         if self._metrics is not None:
             self._metrics.sync()
 
     def end_steps(self, say: Callable[[str], None]) -> None:
+        """Write the trace of what was kept of the steps, however they ended; `say` is told where that fails."""
         try:
             if self._trace is not None:
                 self._trace.write()
@@ -117,11 +90,13 @@ class Records(NoRecords):
             say(f"note: the trace could not be written: {error}")
 
     def close(self) -> None:
+        """No line follows."""
         if self._metrics is not None:
             self._metrics.close()
 
     def report(self, say: Callable[[str], None]) -> None:
-        if self._metrics is not None:
+        """Write the page about the run, which ended, however it did; `say` is told where, or why not."""
+        if self._folder is not None and self._metrics is not None:
             from offload.reporting.written import report_run
 
             report_run(self._folder.path, say)

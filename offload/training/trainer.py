@@ -32,7 +32,7 @@ from offload.training.opening import open_run
 from offload.training.parts import rate_at, with_decisions
 from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
-from offload.training.records import NoRecords, Records, step_fields, told_streaming, told_tiers
+from offload.training.records import Records, step_fields, told_streaming, told_tiers
 from offload.training.run_folder import RunFolder
 
 
@@ -60,7 +60,7 @@ class Trainer:
         self.config = config
         self._engine: Engine | None = None
         self._folder: RunFolder | None = None
-        self._records = NoRecords()
+        self._records = Records(None)
 
     def run(self) -> TrainResult:
         self.config.check(may_go_on=True)
