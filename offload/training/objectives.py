@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,43 +12,31 @@ from offload.errors import ConfigError
 Batch = dict[str, torch.Tensor]
 
 
-class Objective(Protocol):
+class Objective:
     """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the
-    model.
+    model: for causal language models as it is, since the model shifts the labels.
     """
-
-    name: str
-
-    def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
-        """Return the model's batch for `step`; the same step gives the same batch.
-
-        The rows are those from first_row on of the num_rows of all ranks (None: there are no others); what becomes of
-        a row does not depend on which rank has it.
-        """
-
-    def count(self, batch: Batch) -> int:
-        """Return how many target tokens a batch of `apply` has."""
-
-    def share(self, labelled: float) -> float:
-        """Return about which share of the tokens are targets, where the data label a share of them."""
-
-
-class NextToken:
-    """Causal language models: the dataset's batches as they are; the model shifts the labels."""
 
     name = "next token"
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
+        """Return the model's batch for a step; the same step gives the same batch.
+
+        The rows are those from first_row on of the num_rows of all ranks (None: there are no others); what becomes of
+        a row does not depend on which rank has it.
+        """
         return batch
 
     def count(self, batch: Batch) -> int:
+        """Return how many target tokens a batch of `apply` has."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def share(self, labelled: float) -> float:
+        """Return about which share of the tokens are targets, where the data label a share of them."""
         return labelled
 
 
-class MaskedTokens:
+class MaskedTokens(Objective):
     """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept
     (arXiv:1810.04805).
     """
@@ -82,7 +70,7 @@ class MaskedTokens:
         return 0.15
 
 
-class Continuation:
+class Continuation(Objective):
     """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
     arXiv:1910.10683).
     """
@@ -104,7 +92,7 @@ class Continuation:
 def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
     """Return the objective of a model that is "causal", "masked" or "seq2seq". Raises ConfigError."""
     if kind == "causal":
-        return NextToken()
+        return Objective()
     if kind == "seq2seq":
         return Continuation()
     num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
