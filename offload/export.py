@@ -21,25 +21,16 @@ DESCRIPTION = (
 
 @dataclasses.dataclass
 class Options:
-    checkpoint: Annotated[
-        str,
-        tyro.conf.Positional,
-        tyro.conf.arg(
-            metavar="CHECKPOINT", help="RUN/checkpoints/step-N, or RUN for the newest one that is whole (all are read)"
-        ),
-    ]
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="a new or empty folder")]
-    dtype: Annotated[
-        Literal["auto", "bf16", "fp32"],
-        tyro.conf.arg(
-            metavar="{auto,bf16,fp32}",
-            help="of the weights: auto is what the model was trained in, fp32 are the master weights",
-        ),
-    ] = "auto"
-    shard_size: Annotated[
-        str, tyro.conf.arg(metavar="SIZE", help="of a file of weights at most, but for a larger tensor; none: one file")
-    ] = "5GiB"
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    """RUN/checkpoints/step-N, or RUN for the newest one that is whole (all are read)"""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """a new or empty folder"""
+    dtype: Annotated[Literal["auto", "bf16", "fp32"], tyro.conf.arg(metavar="{auto,bf16,fp32}")] = "auto"
+    """of the weights: auto is what the model was trained in, fp32 are the master weights"""
+    shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
+    """of a file of weights at most, but for a larger tensor; none: one file"""
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """show tracebacks"""
 
 
 def main(words: list[str]) -> int:

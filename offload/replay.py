@@ -20,23 +20,16 @@ DESCRIPTION = (
 
 @dataclasses.dataclass
 class Options:
-    base: Annotated[
-        str,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="BASE_FOLDER", help="the model that the run began with, or one of the run's checkpoints"),
-    ]
-    run: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="the run folder, with config.yaml, metrics.jsonl")
-    ]
-    out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help="a new or empty folder; RUN/replayed unless set")] = ""
-    dtype: Annotated[
-        Literal["auto", "bf16", "fp32"],
-        tyro.conf.arg(
-            metavar="{auto,bf16,fp32}",
-            help="of the weights: auto is what the model was trained in, fp32 are the master weights",
-        ),
-    ] = "auto"
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE_FOLDER")]
+    """the model that the run began with, or one of the run's checkpoints"""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """the run folder, with config.yaml, metrics.jsonl"""
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ""
+    """a new or empty folder; RUN/replayed unless set"""
+    dtype: Annotated[Literal["auto", "bf16", "fp32"], tyro.conf.arg(metavar="{auto,bf16,fp32}")] = "auto"
+    """of the weights: auto is what the model was trained in, fp32 are the master weights"""
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """show tracebacks"""
 
 
 def main(words: list[str]) -> int:

@@ -22,19 +22,14 @@ DESCRIPTION = (
 
 @dataclasses.dataclass
 class Options:
-    runs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help="folders of runs")
-    ]
-    out: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="FILE.html", help="where to write; by default RUN/report.html, of several FIRST/compare.html"
-        ),
-    ] = None
-    json: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print the figures as JSON; write no file")
-    ] = False
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """folders of runs"""
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE.html")] = None
+    """where to write; by default RUN/report.html, of several FIRST/compare.html"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """print the figures as JSON; write no file"""
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """show tracebacks"""
 
 
 def main(words: list[str]) -> int:

@@ -22,13 +22,12 @@ DESCRIPTION = (
 
 @dataclasses.dataclass
 class Options:
-    path: Annotated[
-        str,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="PATH", help="RUN, RUN/checkpoints, RUN/checkpoints/step-N, or a Hugging Face folder"),
-    ]
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print one JSON object")] = False
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """RUN, RUN/checkpoints, RUN/checkpoints/step-N, or a Hugging Face folder"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """print one JSON object"""
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """show tracebacks"""
 
 
 def main(words: list[str]) -> int:
