@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
@@ -77,16 +78,16 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
     Raises OffloadError, one on every rank.
     """
     from offload.distributed.joining import open_comm
-    from offload.training.parity_check import ParityCheck
+    from offload.training.parity_check import check_parity
     from offload.training.ranks import Parting
 
     comm = open_comm(config.offload.device)
     parting = Parting(comm)
-    check = ParityCheck(config, num_steps, same_order=same_order, comm=comm, say=tell)
+    check = partial(check_parity, config, num_steps, same_order=same_order, comm=comm, say=tell)
     try:
         try:
             with _repeatable(strictly=comm.size == 1):
-                verdict = check.verdict()
+                verdict = check()
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):
                 raise
@@ -95,7 +96,7 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
                 "may give other bits in every run."
             )
             with _repeatable(strictly=False):
-                verdict = check.verdict()
+                verdict = check()
         comm.close()
         return verdict
     except BaseException as error:
@@ -129,8 +130,8 @@ def _repeatable(*, strictly: bool) -> Iterator[None]:
 
 def show(verdict: Verdict) -> None:
     """Print what was found."""
-    found, weights = verdict.findings, verdict.findings.weights
-    for each in found.steps:
+    weights = verdict.weights
+    for each in verdict.steps:
         for what, offloaded in each.offloaded.items():
             distance = each.distance(what)
             told = "equal" if not distance else f"apart by {distance:.1e} of it"
@@ -145,12 +146,12 @@ def show(verdict: Verdict) -> None:
     print(f"weights: {weights.num_elements:,} elements of {weights.num_parameters} parameters: {apart}")
     for text in verdict.notes:
         print(f"note: {text}")
-    for text in found.reasons:
+    for text in verdict.reasons:
         print(f"the order of sums differs: {text}")
     if verdict.tolerance is not None:
         numbers, of_weights = verdict.tolerance["numbers"], verdict.tolerance["weights"]
         print(f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their way")
-    if verdict.first is not None and not found.is_bit_equal:
+    if verdict.first is not None and not verdict.is_bit_equal:
         print(f"first difference: {verdict.first}")
     elif not verdict.is_equal:
         print(
@@ -163,10 +164,10 @@ def show(verdict: Verdict) -> None:
 
 
 def _summary(verdict: Verdict) -> str:
-    steps = f"over {len(verdict.findings.steps)} steps"
+    steps = f"over {len(verdict.steps)} steps"
     if not verdict.is_equal:
         return f"offloaded and resident training differ {steps}"
-    if verdict.findings.is_bit_equal:
+    if verdict.is_bit_equal:
         return f"offloaded and resident training are equal bit for bit {steps}"
     return f"offloaded and resident training are equal within the order of sums {steps}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,150 +73,128 @@ class Numbers:
         gap = abs(one - other) / max(abs(one), abs(other))
         return gap if math.isfinite(gap) else math.inf
 
+    def fields(self) -> dict[str, Any]:
+        """Return them for JSON."""
+        sides = {"offloaded": self.offloaded, "resident": self.resident}
+        values = {what: {side: json_number(its[what]) for side, its in sides.items()} for what in NUMBERS}
+        return {"step": self.step, **values}
+
 
 @dataclass
-class Findings:
-    """What a pass over the steps has found."""
+class Verdict:
+    """Whether offloaded training is resident training, and what a pass over the steps has found; that is rank 0's."""
 
     num_ranks: int
     """How many trained the engine's side."""
-    precision: str = "fp32"
+    precision: str
     """In what both computed."""
+    in_same_order: bool
+    """True where the resident side summed in the engine's order as far as it can."""
+    notes: list[str]
+    """What is approximate by design, on both sides alike."""
     steps: list[Numbers] = field(default_factory=list)
     """In their order."""
     weights: WeightsApart = field(default_factory=WeightsApart)
     """After the last step."""
     first: Apart | None = None
-    """What differs first, as far as it was looked for."""
+    """What differs first, as far as it was looked for; None also where nothing differs once both are compared at each
+    step.
+    """
     reasons: list[str] = field(default_factory=list)
     """Why the bits of both sides may differ; none where they must not."""
+    is_equal: bool = True
+    """Whether nothing differs that must not; the same on all ranks."""
+
+    @property
+    def tolerance(self) -> dict[str, float] | None:
+        """One of `TOLERANCES`; None where every bit has to be the same."""
+        return TOLERANCES[self.precision] if self.reasons else None
 
     @property
     def is_bit_equal(self) -> bool:
         """True where no loss, norm or weight differs."""
         return not self.weights.differing and all(step.first_apart() is None for step in self.steps)
 
-    def is_within(self, tolerance: dict[str, float]) -> bool:
-        """True where nothing is farther apart than a tolerance of `TOLERANCES` allows."""
+    @property
+    def is_close(self) -> bool:
+        """True where nothing is farther apart than it may be."""
+        if (tolerance := self.tolerance) is None:
+            return self.is_bit_equal
         numbers = [step.distance(what) for step in self.steps for what in NUMBERS]
         return max(numbers, default=0.0) <= tolerance["numbers"] and self.weights.distance <= tolerance["weights"]
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether offloaded training is resident training."""
-
-    is_equal: bool
-    """Whether nothing differs that must not; the same on all ranks."""
-    findings: Findings
-    """Of the undisturbed pass; rank 0's."""
-    tolerance: dict[str, float] | None
-    """One of `TOLERANCES`; None where every bit has to be the same."""
-    first: Apart | None
-    """Where it first differs; None where it does not, or where nothing differs once both are compared at each step."""
-    notes: tuple[str, ...]
-    """What is approximate by design, on both sides alike."""
-    in_same_order: bool
-    """True where the resident side summed in the engine's order as far as it can."""
-
     def fields(self) -> dict[str, Any]:
         """Return it for JSON."""
-        found = self.findings
         return {
             "equal": self.is_equal,
-            "bit_equal": found.is_bit_equal,
+            "bit_equal": self.is_bit_equal,
             "tolerance": self.tolerance,
-            "norm_within": max((step.norm_within for step in found.steps), default=0.0),
-            "order_differs": found.reasons,
-            "notes": list(self.notes),
-            "ranks": found.num_ranks,
-            "steps": [
-                {"step": each.step}
-                | {
-                    what: {
-                        "offloaded": json_number(each.offloaded[what]),
-                        "resident": json_number(each.resident[what]),
-                    }
-                    for what in NUMBERS
-                }
-                for each in found.steps
-            ],
-            "weights": found.weights.fields(),
+            "norm_within": max((step.norm_within for step in self.steps), default=0.0),
+            "order_differs": self.reasons,
+            "notes": self.notes,
+            "ranks": self.num_ranks,
+            "steps": [each.fields() for each in self.steps],
+            "weights": self.weights.fields(),
             "first_difference": None if self.first is None else self.first.fields(),
         }
 
 
-class ParityCheck:
-    """`ParityCheck(config, steps, ...).verdict()` compares the first steps of the run of a configuration, from its
-    initial weights on. Collective: over several ranks the resident side is rank 0's.
+def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> Verdict:
+    """Compare the first steps of the run of a configuration, from its initial weights on. Collective: over several
+    ranks the resident side is rank 0's. Train both sides, a second time where they differ and must not.
 
     same_order: the resident side sums in the engine's order where it can. say: prints a line, on rank 0.
 
     Raises ConfigError for what cannot be compared, DoesNotFitError where the model does not fit resident.
     """
+    with as_one(comm, "check of the settings"):
+        config.check_source()
+        check_settings(config, comm.size)
+    found = _trained(config, num_steps, same_order, comm, say, looks=False)
+    found.is_equal = not comm.any(not found.is_close, "whether both sides are equal")
+    if not found.is_equal and found.tolerance is None:
+        say("something differs: both sides train once more, to be compared after each step.")
+        found.first = _trained(config, num_steps, same_order, comm, lambda _text: None, looks=True).first
+    return found
 
-    def __init__(self, config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> None:
-        self._config, self._num_steps, self._same_order = config, num_steps, same_order
-        self._comm, self._say = comm, say
 
-    def verdict(self) -> Verdict:
-        """Train both sides, a second time where they differ and must not; return what was found."""
-        with as_one(self._comm, "check of the settings"):
-            self._config.check_source()
-            check_settings(self._config, self._comm.size)
-        found = self._pass(self._say)
-        tolerance = TOLERANCES[found.precision] if found.reasons else None
-        is_equal = found.is_bit_equal if tolerance is None else found.is_within(tolerance)
-        is_equal = not self._comm.any(not is_equal, "whether both sides are equal")
-        first = found.first
-        if not is_equal and tolerance is None:
-            self._say("something differs: both sides train once more, to be compared after each step.")
-            first = self._pass(lambda _text: None, looks=True).first
-        return Verdict(is_equal, found, tolerance, first, tuple(self._notes()), self._same_order)
+def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, looks: bool) -> Verdict:
+    """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
+    steps = range(num_steps)
+    run = make_run(ResumePoint(config), comm, say, say)
+    with closing(run.engine):
+        resident = None
+        with as_one(comm, "making of the resident side"):
+            if (most := run.config.train.steps) is not None and num_steps > most:
+                raise ConfigError(f"--steps is {num_steps}, and the run has {most}: set --train.steps as well.")
+            if comm.rank == 0:
+                resident = _resident(run, same_order)
+        sides = _Sides(run, resident, comm, same_order)
+        found = Verdict(comm.size, str(run.config.train.precision), same_order, list(_notes(config)))
+        for group in [[step] for step in steps] if looks else [steps]:
+            done = [step for step in group if sides.train_offloaded(step)]
+            for step in done:
+                sides.train_resident(step, found)
+            if len(done) < len(group):
+                say(f"the data are at their end before step {group[len(done)] + 1}.")
+            if looks and found.first is None:
+                found.first = sides.compare().first
+            if looks and comm.any(found.first is not None, "whether a side differs"):
+                return found
+        found.weights = sides.compare()
+        found.first = found.first or found.weights.first
+        found.reasons = sides.reasons()
+    return found
 
-    def _pass(self, say: Say, *, looks: bool = False) -> Findings:
-        """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
-        steps = range(self._num_steps)
-        with self._opened(say) as sides:
-            found = Findings(self._comm.size, sides.precision)
-            for group in [[step] for step in steps] if looks else [steps]:
-                done = [step for step in group if sides.train_offloaded(step)]
-                for step in done:
-                    sides.train_resident(step, found)
-                if len(done) < len(group):
-                    say(f"the data are at their end before step {group[len(done)] + 1}.")
-                if looks and found.first is None:
-                    found.first = sides.compare().first
-                if looks and self._comm.any(found.first is not None, "whether a side differs"):
-                    return found
-            found.weights = sides.compare()
-            found.first = found.first or found.weights.first
-            found.reasons = sides.reasons()
-        return found
 
-    @contextmanager
-    def _opened(self, say: Say) -> Iterator[_Sides]:
-        comm = self._comm
-        run = make_run(ResumePoint(self._config), comm, say, say)
-        with closing(run.engine):
-            resident = None
-            with as_one(comm, "making of the resident side"):
-                if (most := run.config.train.steps) is not None and self._num_steps > most:
-                    raise ConfigError(
-                        f"--steps is {self._num_steps}, and the run has {most}: set --train.steps as well."
-                    )
-                if comm.rank == 0:
-                    resident = _resident(run, self._same_order)
-            yield _Sides(run, resident, comm, self._same_order)
-
-    def _notes(self) -> Iterator[str]:
-        train, optimizer = self._config.train, self._config.optimizer
-        if optimizer.states == "int8":
-            yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
-        if optimizer.states == "bf16":
-            yield "moments in bf16 are rounded at random, by the same generator of (seed, step, element) on both sides."
-        if train.delay:
-            yield f"updates come a step late on both sides, from step {train.delay_after + 1} on."
+def _notes(config: Config) -> Iterator[str]:
+    train, optimizer = config.train, config.optimizer
+    if optimizer.states == "int8":
+        yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
+    if optimizer.states == "bf16":
+        yield "moments in bf16 are rounded at random, by the same generator of (seed, step, element) on both sides."
+    if train.delay:
+        yield f"updates come a step late on both sides, from step {train.delay_after + 1} on."
 
 
 class _Sides:
@@ -227,11 +205,6 @@ class _Sides:
         self._engine: Engine = run.engine
         self._offloaded: dict[int, dict[str, float]] = {}
         self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
-
-    @property
-    def precision(self) -> str:
-        """In what both compute."""
-        return str(self._run.config.train.precision)
 
     def train_offloaded(self, step: int) -> bool:
         """Train the engine on a batch; return False where the data are at their end. Collective."""
@@ -244,7 +217,7 @@ class _Sides:
         self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
         return True
 
-    def train_resident(self, step: int, found: Findings) -> None:
+    def train_resident(self, step: int, found: Verdict) -> None:
         """Train the resident side on the batch that the engine has trained on, and note what both gave. Collective."""
         with as_one(self._comm, "step of the resident side"):
             if self._resident is not None:
