@@ -1,5 +1,6 @@
 """Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS
-override attributes, and so one drawing serves light and dark.
+override attributes, and so one drawing serves light and dark. Coordinates are in tenths: more would only make a file
+larger.
 """
 
 from __future__ import annotations
@@ -7,12 +8,17 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
+import leather
+from leather import Axis, Dots, Line, Series
+from leather.scales import Scale
+
 from offload.reporting.recorded import count_text
 
 Point = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there
 _TOP, _BOTTOM = 8, 26
 _CHAR = 7.7  # units that a digit of the labels is wide
+_MOST_TICKS = 6
 _MOST_POINTS = 360  # of a curve: one a unit of width
 _BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
 
@@ -25,10 +31,6 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     known = [(step, value) for points in drawn for step, value in points if value is not None]
     if not known:
         return None
-    from leather import Axis, Dots, Line, Series
-
-    from offload.reporting.scales import Steps, Values
-
     steps, values = zip(*known, strict=True)
     x, y = Steps(min(steps), max(steps)), Values(min(values), max(values))
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
@@ -69,3 +71,35 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
     return thinned([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
+
+
+class Values(leather.Linear):
+    """Values of a curve, between two ticks."""
+
+    def __init__(self, low: float, high: float) -> None:
+        least = 2e-3 * max(abs(low), abs(high)) or 1.0  # labels of four digits are to tell the ticks apart
+        super().__init__(*((low, high) if high - low >= least else (low - least, high + least)))
+
+    def project(self, value: float, range_min: float, range_max: float) -> float:
+        return round(float(super().project(value, range_min, range_max)), 1)
+
+
+class Steps(Scale):
+    """Steps from the first to the last, with ticks at whole ones among them."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+
+    def contains(self, v: float) -> bool:
+        return self._first <= v <= self._last
+
+    def project(self, value: float, range_min: float, range_max: float) -> float:
+        share = (float(value) - self._first) / max(1, self._last - self._first)
+        return round(range_min + share * (range_max - range_min), 1)
+
+    def ticks(self) -> list[int]:
+        if self._first == self._last:
+            return [self._first]
+        found = [int(tick) for tick in leather.Linear(self._first, self._last).ticks() if tick == int(tick)]
+        found = [tick for tick in found if self.contains(tick)]
+        return found[:: -(-len(found) // _MOST_TICKS)] or [self._first, self._last]

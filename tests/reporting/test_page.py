@@ -241,15 +241,13 @@ def test_any_values_have_a_curve(values: list[Any]) -> None:
 
 
 def test_steps_are_marked_at_a_few_whole_ones_among_them() -> None:
-    from offload.reporting.scales import Steps
-
     for first, last in ((1, 1), (1, 2), (1, 3), (4, 9), (1, 40), (1, 120), (31, 1000), (999_990, 1_000_003)):
-        ticks = Steps(first, last).ticks()
+        ticks = charts.Steps(first, last).ticks()
         assert 1 <= len(ticks) <= 6
         assert ticks == sorted(set(ticks))
         assert all(isinstance(tick, int) and first <= tick <= last for tick in ticks)
-        assert Steps(first, last).project(first, 0, 300) == 0
-        assert first == last or Steps(first, last).project(last, 0, 300) == 300
+        assert charts.Steps(first, last).project(first, 0, 300) == 0
+        assert first == last or charts.Steps(first, last).project(last, 0, 300) == 300
 
 
 def test_no_values_have_none() -> None:
