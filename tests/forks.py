@@ -247,7 +247,7 @@ def _preload() -> None:
     import offload.doctor
     import offload.engine.engine
     import offload.inference.sampler
-    import offload.reporting.written
+    import offload.reporting.page
     import offload.training.trainer  # noqa: F401
     from offload.config.command_line import parse_config
 

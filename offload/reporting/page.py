@@ -1,9 +1,10 @@
-"""The page: one HTML file that asks for nothing else, from the figures of one run or of several."""
+"""The page: one HTML file that asks for nothing else, from the figures of one run or of several, and where it goes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, DiskError, errno_text, format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
@@ -132,6 +133,39 @@ def as_json(views: Sequence[RunView]) -> dict[str, Any]:
                 figures[name]["shown"] = None if step.shown is None else step.shown.number
         found.append({**about, **figures, "advice": [dataclasses.asdict(each) for each in view.advice]})
     return {"runs": found}
+
+
+def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
+    """Write the page, whole or not at all, and return where: `out`, or in the folder of the first run. Raises
+    ConfigError, DiskError.
+    """
+    if len(views) > MOST_RUNS:
+        raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
+    path = out or views[0].run.path / ("report.html" if len(views) == 1 else "compare.html")
+    if path.suffix != ".html":  # so that no page replaces what a run has written
+        raise ConfigError(f"--out is {path}; name a file that ends in .html.")
+    text = render(views)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        code = error.errno or 0
+        raise DiskError(
+            f"{path} cannot be written: {errno_text(code)}; set --out to another file.", code, path
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return path
+
+
+def report_run(folder: Path, say: Callable[[str], None]) -> None:
+    """Write the report of a run that has ended, and say where; a run never fails for it."""
+    try:
+        say(f"report: {write_page(read_views([folder], is_over=True))}")
+    except Exception as error:
+        say(f"note: the report could not be written: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _charts(views: Sequence[RunView]) -> Iterator[tuple[str, Markup, list[str]]]:

@@ -97,7 +97,7 @@ class Records:
     def report(self, say: Callable[[str], None]) -> None:
         """Write the page about the run, which ended, however it did; `say` is told where, or why not."""
         if self._folder is not None and self._metrics is not None:
-            from offload.reporting.written import report_run
+            from offload.reporting.page import report_run
 
             report_run(self._folder.path, say)
 

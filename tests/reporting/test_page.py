@@ -11,8 +11,8 @@ import pytest
 
 from offload import report
 from offload.errors import ConfigError, DiskError
-from offload.reporting import charts, written
-from offload.reporting.page import read_views, render
+from offload.reporting import charts, page
+from offload.reporting.page import read_views, render, report_run, write_page
 from tests.matrix import matrix
 from tests.reporting.browser import Browser, browser, find_chromium
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
@@ -96,7 +96,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             config={**CONFIG, "model": {"path": f"/models/{long}", "preset": None}},
         ),
     }
-    found = {name: written.write_page(read_views([path])) for name, path in runs.items()}
+    found = {name: write_page(read_views([path])) for name, path in runs.items()}
     others = [
         write_run(
             folder / f"lr-{number}",
@@ -105,7 +105,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         for number in range(1, 4)
     ]
-    found["several"] = written.write_page(read_views([runs["usual"], *others]))
+    found["several"] = write_page(read_views([runs["usual"], *others]))
     return found
 
 
@@ -282,10 +282,10 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_run_never_fails_for_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path, usual(5))
     said: list[str] = []
-    written.report_run(path, said.append)
+    report_run(path, said.append)
     assert said == [f"report: {path / 'report.html'}"]
-    monkeypatch.setattr(written, "render", lambda _views: 1 / 0)
-    written.report_run(path, said.append)
+    monkeypatch.setattr(page, "render", lambda _views: 1 / 0)
+    report_run(path, said.append)
     assert said[1].startswith("note: the report could not be written: ZeroDivisionError")
 
 
