@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
+from offload.config.rules import OFFERS
 from offload.config.sections import OffloadSection, parse_size
 from offload.errors import ConfigError
 
@@ -239,13 +240,12 @@ class TestResolve:
         config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
         assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
 
-    @pytest.mark.parametrize(("has_accelerator", "budget"), [(True, None), (False, 9 << 20)])
-    def test_the_built_in_run_has_a_budget_on_a_cpu(self, has_accelerator: bool, budget: int | None) -> None:
-        assert self.resolved(has_accelerator=has_accelerator).offload.device_memory == budget
-
-    @pytest.mark.parametrize(("has_accelerator", "precision"), [(True, "bf16"), (False, "fp32")])
-    def test_precision_follows_the_device(self, has_accelerator: bool, precision: str) -> None:
-        assert self.resolved(has_accelerator=has_accelerator).train.precision == precision
+    @pytest.mark.parametrize(
+        ("has_accelerator", "budget", "precision"), [(True, None, "bf16"), (False, 9 << 20, "fp32")]
+    )
+    def test_budget_and_precision_follow_the_device(self, has_accelerator: bool, budget: Any, precision: str) -> None:
+        config = self.resolved(has_accelerator=has_accelerator)
+        assert (config.offload.device_memory, config.train.precision) == (budget, precision)
 
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
@@ -254,32 +254,32 @@ def test_examples_are_sound(file: Path) -> None:
     Config.load(file, given).resolve(has_accelerator=True, max_positions=4096)
 
 
-def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
-    def resolved(**values: Any) -> tuple[Any, ...]:
-        config = Config.load(None, {"optimizer.name": "lion"} | {f"optimizer.{key}": x for key, x in values.items()})
-        config = config.resolve(has_accelerator=False, max_positions=None)
-        file = tmp_path / "config.yaml"
-        file.write_text(config.to_yaml())
-        assert dict(Config.load(file).items()) == dict(config.items())
-        return config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
-
-    assert resolved() == (4e-4, (0.9, 0.99), 0.1)
-    assert resolved(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.01) == (1e-3, (0.8, 0.9), 0.01)
-    adamw = Config().resolve(has_accelerator=False, max_positions=None).optimizer
-    assert (adamw.lr, adamw.betas, adamw.weight_decay) == (4e-3, (0.9, 0.95), 0.01)
-
-
 @pytest.mark.parametrize(
-    ("name", "rate", "decay", "norm"),
-    [("adafactor", 4e-2, 0.0, 1.0), ("lomo", 0.4, 0.0, None), ("adalomo", 4e-2, 0.0, None), ("muon", 4e-3, 0.1, 1.0)],
+    ("name", "rate", "betas", "decay", "norm"),
+    [
+        ("adamw", 4e-3, (0.9, 0.95), 0.01, 1.0),
+        ("lion", 4e-4, (0.9, 0.99), 0.1, 1.0),
+        ("adafactor", 4e-2, (0.9, 0.95), 0.0, 1.0),
+        ("lomo", 0.4, (0.9, 0.95), 0.0, None),
+        ("adalomo", 4e-2, (0.9, 0.95), 0.0, None),
+        ("muon", 4e-3, (0.9, 0.95), 0.1, 1.0),
+    ],
 )
-def test_rules_have_defaults_of_their_own(name: str, rate: float, decay: float, norm: float | None) -> None:
-    config = Config.load(None, {"optimizer.name": name}).resolve(has_accelerator=False, max_positions=None)
-    found = config.optimizer.lr, config.optimizer.weight_decay, config.train.max_grad_norm
-    assert found == (pytest.approx(rate), decay, norm)
-    given = {"optimizer.name": name, "optimizer.lr": 1.0, "train.max_grad_norm": 0.5}
-    config = Config.load(None, given).resolve(has_accelerator=False, max_positions=None)
-    assert (config.optimizer.lr, config.train.max_grad_norm) == (1.0, 0.5)
+def test_rules_have_defaults_of_their_own(
+    name: str, rate: float, betas: Any, decay: float, norm: float | None, tmp_path: Path
+) -> None:
+    def resolved(**given: Any) -> tuple[Any, ...]:
+        values = {key.replace("__", "."): value for key, value in given.items()} | {"optimizer.name": name}
+        config = Config.load(None, values).resolve(has_accelerator=False, max_positions=None)
+        (tmp_path / "config.yaml").write_text(config.to_yaml())
+        assert dict(Config.load(tmp_path / "config.yaml").items()) == dict(config.items())
+        return config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay, config.train.max_grad_norm
+
+    assert resolved() == (pytest.approx(rate), betas, decay, norm)
+    given = resolved(optimizer__lr=1.0, optimizer__weight_decay=0.5, train__max_grad_norm=0.5)
+    assert given == (1.0, betas, 0.5, 0.5)
+    if "betas" in OFFERS[name].keys:
+        assert resolved(optimizer__betas=(0.8, 0.9))[1] == (0.8, 0.9)
 
 
 def test_what_a_rule_lacks_is_refused_unless_a_group_has_it() -> None:
@@ -293,28 +293,29 @@ def test_what_a_rule_lacks_is_refused_unless_a_group_has_it() -> None:
         Config.load(None, {"optimizer.groups": "{mlp: {rule: adagrad}}"})
 
 
-def test_another_width_of_states_may_go_on_with_a_run_that_is_reset() -> None:
-    was = Config.load(None, {"optimizer.states": "int8", "optimizer.lr": 0.5})
-    with pytest.raises(ConfigError, match=r"optimizer\.states is 'bf16' and was 'int8'.*--optimizer\.reset"):
-        Config.load(None, {"optimizer.states": "bf16"}).resumed(was.to_dict(), "there")
-    config = Config.load(None, {"optimizer.states": "bf16", "optimizer.reset": True}).resumed(was.to_dict(), "there")
-    assert (config.optimizer.states, config.optimizer.lr) == ("bf16", 0.5)
+MEZO = {"optimizer.name": "mezo", "train.precision": "bf16", "optimizer.master": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("was", "key", "value"),
+    [
+        ({"optimizer.states": "int8", "optimizer.lr": 0.5}, "optimizer.states", "bf16"),
+        (MEZO, "optimizer.master", "fp32"),
+    ],
+)
+def test_another_width_of_states_may_go_on_with_a_run_that_is_reset(was: dict[str, Any], key: str, value: str) -> None:
+    before = Config.load(None, was).resolve(has_accelerator=False, max_positions=None)
+    saved, given = before.to_dict(), {"optimizer.name": before.optimizer.name, key: value}
+    assert Config.load(None, {}).resumed(saved, "there").get(key) == was[key]
+    with pytest.raises(ConfigError, match=rf"{key} is '{value}' and was '{was[key]}'.*--optimizer\.reset"):
+        Config.load(None, given).resumed(saved, "there")
+    config = Config.load(None, {**given, "optimizer.reset": True}).resumed(saved, "there")
+    assert {name: config.get(name) for name in was} == {**was, key: value}, "the rest is as it was"
 
 
 def test_masters_in_bf16_are_computed_with_in_bf16() -> None:
     config = Config.load(None, {"optimizer.name": "mezo", "optimizer.master": "bf16"})
     assert config.resolve(has_accelerator=False, max_positions=None).train.precision == "bf16"
-
-
-def test_other_masters_may_go_on_with_a_run_that_is_reset() -> None:
-    was = Config.load(None, {"optimizer.name": "mezo", "train.precision": "bf16", "optimizer.master": "bf16"})
-    was = was.resolve(has_accelerator=False, max_positions=None)
-    given = {"optimizer.name": "mezo", "optimizer.master": "fp32"}
-    assert Config.load(None, {}).resumed(was.to_dict(), "there").optimizer.master == "bf16"
-    with pytest.raises(ConfigError, match=r"optimizer\.master is 'fp32' and was 'bf16'.*--optimizer\.reset"):
-        Config.load(None, given).resumed(was.to_dict(), "there")
-    config = Config.load(None, {**given, "optimizer.reset": True}).resumed(was.to_dict(), "there")
-    assert (config.optimizer.master, config.train.precision) == ("fp32", "bf16")
 
 
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:

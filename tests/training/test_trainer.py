@@ -311,33 +311,19 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
 
-def test_exceptions_that_cannot_be_are_refused_before_the_data_are_made(run: Any) -> None:
-    for groups, words in (
-        ({"(": {"lr_scale": 1.0}}, "no regular expression"),
-        ({"a": {"lr": 1.0}}, "unknown key 'lr'"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            run("never", optimizer__groups=groups, model__path="nowhere")
-
-
 @pytest.mark.parametrize(
-    ("throttle", "words"),
+    ("settings", "words"),
     [
-        ({"h2": 1}, "h2d, d2h, collective, nvme_read, nvme_write, update"),
-        ({"h2d": 0}, "more than 0"),
-        ({"h2d": {"speed": 5}}, "bandwidth"),
-        ({"h2d": {"latency_seconds": "long"}}, "latency_seconds"),
+        ({"optimizer__groups": {"(": {"lr_scale": 1.0}}}, "no regular expression"),
+        ({"optimizer__groups": {"a": {"lr": 1.0}}}, "unknown key 'lr'"),
+        ({"offload__throttle": {"h2": 1}}, "h2d, d2h, collective, nvme_read, nvme_write, update"),
+        ({"offload__parameters": "cpu", "offload__optimizer": "device"}, r"offload\.optimizer"),
     ],
 )
-def test_a_throttle_that_cannot_be_played_is_refused_before_any_work(
-    run: Any, tmp_path: Path, throttle: dict[str, Any], words: str
+def test_settings_that_cannot_be_are_refused_before_any_work(
+    run: Any, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
+    """Of throttles tests/lanes/test_throttle.py has all that can be wrong."""
     with pytest.raises(ConfigError, match=words):
-        run("never", offload__throttle=throttle, model__path="nowhere")
-    assert not (tmp_path / "never").exists()
-
-
-def test_settings_that_contradict_each_other_are_refused_before_any_work(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"offload\.optimizer"):
-        run("never", offload__parameters="cpu", offload__optimizer="device", model__path="nowhere")
+        run("never", model__path="nowhere", **settings)
     assert not (tmp_path / "never").exists()
