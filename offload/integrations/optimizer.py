@@ -260,9 +260,6 @@ def find_own(optimizer: Any) -> OffloadOptimizer | None:
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Within, whatever is drawn or restored of torch's generators leaves no trace: other code counts on them."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
-            yield
+    more = {} if device.type == "cpu" else {"device_type": device.type}
+    with torch.random.fork_rng(devices=[device.index or 0] if more else [], **more):
+        yield

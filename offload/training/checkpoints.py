@@ -74,9 +74,7 @@ class Saves:
     def is_time(self) -> bool:
         """True where `checkpoint.every` is auto, and it is time for a checkpoint that there is room for."""
         is_late = self._section.every == "auto" and time.monotonic() >= self._next_s
-        return (
-            is_late and free_bytes(self._checkpoints.path.parent) >= self._needs.export_bytes + self._needs.states_bytes
-        )
+        return is_late and free_bytes(self._checkpoints.path.parent) >= self._needs.num_bytes
 
     @property
     def newest_step(self) -> int | None:

@@ -28,10 +28,9 @@ from offload.machine.environment import memory
 from offload.training.apart import Apart, WeightsApart, json_number
 from offload.training.build import Run, make_run
 from offload.training.objectives import Batch
-from offload.training.opening import check_settings
 from offload.training.parts import rate_at
 from offload.training.resident import Part, Resident, resident_bytes
-from offload.training.resume import ResumePoint
+from offload.training.resume import ResumePoint, check_settings
 
 Say = Callable[[str], None]
 

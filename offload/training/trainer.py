@@ -28,11 +28,11 @@ from offload.training.checkpoints import Saves
 from offload.training.finish import Export, evaluate, export_or_save, is_exported, next_share
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
-from offload.training.opening import open_run
 from offload.training.parts import rate_at, with_decisions
 from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import Records, step_fields, told_streaming, told_tiers
+from offload.training.resume import open_run
 from offload.training.run_folder import RunFolder
 
 
