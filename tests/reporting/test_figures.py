@@ -41,9 +41,7 @@ def test_the_median_and_the_slowest_step_are_those_of_the_warm_steps(tmp_path: P
     lines = usual()
     figures = figures_of(write_run(tmp_path, lines))
     seconds = [each["step_seconds"] for each in lines[3:]]
-    assert figures.median is not None
     assert figures.median.seconds == statistics.median_low(seconds)
-    assert figures.slowest is not None
     assert (figures.slowest.step, figures.slowest.seconds) == (17, 0.9)
     assert figures.tokens_per_second == statistics.median(100 / each for each in seconds)
     h2d = next(each for each in figures.slowest.lanes if each.name == "h2d")
@@ -56,13 +54,9 @@ def test_a_step_that_the_trace_keeps_no_more_is_shown_by_the_nearest_in_time(tmp
     figures = figures_of(write_run(tmp_path, lines))
     kept = {each["step"]: each["step_seconds"] for each in lines[-10:]}
     step = figures.median
-    assert step is not None
-    assert step.shown is not None
     nearest = min(abs(seconds - step.seconds) for seconds in kept.values())
     assert abs(kept[step.shown.number] - step.seconds) == nearest
     assert step.shown.seconds == pytest.approx(kept[step.shown.number], abs=1e-8)
-    assert figures.slowest is not None
-    assert figures.slowest.shown is not None
     assert figures.slowest.shown.number == figures.slowest.step == 17
 
 
@@ -71,8 +65,6 @@ def test_a_slow_first_step_stands_for_no_other(tmp_path: Path) -> None:
     seconds = {step: 0.422 if step <= 3 else 0.4 + 0.001 * step for step in range(1, 41)}
     lines = [line(step, each, lanes={"h2d": (0.1, 0.1)}) for step, each in seconds.items()]
     step = figures_of(write_run(tmp_path, lines)).median
-    assert step is not None
-    assert step.shown is not None
     assert (step.step, step.shown.number) == (22, 30), "the slowest of those before the last ten"
 
 
@@ -91,8 +83,6 @@ def test_pieces_are_joined_only_with_their_like() -> None:
 def test_a_short_run_shows_its_very_steps(tmp_path: Path) -> None:
     figures = figures_of(write_run(tmp_path, usual(9)))
     for step in (figures.median, figures.slowest):
-        assert step is not None
-        assert step.shown is not None
         assert step.shown.number == step.step
 
 
@@ -105,8 +95,6 @@ def test_any_number_of_steps_will_do(tmp_path: Path, num_steps: int) -> None:
 
 def test_bars_are_hidden_where_a_unit_computes_and_exposed_where_none_does(tmp_path: Path) -> None:
     figures = figures_of(write_run(tmp_path, usual(9)))
-    assert figures.median is not None
-    assert figures.median.shown is not None
     shown = {row.lane: row.bars for row in rows(figures.median.shown)}
     assert list(shown) == ["compute", "h2d", "d2h"]
     found = {lane: [(each.kind, each.begin, each.begin + each.width) for each in bars] for lane, bars in shown.items()}
@@ -126,7 +114,6 @@ def test_the_busiest_lane_binds(tmp_path: Path) -> None:
     for each in lines[10:]:
         each["step_seconds"] = 0.52  # of which 0.02 are outside the engine
     binding = figures_of(write_run(tmp_path, lines)).binding
-    assert binding is not None
     assert (binding.lane, binding.limit_s, binding.step_s) == ("h2d", 0.45, 0.52)
     assert binding.times_limit == pytest.approx(0.52 / 0.45)
     assert binding.outside_s == pytest.approx(0.02)
@@ -137,7 +124,6 @@ def test_what_the_own_thread_did_is_told(tmp_path: Path) -> None:
     lines = [line(step, 0.5, lanes={"h2d": (0.1, 0.1), "update": (0.05, 0.05)}) for step in range(1, 9)]
     path = write_run(tmp_path, lines)
     binding = figures_of(path).binding
-    assert binding is not None
     assert binding.is_serial
     advice = advise(Recorded.read(path), figures_of(path))
     assert "GPU" in advice[0].change
@@ -237,7 +223,6 @@ def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path:
     assert len(run.steps) == 13
     figures = Figures.of(run)
     assert figures.series["loss"][-1] == (13, None)
-    assert figures.median is not None
     assert figures.median.shown is None
     told = " ".join(run.notes)
     for name in ("metrics.jsonl: 3 lines", "plan.json cannot be read", "trace.json.gz is missing"):

@@ -382,7 +382,6 @@ def test_an_export_to_a_full_disk_loses_no_states(
     with pytest.raises(DiskError, match=r"`python -m offload\.export .* OUT`") as failure:
         run("run", **settings)
     command = re.search(r"python -m offload\.export (\S+) OUT", str(failure.value))
-    assert command is not None
     assert export_command([command[1], str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/model.safetensors").exists()
 
