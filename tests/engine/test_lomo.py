@@ -17,8 +17,6 @@ from tests.engine.device import own_device, twin
 from tests.engine.families import batches, build, gpt2, llama, tokens
 from tests.engine.handmade import Shifting, cross_entropy, words
 from tests.engine.inside import parts_of
-from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_rules import PLACES, placed
@@ -204,29 +202,3 @@ def test_both_passes_count_and_gradients_come_down_in_one() -> None:
         assert counted + engine.counters.next_h2d_bytes == sum(submitted) + so_far
         down.append(engine.counters.d2h_bytes)
     assert down[0] == down[1] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule",
-    [LOMO(lr=0.3, clip_norm=0.2), LOMO(lr=0.3, clip_value=1e-2), AdaLomo(lr=0.03)],
-)
-def test_over_ranks(rule: Any, tmp_path: Path) -> None:
-    common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
-    norm = 0.2 if isinstance(rule, AdaLomo) else None
-    runs = [
-        common | {"zero_stage": stage, "placement": placement, "max_grad_norm": norm, "delays": delays}
-        for stage, placement, delays in ((1, {}, None), (2, PLACES["nvme"], 3), (3, {}, 5), (0, {}, None))
-    ]
-    first, second = run(2, trained, runs=runs)
-    case = CASES["plain"]
-    reference = Reference(build(case.make), rule, max_grad_norm=norm)
-    for number in range(3):
-        torch.manual_seed(number)
-        reference.step(case.batch(number, 4))
-    for mine, others in zip(first, second, strict=True):
-        assert mine.results == others.results
-        assert_same(mine.weights, others.weights)
-        assert_same(mine.weights, reference.masters, within=1e-5)
-    for mine in first[:3]:
-        assert_same(mine.weights, first[0].weights)

@@ -8,52 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Adafactor, AdaLomo, AdamW, Engine, Muon, Placement
+from offload import LOMO, Adafactor, AdamW, Engine, Muon, Placement
+from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
+from offload.layout import regions
 from offload.optim.rule import UpdateRule
 from offload.planning import disk
-from tests.engine import matrix_jobs
 from tests.engine.compare import assert_same, step_by_step, train_both, weights
 from tests.engine.device import LEDGER, own_device, twin
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
-from tests.engine.inside import parts_of, stored_factors, stored_plane
+from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, trained
+from tests.engine.ranks_child import CASES, opened, share, small_tiles, trained
 from tests.engine.reference import Reference
+from tests.engine.test_rules import MATRIX as RULES
 from tests.engine.test_rules import PLACES, placed
 from tests.matrix import matrix, quick
 
-RULES: dict[str, UpdateRule] = {
-    "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("(q|x)_proj", {"lr_scale": 0.5}),)),
-    "adalomo": AdaLomo(lr=0.03),
-    "muon": Muon(lr=0.02, rest=AdamW(lr=1e-3), groups=(("norm", {"lr_scale": 2.0}),)),
-}
-
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
-
-
-@matrix(strength=1, rule=list(RULES), place=list(PLACES), precision=["fp32", "bf16"])
-def test_tiers_change_no_bit(rule: str, place: str, precision: str, tmp_path: Path) -> None:
-    if rule == "muon" and place == "device" and own_device().type != "cpu":
-        pytest.skip("AdamW for the rest: an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")
-    clip = 0.2 if precision == "fp32" else None
-    settings = {"optimizer": RULES[rule], "precision": precision, "max_grad_norm": clip}
-    engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
-    engine.finish()
-    names = {name for _, name, _ in engine.allocations}
-    assert ("exp avg" in names) is (rule == "muon")
-    assert ({"row var", "col var", "variance"} <= names) is (rule != "muon")
-    for info in parts_of(engine).infos:
-        for name, found in stored_factors(engine, info.name).items():
-            assert torch.equal(found.cpu(), reference.states[info.name][name].cpu()), (info.name, name)
-    if rule == "muon":
-        index = next(info.index for info in parts_of(engine).infos if "up_proj" in info.name)
-        found = stored_plane(parts_of(engine).store, index, "momentum_buffer")
-        name = parts_of(engine).infos[index].name
-        assert torch.equal(found, reference.states[name]["momentum_buffer"].view(-1).cpu())
 
 
 @matrix(strength=1, make=[mixtral, mamba], rule=["adafactor", "muon"])
@@ -109,20 +84,6 @@ def test_groups_give_rules_by_matrix(place: str, tmp_path: Path) -> None:
     assert {"exp avg", "row var", "momentum buffer", "update workspace"} <= kept
 
 
-@matrix(strength=1, rule=list(RULES), precision=["fp32", "bf16"])
-def test_a_checkpoint_is_gone_on_from(rule: str, precision: str, tmp_path: Path) -> None:
-    whole = Engine(build(llama), RULES[rule], placed("nvme", tmp_path), precision=precision)
-    for seed in range(2):
-        whole.step(tokens(seed))
-    whole.save_checkpoint(tmp_path / "saved")
-    resumed = Engine(build(llama, seed=9), RULES[rule], precision=precision)
-    resumed.load_checkpoint(tmp_path / "saved")
-    for seed in range(2, 4):
-        assert whole.step(tokens(seed)).loss.item() == resumed.step(tokens(seed)).loss.item()
-    assert_same(weights(resumed), weights(whole))
-    whole.close()
-
-
 @LEDGER
 def test_what_is_kept_is_planned_to_the_byte() -> None:
     """Adafactor's factors on the host, Muon's workspace on the device: one byte less is refused, before anything."""
@@ -141,18 +102,64 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 # -- over ranks --------------------------------------------------------------------------------------------------------
 
 
+def saved(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
+    """Train two steps and save; then a third one, and return the weights."""
+    with open_comm() as comm, small_tiles():
+        engine = opened(comm, CASES["plain"], optimizer=rule, **settings)
+        for seed in range(3):
+            if seed == 2:
+                engine.save_checkpoint(path)
+            engine.step(share(tokens(seed), (2, 2), comm.rank))
+        weights = dict(engine.named_parameters())
+        engine.close()
+    return weights
+
+
+def loaded(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
+    """Go on from there."""
+    with open_comm() as comm, small_tiles():
+        engine = opened(comm, CASES["plain"], optimizer=rule, model_seed=7, **settings)
+        engine.load_checkpoint(path)
+        engine.step(share(tokens(2), (2, 2), comm.rank))
+        weights = dict(engine.named_parameters())
+        engine.close()
+    return weights
+
+
+def refused_padding() -> str:
+    """Make an engine whose ranges would be mostly padding; return the error."""
+    regions._MOST_PADDING = 0
+    try:
+        with open_comm() as comm:
+            try:
+                opened(comm, CASES["plain"], optimizer=Adafactor(), zero_stage=3).close()
+            except ConfigError as error:  # a rank that left the others with it would end their processes
+                return str(error)
+    finally:
+        regions._MOST_PADDING = 1 << 21
+    return ""
+
+
+WITHOUT_STATES = {"norm": LOMO(lr=0.3, clip_norm=0.2), "value": LOMO(lr=0.3, clip_value=1e-2)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [pytest.param(name, marks=[] if name == "muon" else pytest.mark.slow) for name in RULES]
-)
+@pytest.mark.parametrize("rule", [*RULES, *WITHOUT_STATES])
 def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
     """At every tier, and at every stage that cuts, the same bits on both ranks. Near those of stage 0, where what each
-    rank sums up begins and ends elsewhere, and of one process.
+    rank sums up begins and ends elsewhere, and of one process. So are those of LOMO, which clips by itself.
     """
-    common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": RULES[rule], "folder": str(tmp_path)}
+    optimizer, norm = (RULES | WITHOUT_STATES)[rule], 0.2 if rule in RULES else None
+    common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": optimizer, "folder": str(tmp_path)}
     runs = [
-        common | {"zero_stage": stage, "placement": placement, "max_grad_norm": 0.2}
-        for stage, placement in ((0, {}), (0, PLACES["nvme"]), (1, PLACES["nvme"]), (2, {}), (3, {}))
+        common | {"zero_stage": stage, "placement": placement, "max_grad_norm": norm, "delays": delays}
+        for stage, placement, delays in (
+            (0, {}, None),
+            (0, PLACES["nvme"], None),
+            (1, PLACES["nvme"], 3),
+            (2, {}, None),
+            (3, {}, 5),
+        )
     ]
     first, second = run(2, trained, runs=runs)
     for begin, end in ((0, 2), (2, 5)):
@@ -160,7 +167,7 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
             assert found.results == first[begin].results
             assert_same(found.weights, first[begin].weights)
     case = CASES["plain"]
-    reference = Reference(build(case.make), RULES[rule], max_grad_norm=0.2)
+    reference = Reference(build(case.make), optimizer, max_grad_norm=norm)
     for number in range(3):
         torch.manual_seed(number)
         reference.step(case.batch(number, 4))
@@ -171,9 +178,9 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", quick(["adafactor", "muon"], ["muon"]))
 def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> None:
     arguments = {"path": str(tmp_path / "saved"), "rule": RULES[rule]}
-    wanted, _ = run(2, matrix_jobs.saved, zero_stage=3, **arguments)
+    wanted, _ = run(2, saved, zero_stage=3, **arguments)
     for stage in (0, 2):
-        for found in run(2, matrix_jobs.loaded, zero_stage=stage, **arguments):
+        for found in run(2, loaded, zero_stage=stage, **arguments):
             assert_same(found, wanted)
     alone = Engine(build(CASES["plain"].make), RULES[rule])
     alone.load_checkpoint(tmp_path / "saved")
@@ -182,7 +189,7 @@ def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> N
 
 
 def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
-    for told in run(3, matrix_jobs.refused):
+    for told in run(3, refused_padding):
         assert "needs a matrix as a whole" in told
         assert "--offload.zero_stage 0" in told
         assert "--optimizer.groups" in told
