@@ -14,21 +14,23 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.config.sections import ModelSection
+from offload.distributed.joining import open_comm
 from offload.engine import exporting
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DiskError
 from offload.hf import safetensors_file as tensor_file
 from offload.hf.models import BuiltModel, build_model
 from offload.hf.names import CannotStream
 from offload.tiers import values
+from offload.tiers.values import Values
 from tests.engine.compare import same_bits
-from tests.engine.exporting_jobs import ON_DISK, exported, refused
 from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import numbers, small_tiles
+from tests.engine.ranks_child import CASES, numbers, opened, share, small_tiles
 from tests.matrix import matrix
 
 FAMILIES = {"llama": llama, "gemma2": gemma2, "gpt2": gpt2, "mixtral": mixtral}
+ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
 
 
 @pytest.fixture
@@ -86,7 +88,9 @@ def test_states_on_disk_are_exported_in_shards(dtype: torch.dtype, tmp_path: Pat
     placement = Placement(**ON_DISK, nvme_dir=str(tmp_path))
     built = taken(given)
     engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
+    before = numbers(engine.counters)
     engine.export(tmp_path / "out", dtype=dtype, shard_bytes=30_000)
+    assert numbers(engine.counters) == before
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert differing(given, tmp_path / "out") == []
     engine.close()
@@ -148,6 +152,34 @@ def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
     engine.close(restore=True)
 
 
+def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
+    """Take a folder over and write it twice, from the masters and as the device uses it, in small pieces; return how
+    many pieces this rank has read.
+    """
+    num_read = 0
+    real = Values.read_range
+
+    def read_range(self: Values, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_read
+        num_read += 1
+        return real(self, *args, **options)
+
+    placement = Placement(**ON_DISK, nvme_dir=folder) if on_disk else None
+    with open_comm() as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "_PIECE_BYTES", 4096)
+        patch.setattr(Values, "read_range", read_range)
+        built = build_model(ModelSection(path=given), seed=0)
+        engine = Engine(
+            built.model, precision="bf16", zero_stage=zero_stage, placement=placement, fill=built.fill, comm=comm
+        )
+        built.close()
+        engine.export(Path(folder) / "fp32", dtype=torch.float32, shard_bytes=60_000)
+        engine.export(Path(folder) / "own")
+        engine.step(tokens())
+        engine.close()
+    return num_read
+
+
 @pytest.mark.slow
 @matrix(strength=1, on_disk={"memory": False, "disk": True}, stage=[0, 2, 3])
 def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
@@ -162,6 +194,33 @@ def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -
     )
     assert counts[0] == counts[1], "both read the same pieces"
     assert counts[0] > 0
+
+
+def refused(way: str, path: str) -> tuple[str, str]:
+    """Export where rank 0 cannot write; return the error, after which training goes on."""
+
+    def full(self: tensor_file.TensorFileWriter, *_: Any) -> None:
+        raise DiskError(f"{self.path} cannot be written: No space left on device.", 28, self.path)
+
+    def broken(self: tensor_file.TensorFileWriter, *_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    told = "", ""
+    with open_comm() as comm, pytest.MonkeyPatch.context() as patch:
+        engine = opened(comm, CASES["plain"])
+        if comm.rank == 0 and way == "exists":
+            Path(path).mkdir()
+            (Path(path) / "notes").touch()
+        elif comm.rank == 0:
+            patch.setattr(tensor_file.TensorFileWriter, "_write", full if way == "full disk" else broken)
+        try:
+            engine.export(path)
+        except Exception as error:
+            told = type(error).__name__, str(error)
+        patch.undo()
+        engine.step(share(CASES["plain"].batch(0, 4), (2, 2), comm.rank))
+        engine.close()
+    return told
 
 
 @pytest.mark.parametrize("way", ["exists", "full disk", "bug"])

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
-from tests.engine import own_loop_jobs, ranks
+from tests.engine import ranks
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.device import own_device, twin
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
@@ -34,6 +34,7 @@ from tests.engine.handmade import (
     words,
 )
 from tests.engine.inside import states, steps_of
+from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
 from tests.matrix import matrix, quick
 
@@ -247,17 +248,6 @@ def test_a_forward_without_backward_changes_nothing() -> None:
     engine.update()
     reference.step(tokens(0))
     assert_weights(engine, reference)
-
-
-def test_unit_inputs_are_given_back_when_a_loss_is_dropped() -> None:
-    engine = Engine(build(llama))
-    engine.backward(engine.model(**tokens()).loss)
-    engine.update()
-    before = engine.allocations
-    loss = engine.model(**tokens()).loss
-    assert engine.allocations != before, "nothing waits for the backward"
-    del loss
-    assert engine.allocations == before
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
@@ -575,10 +565,44 @@ def test_what_is_read_from_outside_is_found_in_a_call_without_gradients_too() ->
         assert torch.equal(engine.model(words(0)["x"]), wanted)
 
 
+def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
+    """Make the same steps by `engine.backward` and by the losses' own; return what came of them, and what is
+    refused."""
+    found: list[Any] = []
+    refused: list[str] = []
+    for own in (False, True):
+        engine = Engine(build(llama), zero_stage=zero_stage)
+        for step in range(2):
+            batch = share(tokens(step), (2, 2), engine.rank)
+            loss = engine.model(**batch).loss / engine.world_size
+            if own:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            norm = engine.grad_norm()
+            result = engine.update(max_grad_norm=0.5)
+            assert result.grad_norm == norm
+            assert result.loss.isnan() == own
+            found.append(norm)
+        found.append({name: value.sum().item() for name, value in engine.named_parameters()})
+        loss = engine.model(**batch).loss
+        loss.backward()
+        for differs in (
+            lambda engine: engine.update(max_grad_norm=1.0 + engine.rank),
+            lambda engine: engine.tune({"betas": (0.5, 0.5 + engine.rank / 10)}),
+        ):
+            try:
+                differs(engine)
+            except ConfigError as error:
+                refused.append(str(error))
+        engine.close()
+    return found, refused
+
+
 @pytest.mark.parametrize("zero_stage", quick([1, 3], [3]))
 def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     """On the norm and the update; and refuse to clip to different norms."""
-    told = ranks.run(2, own_loop_jobs.plain_backward, zero_stage=zero_stage)
+    told = ranks.run(2, plain_backward, zero_stage=zero_stage)
     (found, refused), (other, also_refused) = told
     assert found == other
     assert found[:3] == found[3:]
@@ -608,9 +632,28 @@ def test_gradients_are_dropped_as_if_they_had_not_been(settings: dict[str, Any])
     assert_same(weights(engine), weights(other), 0)
 
 
+def dropped_gradients(zero_stage: int) -> list[Any]:
+    """Make the same two steps, with and without others between them whose gradients are dropped."""
+    found: list[Any] = []
+    for drops in (False, True):
+        engine = Engine(build(llama), zero_stage=zero_stage)
+        for step in range(2):
+            for number in range(2 * drops):
+                (engine.model(**share(tokens(7 + number), (2, 2), engine.rank)).loss / engine.world_size).backward()
+                if number:
+                    engine.grad_norm()
+                engine.zero_grad()
+            engine.backward(engine.model(**share(tokens(step), (2, 2), engine.rank)).loss / engine.world_size)
+            result = engine.update()
+            found.append((drops, step, float(result.loss), result.grad_norm))
+        found.append((drops, {name: value.double().sum().item() for name, value in engine.named_parameters()}))
+        engine.close()
+    return found
+
+
 @pytest.mark.parametrize("zero_stage", quick([0, 3], [3]))
 def test_gradients_are_dropped_on_all_ranks(zero_stage: int) -> None:
-    for told in ranks.run(2, own_loop_jobs.dropped_gradients, zero_stage=zero_stage):
+    for told in ranks.run(2, dropped_gradients, zero_stage=zero_stage):
         assert [each[1:] for each in told[:3]] == [each[1:] for each in told[3:]]
 
 
