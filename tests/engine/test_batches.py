@@ -59,29 +59,6 @@ def test_micro_batches_of_a_loss_function(loss_fn: Callable[..., Tensor], count:
     assert parts.loss.item() == pytest.approx(whole.loss.item(), rel=ROUNDING)
 
 
-def test_a_micro_batch_as_large_as_the_batch_is_no_micro_batch() -> None:
-    train_both(build(llama), batches(3), micro_batch_size=4)
-
-
-def test_micro_batches_in_bf16_round_the_sum_once() -> None:
-    """The sum of the micro-batches' gradients, which torch gives in bf16, is taken in fp32."""
-    train_both(
-        build(Stack),
-        [full(s) for s in range(3)],
-        loss_fn=cross_entropy,
-        count=count_labels,
-        micro_batch_size=2,
-        precision="bf16",
-    )
-
-
-def full(seed: int) -> dict[str, Tensor]:
-    """A batch whose micro-batches of two rows weigh one half each: an exact factor."""
-    batch = words(seed)
-    batch["labels"][batch["labels"] == -100] = 0
-    return batch
-
-
 @matrix(strength=1, make=[llama, mamba], rows=[1, 2])
 def test_rows_without_targets(make: Maker, rows: int) -> None:
     """A micro-batch without a single target would be a division by zero; it counts for nothing."""
@@ -230,25 +207,28 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
     engine.step(words(), loss_fn=cross_entropy)
 
 
-SETTINGS = {
-    "precision": "fp16",
-    "clip": "sometimes",
-    "on_nonfinite": "ignore",
-    "micro_batch_size": 0,
-    "recompute": "perhaps",
-    "zero_stage": 4,
-    "prefetch": -1,
-    "throttle": {"nowhere": 1},
-    "head_chunk_bytes": "many",
-    "seed": "x",
-    "debug": "x",
-    "optimizer": "lion",
-    "placement": {"parameters": "cpu"},
-    "max_grad_norm": -1.0,
-}
+SETTINGS: list[tuple[str, Any]] = [
+    ("precision", "fp16"),
+    ("clip", "sometimes"),
+    ("on_nonfinite", "ignore"),
+    ("micro_batch_size", 0),
+    ("recompute", "perhaps"),
+    ("zero_stage", 4),
+    ("prefetch", -1),
+    ("throttle", {"nowhere": 1}),
+    ("head_chunk_bytes", "many"),
+    ("seed", "x"),
+    ("debug", "x"),
+    ("optimizer", "lion"),
+    ("placement", {"parameters": "cpu"}),
+    ("max_grad_norm", -1.0),
+    ("max_grad_norm", float("nan")),
+    ("max_grad_norm", "1"),
+    ("micro_batch_size", 2.5),
+]
 
 
-@pytest.mark.parametrize(("key", "value"), SETTINGS.items())
+@pytest.mark.parametrize(("key", "value"), SETTINGS)
 def test_a_setting_that_is_not_allowed_is_refused_by_its_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         Engine(build(Stack), **{key: value})

@@ -5,31 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as T
-from torch import nn
 
 from offload import SGD, Engine
 from offload.errors import ConfigError
-from tests.engine.departing_jobs import Sometimes, rare
+from tests.engine.departing_jobs import Sometimes, mistral, rare
 from tests.engine.device import own_device
-from tests.engine.families import build
+from tests.engine.families import build, llama, mixtral
 from tests.engine.handmade import cross_entropy
 from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
-
 
 def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str, torch.Tensor]:
     """Return four rows; with `padding`, a mask, and that many positions of the third row masked (more of the last)."""
-    ids = torch.randint(3, 250, (4, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 60, (4, length), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padding is not None:
         mask = torch.ones_like(ids)
@@ -40,26 +29,11 @@ def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str,
     return {key: value.to(own_device()) for key, value in batch.items()}
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
-
-
-def mistral() -> nn.Module:
-    torch.manual_seed(0)
-    return T.MistralForCausalLM(T.MistralConfig(**SMALL, sliding_window=20))
-
-
-def mixtral(**settings: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return T.MixtralForCausalLM(T.MixtralConfig(**SMALL, num_local_experts=4, **settings))
-
-
-@pytest.mark.parametrize("rows", [None, 2, 1])
+@pytest.mark.parametrize("rows", [None, 1])
 @pytest.mark.parametrize(
     ("make", "batches"),
     [
-        (mistral, [tokens(0), tokens(1)]),  # 40 tokens fill a window that the recording's 16 do not
+        (mistral, [tokens(0), tokens(1)]),  # 40 tokens fill a window that the recording's rows do not
         (
             llama,
             [tokens(0, padding=0), tokens(1, padding=5), tokens(2, padding=0), tokens(3, 12, padding=2), tokens(4)],
@@ -67,7 +41,7 @@ def mixtral(**settings: bool) -> nn.Module:
     ],
 )
 def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | None) -> None:
-    model = make()
+    model = build(make)
     reference = Reference(model, micro_batch_size=rows)
     engine = Engine(model, micro_batch_size=rows)
     for batch in batches:
@@ -92,8 +66,8 @@ def test_what_no_few_rows_show_is_called_on_one_micro_batch_after_another() -> N
 
 
 def test_a_flag_that_is_set_later_counts_like_one_that_was_set_before() -> None:
-    flagged = Engine(mixtral(output_router_logits=True), optimizer=SGD(lr=0.0))
-    engine = Engine(mixtral(), optimizer=SGD(lr=0.0))
+    flagged = Engine(build(lambda: mixtral(output_router_logits=True)), optimizer=SGD(lr=0.0))
+    engine = Engine(build(mixtral), optimizer=SGD(lr=0.0))
     plain = engine.step(tokens(0)).grad_norm
     engine.model.config.output_router_logits = True
     assert engine.step(tokens(0)).grad_norm == flagged.step(tokens(0)).grad_norm != plain
@@ -102,7 +76,7 @@ def test_a_flag_that_is_set_later_counts_like_one_that_was_set_before() -> None:
 
 
 def test_what_is_known_of_one_loss_is_not_used_for_another() -> None:
-    engine = Engine(llama())
+    engine = Engine(build(llama))
     batch = tokens(0)
 
     def unshifted(outputs, batch):
@@ -116,32 +90,14 @@ def test_what_is_known_of_one_loss_is_not_used_for_another() -> None:
     engine.step(scores, loss_fn=lambda outputs, b: (outputs.logits.mean((1, 2)) - b["labels"]).square().mean())
 
 
-def test_a_step_does_not_swallow_an_own_loops_gradients() -> None:
-    engine = Engine(llama())
-    engine.backward(engine.model(**tokens(0)).loss)
-    with pytest.raises(ConfigError, match="update"):
-        engine.step(tokens(0))
-    engine.update()
-    engine.step(tokens(0))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"max_grad_norm": -1.0}, {"max_grad_norm": float("nan")}, {"max_grad_norm": "1"}, {"micro_batch_size": 2.5}],
-)
-def test_settings_that_make_no_sense_are_refused(wrong) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Engine(llama(), **wrong)
-
-
 def test_ranks_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE"):
-        Engine(llama())
+        Engine(build(llama))
 
 
 def test_a_graph_that_outlives_its_engine_goes_quietly(recwarn) -> None:
-    engine = Engine(llama())
+    engine = Engine(build(llama))
     loss = engine.model(**tokens(0)).loss
     engine.close()
     del loss

@@ -25,7 +25,7 @@ from offload.optim import adamw
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, tokens
 from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
-from tests.engine.inside import lane_threads, num_threads, parts_of
+from tests.engine.inside import lane_threads, parts_of
 from tests.engine.test_overlap import deep
 from tests.matrix import matrix
 
@@ -222,17 +222,6 @@ def test_weights_that_are_given_back_have_had_their_last_update() -> None:
     wanted = weights(undisturbed)
     engine.close(restore=True)
     assert_same({name: value.detach() for name, value in engine.model.named_parameters()}, wanted)
-
-
-def test_an_engine_that_cannot_be_made_leaves_no_thread() -> None:
-    def fill(name: str, _module: Any) -> None:
-        if name == "head":
-            raise Told
-
-    before = num_threads()
-    with pytest.raises(Told):
-        breaking(debug=1, fill=fill)
-    assert num_threads() <= before
 
 
 def test_an_engine_that_is_dropped_ends_its_threads() -> None:

@@ -35,25 +35,19 @@ from tests.matrix import matrix
 NUM_STEPS = 3
 
 
-@matrix(strength=1, model=MODELS, precision=["fp32", "bf16"], debug={"": False, "poisoned": True})
-def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) -> None:
+@matrix(
+    strength=1,
+    model=MODELS,
+    precision=["fp32", "bf16"],
+    debug={"": False, "poisoned": True},
+    recompute=["always", "never"],
+)
+def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool, recompute: str) -> None:
     batches = [words(seed) for seed in range(2 if debug else NUM_STEPS)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing here needs to stay on the device
-        train_both(build(model), batches, loss_fn=cross_entropy, precision=precision, debug=debug, group=sum_by_layer)
-
-
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    [
-        pytest.param(model, precision, marks=[] if number % 4 == at else pytest.mark.slow)
-        for number, model in enumerate(MODELS)
-        for at, precision in enumerate(("fp32", "bf16"))
-    ],
-)
-def test_kept_graphs_are_bit_equal(model: type[nn.Module], precision: str) -> None:
-    settings = {"precision": precision, "recompute": "never", "debug": True, "group": sum_by_layer}
-    train_both(build(model), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)
+        settings = {"precision": precision, "debug": debug, "recompute": recompute}
+        train_both(build(model), batches, loss_fn=cross_entropy, group=sum_by_layer, **settings)
 
 
 @matrix(strength=1, recompute=["always", "never"], rows=[None, 2], debug={"": False, "poisoned": True})

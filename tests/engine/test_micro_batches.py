@@ -183,18 +183,6 @@ def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
         train_both(build(Centring), batch_list, loss_fn=cross_entropy, whole=True, **settings)
 
 
-def with_idle_rows(seed: int) -> Batch:
-    """Return a batch whose second and third row have no target."""
-    batch = tokens(seed)
-    batch["labels"][1:3] = -100
-    return batch
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_rows_without_targets(rows: int) -> None:
-    train_both(build(llama), [with_idle_rows(s) for s in range(3)], micro_batch_size=rows, within=ROUNDING)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_loss_function_sees_the_whole_batch(rows: int) -> None:
     seen = []
@@ -354,11 +342,6 @@ def test_masks_do_not_depend_on_the_global_generator_and_leave_it_alone() -> Non
 
 def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
     train_both(build(gpt2), [tokens(s) for s in range(2)], micro_batch_size=4)
-
-
-def test_evaluate_in_micro_batches_is_that_of_the_whole_batch() -> None:
-    whole, parts = Engine(build(gpt2)), Engine(build(gpt2), micro_batch_size=3)
-    assert parts.evaluate(tokens(0)).item() == pytest.approx(whole.evaluate(tokens(0)).item(), rel=ROUNDING)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
@@ -23,7 +21,6 @@ from tests.engine.device import own_device
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
-from tests.matrix import matrix
 
 HELD = r"engine that was not closed.*close\(restore=True\)"
 SPENT = r"closed without restore=True.*gone"
@@ -199,65 +196,12 @@ def test_a_setting_that_is_refused_leaves_the_model_alone() -> None:
 
 # -- what would copy a model without its weights ----------------------------------------------------------------------
 
-COPIES: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "torch.save": lambda model, path: torch.save(model, io.BytesIO()),
-    "torch.save of a part": lambda model, path: torch.save(model.model.layers[0], io.BytesIO()),
-    "pickle": lambda model, path: pickle.dumps(model),
-    "pickle of what stays": lambda model, path: pickle.dumps(model.model.norm),
-    "deepcopy": lambda model, path: copy.deepcopy(model),
-    "deepcopy of a part": lambda model, path: copy.deepcopy(model.model.layers[1].mlp),
-    "load_state_dict": lambda model, path: model.load_state_dict({}, strict=False),
-    "load_state_dict of a part": lambda model, path: model.lm_head.load_state_dict({"weight": torch.ones(64, 32)}),
-    "assign": lambda model, path: model.load_state_dict({}, strict=False, assign=True),
-}
-SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "state_dict": lambda model, path: model.state_dict(),
-    "state_dict of a part": lambda model, path: model.model.layers[0].state_dict(),
-    "state_dict of what stays": lambda model, path: model.model.norm.state_dict(),
-    "state_dict of a wrapper": lambda model, path: Wrapper(model).state_dict(),
-    "save_pretrained": lambda model, path: model.save_pretrained(path),
-    "save_model": lambda model, path: save_model(model, str(path / "file")),
-    "torch.save of a parameter": lambda model, path: torch.save(model.lm_head.weight, io.BytesIO()),
-    "torch.save of all": lambda model, path: torch.save(dict(model.named_parameters()), io.BytesIO()),
-    "deepcopy of a parameter": lambda model, path: copy.deepcopy(model.lm_head.weight),
-}
-
-
-@matrix(strength=1, use=COPIES, closed={"held": False, "closed": True})
-def test_nobody_copies_a_model_without_its_weights(
-    use: Callable[[nn.Module, Path], Any], closed: bool, tmp_path: Path
-) -> None:
-    engine = Engine(build(llama))
-    engine.step(tokens())
-    if closed:
-        engine.close()
-    with pytest.raises(ConfigError, match=f"{NO_NAN}|{SPENT}"):
-        use(engine.model, tmp_path)
-
-
-@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
-def test_nobody_saves_weights_that_are_gone(save: Callable[[nn.Module, Path], Any], tmp_path: Path) -> None:
-    with Engine(build(llama)) as engine:
-        engine.step(tokens())
-    with pytest.raises(ConfigError, match=f"{NO_NAN}|{SPENT}"):
-        save(engine.model, tmp_path)
-    assert not list(tmp_path.glob("*safetensors*"))
-
 
 def test_an_engine_can_be_neither_copied_nor_pickled() -> None:
     engine = Engine(build(Stack))
     for use in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match=NO_NAN):
             use(engine)
-
-
-def test_what_the_engine_writes_itself_goes_on(tmp_path: Path) -> None:
-    engine = Engine(build(llama))
-    engine.step(tokens())
-    engine.export(tmp_path / "hf")
-    engine.save_checkpoint(tmp_path / "states")
-    engine.load_checkpoint(tmp_path / "states")
-    assert all(same_bits(p, engine.model.state_dict()[name]) for name, p in engine.named_parameters())
 
 
 # -- changes behind an engine -----------------------------------------------------------------------------------------
@@ -350,29 +294,6 @@ def test_what_was_frozen_behind_an_engine_is_given_back_frozen() -> None:
     assert [name for name, p in engine.model.named_parameters() if p.requires_grad] == ["lm_head.weight"]
 
 
-AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
-    "half": lambda model: model.half(),
-    "to a dtype": lambda model: model.to(torch.bfloat16),
-    "double": lambda model: model.double(),
-    "a part": lambda model: model.model.layers[0].mlp.bfloat16(),
-    "data": lambda model: setattr(model.lm_head.weight, "data", torch.ones(64, 32)),
-    "zeros": lambda model: nn.init.zeros_(model.lm_head.weight),
-    "a number": lambda model: model.lm_head.weight.data.fill_(0.5),
-    "more words": lambda model: model.resize_token_embeddings(80),
-}
-
-
-@pytest.mark.parametrize("change", AT_ONCE.values(), ids=AT_ONCE)
-def test_other_weights_are_refused_where_they_are_given(change: Callable[[nn.Module], Any]) -> None:
-    engine = Engine(build(llama))
-    masters = weights(engine)
-    with pytest.raises(ConfigError, match=ANEW):
-        change(engine.model)
-    assert all(same_bits(value, masters[key]) for key, value in engine.named_parameters())
-    engine.close(restore=True)
-    assert all(same_bits(p.detach(), masters[key]) for key, p in engine.model.named_parameters())
-
-
 def test_a_resident_weight_of_another_dtype_is_named() -> None:
     engine = Engine(build(llama))
     engine.model.model.norm.half()
@@ -402,15 +323,6 @@ def test_what_changes_nothing_is_no_change(change: Callable[[nn.Module], Any]) -
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_engine_was_closed_does_not_run() -> None:
-    model = build(llama)
-    with Engine(model) as engine:
-        engine.step(tokens())
-    for use in (lambda: model(**tokens()), lambda: model.model(tokens()["input_ids"])):
-        with pytest.raises(ConfigError, match=SPENT):
-            use()
-
-
 def test_with_closes_at_the_end() -> None:
     with Engine(build(Stack)) as engine:
         step(engine)
@@ -424,15 +336,6 @@ def test_with_closes_on_an_exception_and_does_not_hide_it() -> None:
     with pytest.raises(KeyError, match="mine"), Engine(build(Stack)) as engine:
         raise KeyError("mine")
     assert engine.allocations == []
-
-
-def test_with_gives_the_model_back_where_that_was_asked() -> None:
-    model = build(Stack)
-    with Engine(model) as engine:
-        step(engine)
-        masters = weights(engine)
-        engine.close(restore=True)
-    assert all(same_bits(p.detach(), masters[name]) for name, p in model.named_parameters())
 
 
 def test_a_failure_while_closing_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

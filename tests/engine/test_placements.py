@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 from torch import nn
 
 from offload import Engine, Placement
-from tests.engine.compare import train_both, weights
-from tests.engine.device import TWO_KERNELS, own_device
+from tests.engine.compare import train_both
+from tests.engine.device import own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.matrix import matrix
@@ -139,15 +138,3 @@ def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
     assert engine.counters.peak_host_bytes == sum(tier_bytes(engine, "cpu").values())
     assert engine.counters.peak_device_bytes > sum(tier_bytes(engine, "device").values()), "unit inputs come on top"
     assert "unit inputs" not in tier_bytes(engine, "device"), "and are gone after the step"
-
-
-@TWO_KERNELS
-def test_padding_is_never_trained() -> None:
-    """Whatever the padding holds, the weights and the norm do not know: a second engine with other sizes around
-    agrees."""
-    model = build(llama)
-    one, other = Engine(copy.deepcopy(model)), Engine(model, placement=Placement("device", "device"), debug=True)
-    for seed in range(2):
-        assert one.step(tokens(seed)).grad_norm == other.step(tokens(seed)).grad_norm
-    for name, value in weights(one).items():
-        assert value.equal(weights(other)[name])
