@@ -1,8 +1,7 @@
 """A process of its own that trains and tells its peak; run by test_memory. What is printed is one JSON object.
 
-python -m tests.engine.memory_child MODE FOLDER     filled, bf16, int8: weights made unit by unit, and how AdamW stores
-its moments; loaded: a whole fp32 model
-given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER
+python -m tests.engine.memory_child MODE FOLDER     filled: weights made unit by unit; loaded: a whole fp32
+model given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload import AdamW, Engine, Placement
+from offload import Engine, Placement
 from offload.tiers.host import trim_heap
-from tests.engine.inside import parts_of
 from tests.engine.sizes import elements
 
 SHAPE = {
@@ -54,7 +51,7 @@ def largest_and_total(model: nn.Module) -> tuple[int, int]:
     return max(units), sum(units) + elements(model.model.norm)
 
 
-def filled(folder: Path, states: str = "fp32") -> dict[str, Any]:
+def filled(folder: Path) -> dict[str, Any]:
     from offload.config.sections import ModelSection
     from offload.hf.models import build_model
 
@@ -64,11 +61,10 @@ def filled(folder: Path, states: str = "fp32") -> dict[str, Any]:
     before = resident_bytes("VmRSS")
     built = build_model(section, seed=0)
     largest, total = largest_and_total(built.model)
-    engine = Engine(built.model, AdamW(states=states), precision="bf16", fill=built.fill)
+    engine = Engine(built.model, precision="bf16", fill=built.fill)
     for _ in range(2):
         engine.step(batch())
-    kept = sum(region.numel for region in parts_of(engine).regions if region.rule)
-    return {"largest": largest, "total": total, "kept": kept, "peak": resident_bytes("VmHWM") - before}
+    return {"largest": largest, "total": total, "peak": resident_bytes("VmHWM") - before}
 
 
 DISK_SHAPE = SHAPE | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16}
@@ -136,6 +132,5 @@ def growth() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"filled": filled, "bf16": partial(filled, states="bf16"), "int8": partial(filled, states="int8")}
-    modes |= {"loaded": loaded, "disk": disk}
+    modes = {"filled": filled, "loaded": loaded, "disk": disk}
     print(json.dumps(modes[sys.argv[1]](Path(sys.argv[2]))))

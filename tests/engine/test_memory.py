@@ -42,15 +42,6 @@ class TestResidentMemory:
         assert found["peak"] >= 0.9 * states, "the measurement measured something else"
 
     @pytest.mark.slow  # in the quick run: the test above, and what the ledgers hold
-    @pytest.mark.parametrize(("states", "bytes_each"), [("int8", 8.07)])
-    def test_smaller_moments_are_not_in_memory(self, states: str, bytes_each: float, tmp_path: Path) -> None:
-        """As above, with fp32 moments for embeddings and small parameters where others have bytes."""
-        found = measure(states, tmp_path)
-        held = bytes_each * found["total"] + (14 - bytes_each) * found["kept"]
-        assert found["peak"] <= held + (2 + 2 + 4) * found["largest"] + CONSTANT_BYTES
-        assert found["peak"] >= 0.9 * held, "the measurement measured something else"
-
-    @pytest.mark.slow  # in the quick run: the test above, and what the ledgers hold
     def test_a_model_that_is_given_away_is_never_twice_in_memory(self, tmp_path: Path) -> None:
         """Its 4 bytes a parameter are gone by the time the states, 14 bytes, are all in use. 50 steps add nothing to
         that: one unit's output that stayed behind in each would be 6 MiB."""

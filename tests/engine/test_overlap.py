@@ -65,7 +65,7 @@ def test_prefetch_and_throttles_change_no_bit(prefetch: int, throttle: Mapping[s
     ("seed", "mode"),
     [
         pytest.param(seed, mode, marks=[] if seed < 2 and seed % 4 == number else pytest.mark.slow)
-        for seed in range(12)
+        for seed in range(8)
         for number, mode in enumerate(MODES)
         if seed % 4 == number or seed % 4 == 3
     ],
