@@ -13,10 +13,10 @@ KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
 # in their order, so that none of the long ones with few tests is left for the end.
 WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
-# The engine's tests, but for those of disks, of processes that end and of the host's memory, in which the device has no
+# The engine's tests, but for those of disks, of processes that end, of the host's memory and of plans, in which the device has no
 # part; ON_DEVICE=tests/engine is all of them.
-ON_HOST := any_batch batches close_and_export disk_faults exporting memory ownership ranks_departures ranks_faults \
-  ranks_memory ranks_saving reading
+ON_HOST := any_batch batches close_and_export disk_faults early exporting loss_rule memory ownership prepare \
+  ranks_departures ranks_faults ranks_memory ranks_saving reading
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE

@@ -5,15 +5,49 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as T
+from torch import Tensor, nn
 
 from offload import SGD, Engine
 from offload.errors import ConfigError
-from tests.engine.departing_jobs import Sometimes, mistral, rare
 from tests.engine.device import own_device
-from tests.engine.families import build, llama, mixtral
-from tests.engine.handmade import cross_entropy
+from tests.engine.families import GROUPED, SPECIAL, build, llama, mixtral
+from tests.engine.handmade import WORDS, Block, Stack, cross_entropy
 from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
+
+RARE = 5
+"""A word that decides how the blocks of `Sometimes` are called."""
+
+
+def mistral() -> nn.Module:
+    return T.MistralForCausalLM(T.MistralConfig(**GROUPED | SPECIAL, sliding_window=16))
+
+
+class Gate(Block):
+    def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(h if gate is None else h * gate[:, None, None])
+
+
+class Sometimes(Stack):
+    """Its blocks get another argument where the last row of the batch begins with a rare word: what no sample of its
+    first rows shows."""
+
+    def __init__(self) -> None:
+        super().__init__(Gate, depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        extra = (torch.linspace(0.5, 1.5, len(x), device=x.device),) if x[-1, 0] == RARE else ()
+        for block in self.blocks:
+            h = block(h, *extra)
+        return self.head(h)
+
+
+def rare(seed: int, rank: int) -> dict[str, Tensor]:
+    x = torch.randint(RARE + 1, WORDS, (4, 6), generator=torch.Generator().manual_seed(10 * seed + rank))
+    x[-1, 0] = RARE if rank == 0 and seed else RARE + 1
+    return {key: value.to(own_device()) for key, value in {"x": x, "labels": x.flip(1)}.items()}
 
 
 def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str, torch.Tensor]:

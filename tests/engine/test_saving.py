@@ -20,11 +20,11 @@ from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
 from tests.disks import held_back
-from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import head_of, parts_of, settle, states, steps_of
+from tests.engine.test_departures import Sometimes, rare
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
 
