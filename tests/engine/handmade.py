@@ -299,6 +299,17 @@ class SkipsFromEarlyToLate(Stack):
         return self.head(h + first)
 
 
+class DropsOut(Block):
+    """Drops half of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.dropout(super().forward(h))
+
+
 class NoisyBlock(Block):
     def forward(self, h: Tensor) -> Tensor:
         return functional.dropout(super().forward(h), 0.2, self.training) + 0.01 * torch.randn_like(h)

@@ -10,7 +10,7 @@ from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits
 from tests.engine.families import build, llama, tokens
-from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 
 
@@ -30,20 +30,6 @@ class Assigning(Block):
         result = super().forward((h - self.mean) / (1.0 + self.spread)) * (1.0 + 0.1 * self.num_uses)
         self.mean = 0.9 * self.mean + 0.1 * h.detach().mean((0, 1))
         return result
-
-
-class Dropping(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.dropout(super().forward(h))
-
-
-class DropsOut(Stack):
-    def __init__(self) -> None:
-        super().__init__(Dropping)
 
 
 class Assigned(Stack):
@@ -160,7 +146,7 @@ def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
 @pytest.mark.parametrize("was_training", [True, False])
 def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None:
     """The mode may change between a forward and its backward, and so may a rate of dropout."""
-    model = build(DropsOut)
+    model = build(lambda: Stack(DropsOut))
     reference, engine = Reference(model), Engine(model)
     found = []
     for each in (reference, engine):

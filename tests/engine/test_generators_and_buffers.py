@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from offload.engine.units.runner import generator_seed
 from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
-from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, DropsOut, Noisy, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 from tests.engine.zeroth_order import PlainMeZO
 from tests.matrix import matrix
@@ -60,17 +61,8 @@ def test_evaluate_leaves_no_trace() -> None:
     assert_weights(engine, reference)
 
 
-class DropsOut(Stack):
-    """Random in train mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))
-
-
-@pytest.mark.parametrize("model", [DropsOut, RunningStatistics])
-def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize("model", [lambda: Stack(DropsOut), RunningStatistics], ids=["dropout", "statistics"])
+def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callable[[], nn.Module]) -> None:
     """`from_pretrained` returns a model in eval mode: what is learned from it must not be taken for what it does in
     train mode."""
     given = build(model)
@@ -206,18 +198,9 @@ def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
     )
 
 
-class Dropping(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.dropout(super().forward(h))
-
-
 def test_dropout_may_begin_after_the_recording_pass() -> None:
     """Its masks are drawn again in the recompute, though the recording pass has seen none."""
-    model = build(lambda: Stack(Dropping))
+    model = build(lambda: Stack(DropsOut))
     reference, engine = Reference(model), Engine(model)
     for step, probability in enumerate((0.0, 0.5)):
         for block in (*engine.model.blocks, *reference.model.blocks):

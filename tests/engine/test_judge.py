@@ -25,7 +25,7 @@ from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
-from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 
 
@@ -291,11 +291,6 @@ def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_we
 
 
 # -- an engine that is broken --------------------------------------------------------------------------------
-
-
-class DropsOut(Block):
-    def forward(self, h: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(h), 0.3, self.training)
 
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)

@@ -101,25 +101,17 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 # -- the same bits -------------------------------------------------------------------------------------------
 
 NUM_STEPS = 3
-CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefetch, folders), (folders, fraction)
-    (("io_uring", "threads")[(prefetch + part) % 2], prefetch, 1 + (prefetch + part) % 3, fraction)
-    for prefetch in range(5)
-    for part, fraction in enumerate((0.0, 0.3, 1.0))
-]
-PRECISIONS = ("fp32", "bf16")
-QUICK = [  # every number of folders, nearly every prefetch, either precision; all in memory once
-    (*case, PRECISIONS[case[1] // 2 % 2])
-    for case in CASES
-    if (case[3] == (0.0, 0.3)[case[1] % 2] and case[1] < 2) or case[1:4:2] == (2, 1.0)
-]
-LONG = [
-    pytest.param(*case, PRECISIONS[number % 2], marks=pytest.mark.slow)
-    for number, case in enumerate(CASES)
-    if case not in [quick[:4] for quick in QUICK]
-]
 
 
-@pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction", "precision"), QUICK + LONG)
+@matrix(
+    strength=1,
+    long=2,
+    io=["io_uring", "threads"],
+    prefetch=[0, 1, 4],
+    num_folders=[1, 2, 3],
+    fraction=[0.0, 0.3, 1.0],
+    precision=["fp32", "bf16"],
+)
 def test_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
 ) -> None:

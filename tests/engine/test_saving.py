@@ -64,15 +64,15 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "precision"),
-    [
-        pytest.param(*tiers, precision, marks=[] if number % 2 == at and number < 1 else pytest.mark.slow)
-        for number, tiers in enumerate([("cpu", "nvme"), ("nvme", "device"), ("device", "moments"), ("nvme", "cpu")])
-        for at, precision in enumerate(("fp32", "bf16"))
-        if number % 2 == at
-    ],
-)
+RESUMED = [
+    ("cpu", "nvme", "fp32"),
+    ("nvme", "device", "bf16"),
+    ("device", "moments", "fp32"),
+    ("nvme", "cpu", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("first", "then", "precision"), quick(RESUMED, RESUMED[:1]))
 def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precision: str, tmp_path: Path) -> None:
     if "device" in (first, then) and own_device().type != "cpu":
         first = then = "device"  # whose updates have bits of their own

@@ -78,14 +78,7 @@ def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
     return {"rule": rule, "precision": width}
 
 
-@pytest.mark.parametrize(
-    ("make", "width"),
-    [
-        pytest.param(make, width, marks=[] if (make, width) in PLAIN else pytest.mark.slow)
-        for make in (*CAUSAL, *UNSHIFTED)
-        for width in ("fp32", "bf16", "alone")
-    ],
-)
+@pytest.mark.parametrize(("make", "width"), quick(product([*CAUSAL, *UNSHIFTED], ["fp32", "bf16", "alone"]), PLAIN))
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
     train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
 
@@ -747,7 +740,7 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -
 # -- anything ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 7))])
 def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Path) -> None:
     """Of a model, a rule, a placement and looks at the states by chance, the bits of plain MeZO."""
     draw = random.Random(seed)
