@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload import Engine, Placement
-from offload.engine.gradients.early import EarlyReads
+from offload.engine.gradients.tile_updates import EarlyReads
 from offload.errors import DiskError, TornError
 from offload.planning import disk
 from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes

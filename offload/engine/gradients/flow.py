@@ -16,13 +16,12 @@ from torch import nn
 
 from offload.engine.gradients.landing import Landing
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.reduction import Reduction
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER, SCRATCH, SHARDS
+from offload.planning.memory import BUFFER
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -60,7 +59,6 @@ class GradientFlow:
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
         self._exist = settings.optimizer.has_gradients
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
-        debug, regions = bool(settings.debug), [state.region for state in store.states]
         self.sums_in_fp32 = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
@@ -75,18 +73,7 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        reduction = None
-        if store.comm.size > 1:
-            reduction = Reduction(
-                store,
-                self.measures,
-                lanes,
-                counters,
-                shards=device.allocate(SHARDS, sizes[SHARDS]),
-                scratch=device.allocate(SCRATCH, sizes[SCRATCH]),
-                debug=debug,
-            )
-        self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=debug)
+        self.landing = Landing(store, measures, device, lanes, counters, staging, sizes, bool(settings.debug))
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
@@ -95,7 +82,7 @@ class GradientFlow:
                 )
                 if offset + size < end
             ]
-            for region in regions
+            for region in (state.region for state in store.states)
         }
         self.begin_step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -70,6 +70,8 @@ class LearnFirst(Policy):
 class Deferred(Policy):
     """Regions are updated once the norm over all of them is known, in the order in which the next step needs them."""
 
+    is_late = False
+
     def __init__(self, updates: TileUpdates, measures: Measures, due: Due, reads_early: bool) -> None:
         """`reads_early`: states come up from disk while the backward goes on."""
         self._updates, self._measures, self._due, self._reads_early = updates, measures, due, reads_early
@@ -85,7 +87,8 @@ class Deferred(Policy):
         if not has_peers:  # others may have updated theirs
             early.check()
         waiting = [state for state in updates.store.states if state.keeps_gradients]
-        waiting.sort(key=lambda state: self._place(rank(state.region)))
+        # Late updates begin with what the next backward needs first: room for its gradients.
+        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_late)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Of several ranks another may have what this one lacks.
@@ -95,24 +98,14 @@ class Deferred(Policy):
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(due.submissions)
-        updates.show(self._late())
+        updates.show(due.submissions.keys() if self.is_late else ())
         return Applied(norm)
-
-    def _place(self, rank: float) -> float:
-        return rank
-
-    def _late(self) -> Collection[Region]:
-        return ()
 
 
 class Delayed(Deferred):
     """As deferred, beside the next step, which computes with the weights from before (one step late)."""
 
-    def _place(self, rank: float) -> float:
-        return -rank  # what the next backward needs first: room for its gradients
-
-    def _late(self) -> Collection[Region]:
-        return self._due.submissions.keys()
+    is_late = True
 
 
 class AtOnce(Policy):

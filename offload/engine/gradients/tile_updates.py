@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from offload.engine.gradients.early import EarlyReads
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
@@ -17,6 +16,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
 from offload.tiers.due import Work
+from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 from offload.tiers.tile import Tile
@@ -40,6 +40,55 @@ class Landed:
     def decide(self, scale: float, *, counts: bool) -> None:
         """The norm is known."""
         self.scale, self.counts = scale, counts
+
+
+class EarlyReads:
+    """Leases of the tiles that are likely to be updated first, those of the last norm: their states are read from disk
+    before the norm is known, which says how they are updated.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._order: list[Region] = []
+        self._leases: dict[Tile, Lease] = {}
+        self.are_possible = store.lends_early
+
+    def begin(self) -> None:
+        """The backward begins, in which the disk has little to do: read what was updated first last time, as far as the
+        ring reaches.
+        """
+        for tile in (tile for region in self._order for tile in self._store[region].tiles if tile.record is not None):
+            lease = tile.lend_early(*tile.states)
+            if lease is None:
+                break
+            self._leases[tile] = lease
+
+    def check(self) -> None:
+        """Raise what has failed of it: nothing is updated yet, and nothing lost."""
+        for ticket in (ticket for lease in self._leases.values() for ticket in lease.reads):
+            if ticket.error is not None:
+                raise ticket.error
+
+    def follow(self, order: list[Region]) -> None:
+        """Updates come in this order; what was read for another would be in the way."""
+        if order != self._order:
+            self.give_back()
+        self._order = order
+
+    def give_back(self, tiles: Iterable[Tile] | None = None) -> None:
+        """What was read of these tiles, or of all, is not updated."""
+        for tile in list(self._leases) if tiles is None else tiles:
+            if (lease := self._leases.pop(tile, None)) is not None:
+                lease.give_back()
+
+    def forget(self) -> None:
+        """All leases were given up."""
+        self._leases.clear()
+
+    def lend(self, tile: Tile, names: Sequence[str]) -> Lease:
+        """Lend a tile's planes for its update: those that were read early, or anew."""
+        early = self._leases.pop(tile, None)
+        return tile.lend(*names) if early is None else tile.renewed(early)
 
 
 class TileUpdates:

@@ -116,12 +116,12 @@ class OnDevice:
         """`memory`: of the device, flat uint8."""
         self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
         self._begun: Sequence[Ticket] = ()
-        self._counts = _Counts()
+        self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # of weights that are not finite
         self._told, self._telling = device.host_memory(num_regions, torch.int64), Fence("counts")
 
     def begin_step(self) -> None:
         """Count anew; what the last step has counted is looked at by a lane."""
-        self._counts = _Counts()
+        self._counts = {}
         self._begun = self._lanes.mark()  # compute has cleared the memory, or filled what stays from a checkpoint
 
     def submit(self, tile: TileUpdate) -> Ticket:
@@ -170,22 +170,33 @@ class OnDevice:
         return down
 
     @staticmethod
-    def _run(tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: _Counts) -> None:
+    def _run(
+        tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: dict[Region, tuple[TileUpdate, torch.Tensor]]
+    ) -> None:
         count = tile.run(here)
-        if count is not None:
-            counts.add(tile, count)
+        if count is not None and tile.region in counts:
+            counts[tile.region][1].add_(count)
+        elif count is not None:
+            counts[tile.region] = tile, count
 
     def check(self) -> None:
         """All of a step is submitted: let a lane look at what an accelerator counts in it. Nobody waits for that."""
         if self._device.torch_device.type == "cpu":
             return
-        copied = self._lanes.update_on_device.submit(
-            partial(self._counts.bring_down, self._told, self._device), fills=self._telling.before_fill(), name="check"
-        )
+        counts, told = self._counts, self._told
+
+        def bring_down() -> None:
+            if counts:
+                self._device.copy(told[: len(counts)], torch.stack([count for _, count in counts.values()]))
+
+        def refuse() -> None:
+            for (tile, _), num_wrong in zip(counts.values(), told.tolist(), strict=False):
+                if num_wrong:
+                    tile.refuse(num_wrong)
+
+        copied = self._lanes.update_on_device.submit(bring_down, fills=self._telling.before_fill(), name="check")
         self._telling.fill(copied)
-        looked = self._lanes.update.submit(
-            partial(self._counts.refuse, self._told), reads=self._telling.before_read(), name="check"
-        )
+        looked = self._lanes.update.submit(refuse, reads=self._telling.before_read(), name="check")
         self._telling.read(looked)
 
     def reset(self) -> None:
@@ -195,25 +206,3 @@ class OnDevice:
     def free(self) -> None:
         """Let go of the device's memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
-
-
-class _Counts:
-    """How many weights of each region an accelerator finds not finite in the updates of a step."""
-
-    def __init__(self) -> None:
-        self._of: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}
-
-    def add(self, tile: TileUpdate, count: torch.Tensor) -> None:
-        if tile.region in self._of:
-            self._of[tile.region][1].add_(count)
-        else:
-            self._of[tile.region] = tile, count
-
-    def bring_down(self, told: torch.Tensor, device: Device) -> None:
-        if self._of:
-            device.copy(told[: len(self._of)], torch.stack([count for _, count in self._of.values()]))
-
-    def refuse(self, told: torch.Tensor) -> None:
-        for (tile, _), num_wrong in zip(self._of.values(), told.tolist(), strict=False):
-            if num_wrong:
-                tile.refuse(num_wrong)
