@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,7 +19,7 @@ from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.loss.facts import BatchFacts, host_labels
 from offload.engine.loss.loss import IGNORED, LossFunction
-from offload.engine.loss.parts import Losses
+from offload.engine.loss.parts import Losses, summed
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
@@ -111,10 +111,7 @@ class Steps:
             state.updates.flush()
             state.slots.settle()
             state.executor.begin(facts.plan.kind)
-            total = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
-            with closing(self.losses.parts(facts)) as part_losses:
-                for part_loss in part_losses:
-                    total += part_loss.to(torch.float32)
+            total = summed(self.losses.parts(facts), state.device.torch_device)
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
             state.executor.expect(*self.method.expected)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -122,6 +123,19 @@ class Losses:
         if gradient is not None:
             self._state.backward(hidden, gradient)
         return total
+
+
+def summed(
+    parts: Generator[torch.Tensor, None, None], device: torch.device, each: Callable[[torch.Tensor], None] | None = None
+) -> torch.Tensor:
+    """Return a loss that comes in parts, fp32 on the device; `each` is called with every part as it comes."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    with closing(parts):  # now, and not when somebody lets go of a traceback that holds it
+        for part in parts:
+            if each is not None:
+                each(part)
+            total += part.detach().to(torch.float32)
+    return total
 
 
 def _scaled(loss: torch.Tensor, share: float) -> torch.Tensor:

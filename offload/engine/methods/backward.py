@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from contextlib import closing
+from collections.abc import Hashable
 
 import torch
 
-from offload.engine.loss.parts import Losses
+from offload.engine.loss.parts import summed
 from offload.engine.methods.method import Method, Parts
 from offload.engine.methods.result import StepResult
-from offload.engine.state import EngineState
-from offload.engine.units.condition import Moment
-from offload.planning.settings import Settings
-from offload.telemetry.counters import Counters
 
 
 class Backward(Method):
@@ -22,18 +17,12 @@ class Backward(Method):
     their steps here.
     """
 
-    def __init__(
-        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
-    ) -> None:
-        super().__init__(state, counters, settings, losses, moment)
-        self._splits = settings.splits
-
     def own_loop(self) -> Backward:
         return self
 
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
-        self._state.accumulate(self._splits and self._losses.is_plain)
+        self._state.accumulate(self._settings.splits and self._losses.is_plain)
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, kind)
         self.begin(kind)
@@ -44,14 +33,12 @@ class Backward(Method):
 
     def _passes(self, parts: Parts) -> torch.Tensor:
         """Go forward and backward over a batch; return its loss, on the device."""
-        loss = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
-        # Closed now, and not when somebody lets go of a traceback that holds it.
-        with closing(parts()) as part_losses:
-            for part_loss in part_losses:
-                if part_loss.requires_grad:
-                    self._state.backward(part_loss)
-                loss += part_loss.detach().to(torch.float32)
-        return loss
+
+        def backward(part: torch.Tensor) -> None:
+            if part.requires_grad:
+                self._state.backward(part)
+
+        return summed(parts(), self._state.device.torch_device, backward)
 
     def _learn_and_step(self, parts: Parts, tokens: int, kind: Hashable) -> StepResult:
         """Make a step whose first backward is for the norm alone; the second one, from the same generators and
@@ -87,19 +74,10 @@ class Backward(Method):
 
     def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start on the next step's weights."""
-        state = self._state
-        rank = self._order()
+        state, rank = self._state, self._order()
         self.expected = kind, state.updates.is_immediate and not state.updates.learns_first
         brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
         applied = state.updates.apply(rank, lambda: self._go_on(tokens is not None))
         (total,) = self.sum(float(brought_loss()))
-        return self._finish(
-            StepResult(
-                torch.tensor(total, dtype=torch.float32, device="cpu"),
-                applied.norm,
-                tokens,
-                skipped=applied.skipped,
-                corrected=applied.num_corrected,
-                coarse=applied.is_coarse,
-            )
-        )
+        is_skipped, num_corrected, is_coarse = applied.skipped, applied.num_corrected, applied.is_coarse
+        return self._finish(total, applied.norm, tokens, skipped=is_skipped, corrected=num_corrected, coarse=is_coarse)

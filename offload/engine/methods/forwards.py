@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from contextlib import closing
 
 import torch
 
-from offload.engine.loss.parts import Losses
+from offload.engine.loss.parts import Losses, summed
 from offload.engine.methods.interleaved import InterleavedForwards
 from offload.engine.methods.method import Method, Parts
 from offload.engine.methods.perturbed import Perturbed
@@ -33,7 +32,6 @@ class Forwards(Method):
         self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
     ) -> None:
         super().__init__(state, counters, settings, losses, moment)
-        self._seed, self._skips = settings.seed, settings.skips
         self._pending = SlotUpdates(
             state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr
         )
@@ -53,10 +51,10 @@ class Forwards(Method):
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
         measured = ZerothOrderRecord(
-            number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
+            number + 1, self._settings.seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
-        if skipped and not self._skips:
+        if skipped and not self._settings.skips:
             advice = state.store.values.why_not_finite(
                 "Lower --optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip "
                 "goes on without such steps."
@@ -71,22 +69,15 @@ class Forwards(Method):
         else:
             self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._go_on(is_batch=True))
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
-        return self._finish(
-            StepResult(
-                torch.tensor(mean, dtype=torch.float32, device="cpu"),
-                math.sqrt(sum(slope * slope for slope in slopes) / len(slopes)),
-                tokens,
-                skipped=skipped,
-                measured=None if skipped else measured,
-            )
-        )
+        slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
+        return self._finish(mean, slope, tokens, skipped=skipped, measured=None if skipped else measured)
 
     def trial(self, parts: Parts) -> list[torch.Tensor]:
         return self._losses_of(parts)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
-        self._perturbed.begin(number, self.descent.touched(number, self._seed, self.descent.frozen))
+        self._perturbed.begin(number, self.descent.touched(number, self._settings.seed, self.descent.frozen))
 
     def hang(self, unit: Unit, number: int) -> None:
         self._perturbed.enter(unit, number)
@@ -107,7 +98,7 @@ class Forwards(Method):
                 f"skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
             )
         if not measured.slopes:
-            self.descent.end_step(measured.step)
+            self._state.runner.go_on_from(measured.step)
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
@@ -134,16 +125,8 @@ class Forwards(Method):
 
     def _losses_of(self, parts: Parts) -> list[torch.Tensor]:
         """Return the losses of all passes, of this rank's rows."""
-        device = self._state.device
-
-        def loss() -> torch.Tensor:
-            total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
-            with closing(parts()) as part_losses:
-                for part_loss in part_losses:
-                    total += part_loss.to(torch.float32)
-            return total
-
-        return self._interleaved.run(loss, self.num_passes)
+        device = self._state.device.torch_device
+        return self._interleaved.run(lambda: summed(parts(), device), self.num_passes)
 
 
 def _shown(losses: list[tuple[float, float]]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +46,15 @@ class InterleavedForwards:
         self._num_passes, self._open, self._kept = num_passes, None, {}
         self._begin = self._last = _PassState(state, self._above)
         passes = [self._pass(function) for _ in range(num_passes)]
-        with state.router.diverted(self._call), self._residents_moved():
+        with state.router.diverted(self._call):
+            self._move_residents(0)
             try:
                 results = self._lockstep.run(passes)
+                self._leave()
             finally:
                 self._kept, self._begin, self._last = {}, None, None
-            self._leave()
+                for unit in self._residents:
+                    unit.install(unit.live())
         return results
 
     def free(self) -> None:
@@ -70,17 +72,8 @@ class InterleavedForwards:
 
         return run
 
-    @contextmanager
-    def _residents_moved(self) -> Iterator[None]:
-        """Within, units that stay on the device have the weights of the pass whose turn it is."""
-        self._move_residents(0)
-        try:
-            yield
-        finally:
-            for unit in self._residents:
-                unit.install(unit.live())
-
     def _move_residents(self, number: int) -> None:
+        """Units that stay on the device have the weights of the pass whose turn it is."""
         for unit in self._residents:
             self._perturbed.enter(unit, number)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,7 +44,7 @@ class Method(ABC):
         self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
     ) -> None:
         """`moment`: notes generators and modules as they are."""
-        self._state, self._counters, self._rule = state, counters, settings.optimizer
+        self._state, self._counters, self._settings, self._rule = state, counters, settings, settings.optimizer
         self.lr = settings.optimizer.lr
         self._losses, self._moment = losses, moment
         self.expected: tuple[Hashable, bool] = (None, False)
@@ -114,10 +113,11 @@ class Method(ABC):
             state.spare_memory.end_step(peak_bytes)
         state.executor.expect(*self.expected)
 
-    def _finish(self, result: StepResult) -> StepResult:
-        """The step is made: return its result with what the lanes did."""
+    def _finish(self, loss: float, grad_norm: float, tokens: int | None, **more: Any) -> StepResult:
+        """The step is made: return its result, with what the lanes did."""
         state = self._state
         with suppress(Exception):  # what fails there fails the next pass: this step is made
             state.slots.settle()  # a script may read what stays before that, which would wait for it as well
         seconds, lanes, self.spans = state.lanes.end_step()
-        return replace(result, seconds=seconds, lanes=lanes)
+        told = torch.tensor(loss, dtype=torch.float32, device="cpu")
+        return StepResult(told, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)

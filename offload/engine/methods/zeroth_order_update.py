@@ -106,8 +106,5 @@ class ZerothOrderUpdate:
 
     def replay(self, measured: ZerothOrderRecord) -> None:
         """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
-        self.update(measured, {}, lambda region: region.index, partial(self.end_step, measured.step))
-
-    def end_step(self, number: int) -> None:
-        """Count a step that is made again."""
-        self._state.runner.go_on_from(number)
+        count = partial(self._state.runner.go_on_from, measured.step)
+        self.update(measured, {}, lambda region: region.index, count)
