@@ -17,7 +17,6 @@ The main line, to be read in this order: twelve files, some 3,000 lines.
 
 What is met on the way:
 
-    engine/loss/facts.py           what is known of a batch, found once and handed on
     engine/loss/batch_agreement.py what the ranks tell each other before a pass
     engine/units/router.py         where a unit's call goes: with a backward or without, or into a recording
     engine/units/arguments.py      what a unit is called with, each tensor listed once

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
-from offload.engine.loss.facts import BatchFacts
+from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method

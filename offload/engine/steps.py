@@ -16,8 +16,7 @@ from torch.nn import Module
 from offload.accelerators import own_accelerator
 from offload.engine.judging import Judging
 from offload.engine.loss.batch import Batch, map_tensors
-from offload.engine.loss.batch_agreement import agree_on_pass
-from offload.engine.loss.facts import BatchFacts, host_labels
+from offload.engine.loss.batch_agreement import BatchFacts, agree_on_pass, host_labels
 from offload.engine.loss.loss import IGNORED, LossFunction
 from offload.engine.loss.parts import Losses, summed
 from offload.engine.methods.backward import Backward

@@ -1,16 +1,18 @@
-"""What ranks tell each other before a pass, so that all of them do the same."""
+"""What ranks tell each other before a pass, so that all of them do the same; and what is known of its batch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from offload.distributed.comm import Comm
-from offload.engine.loss.batch import Batch, check_batch, has_equal_rows
-from offload.engine.loss.loss import LossRule, labels_of
+from offload.engine.loss.batch import Batch, BatchForm, check_batch, has_equal_rows
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.loss.loss import LossFunction, LossRule, labels_of
 from offload.errors import ConfigError
 
 
@@ -102,6 +104,44 @@ class PassPlan:
         return sum(counts) if rank is None else counts[rank]
 
 
+@dataclass(frozen=True)
+class BatchFacts:
+    """One batch, and what its pass goes by.
+
+    plan: what every rank is about to do.
+    batch: the batch, on the device.
+    loss_fn: the caller's loss function; None for the model's own loss.
+    labels: the labels of the batch on the host, where counting them makes nobody wait; None without labels.
+    rule: how the loss counts targets.
+    head: the model's head, where its logits can be made in chunks.
+    form: how the batch is cut in rows.
+    """
+
+    plan: PassPlan
+    batch: Batch
+    loss_fn: LossFunction | None = None
+    labels: torch.Tensor | None = None
+    rule: LossRule = field(default_factory=LossRule)
+    head: ChunkedHead | None = None
+    form: BatchForm = field(default_factory=partial(BatchForm, {}))
+
+    @property
+    def trains(self) -> bool:
+        """True where an update follows the pass, False for an evaluation."""
+        return self.plan.ranks[0].operation == "step"
+
+    @property
+    def num_targets(self) -> int:
+        """Return the targets of all ranks together."""
+        return self.plan.num_targets(self.rule)
+
+    def of_sample(self, sample: Batch, micro_rows: int | None = None) -> BatchFacts:
+        """Return the facts of a few rows, which this rank passes by itself, in micro-batches of `micro_rows`."""
+        told = self.plan.ranks[0]
+        plan = PassPlan([_told(told.operation, sample, micro_rows, told.has_loss_function)], 0)
+        return replace(self, batch=sample, plan=plan, labels=host_labels(sample))
+
+
 def agree_on_pass(
     comm: Comm,
     operation: str,
@@ -140,9 +180,10 @@ def agree_on_pass(
     return PassPlan(ranks, comm.rank)
 
 
-def plan_alone(told: RankBatch, batch: Batch, micro_rows: int | None) -> PassPlan:
-    """Return the plan of a pass on this batch by which all ranks do the same, each for itself."""
-    return PassPlan([_told(told.operation, batch, micro_rows, told.has_loss_function)], 0)
+def host_labels(batch: Batch) -> torch.Tensor | None:
+    """Return the labels of a batch on the host; None where it has none."""
+    labels = labels_of(batch)
+    return None if labels is None else labels.cpu()
 
 
 def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:

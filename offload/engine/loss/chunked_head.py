@@ -31,9 +31,8 @@ class _CapturedError(Exception):
 class ChunkedHead:
     """Runs a model's head chunk by chunk. `vocabulary` is how many logits a token has."""
 
-    def __init__(self, model: nn.Module, base: nn.Module) -> None:
-        self._model, self._base = model, base
-        self.vocabulary = 0
+    def __init__(self, model: nn.Module, base: nn.Module, vocabulary: int = 0) -> None:
+        self._model, self._base, self.vocabulary = model, base, vocabulary
 
     @classmethod
     def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
@@ -42,9 +41,7 @@ class ChunkedHead:
             return None
         base = model.base_model
         assert isinstance(base, nn.Module)
-        head = cls(model, base)
-        head.vocabulary = vocabulary
-        return head
+        return cls(model, base, vocabulary)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
         """Run the model up to the output of its base model."""
@@ -147,5 +144,4 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
     precise = next(iter(model.parameters())).dtype == torch.float32
     if not abs(parts - whole) <= (1e-5 if precise else 1e-2) * max(1.0, abs(whole)):
         return None
-    head.vocabulary = int(outputs.logits.shape[-1])
-    return head
+    return ChunkedHead(model, base, int(outputs.logits.shape[-1]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.facts import BatchFacts
+from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.loss import IGNORED, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 

@@ -23,8 +23,8 @@ from offload.engine.loss.batch import (
     is_token_batch,
     pattern,
 )
+from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.facts import BatchFacts
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
@@ -195,13 +195,10 @@ class TrialRuns:
 
         head = None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, again)[0])
-        with (
-            self._unseen(),
-            in_eval_mode(self._model),
-            torch.no_grad(),
-        ):  # dropout would blur the comparisons
-            # Once: a watch takes as long as a run, and which weights are read does not depend on the labels.
-            self._watched(lambda: run(probe))
+        with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
+            # Some weights are read from outside in eval mode alone (RWKV rescales its blocks there). Watched once: that
+            # takes as long as a run, and which weights are read does not depend on the labels.
+            self._settled(lambda _: run(probe))
             rule = probe_loss(self._model, probe, run, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, probe, run)
@@ -266,7 +263,7 @@ class TrialRuns:
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._unseen():
-                self._watched(lambda: self._model_on_copies(args, kwargs))
+                self._settled(lambda _: self._model_on_copies(args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
 
@@ -328,11 +325,7 @@ class TrialRuns:
         self._state.lanes.timeline.discount("h2d", "nvme_read")
         self._counters.clear()
 
-    def _watched(self, run: Callable[[], _Made]) -> _Made:
-        """Run what may read weights from outside in eval mode alone (RWKV rescales its blocks there)."""
-        return self._settled(lambda _: run(), 0, None)
-
-    def _settled(self, run: Callable[[Recording], _Made], rows: int, before: Recording | None) -> _Made:
+    def _settled(self, run: Callable[[Recording], _Made], rows: int = 0, before: Recording | None = None) -> _Made:
         """Run under the eyes of a recording, again with more resident units as long as some are read from outside."""
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
