@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,30 +23,20 @@ def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[
     `load` says that a folder is absent or damaged by raising OSError, ValueError or KeyError. Raises ConfigError when
     the cache cannot be written.
     """
-    folder = root / name
-    loaded = _try(load, folder)
-    if loaded is not None:
-        return loaded
+    with suppress(OSError, ValueError, KeyError):
+        return load(root / name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a run arrive together: one builds, the others find it made
-            loaded = _try(load, folder)
-            if loaded is None:
-                _build(root, name, build)
-                loaded = load(folder)
-        return loaded
+            with suppress(OSError, ValueError, KeyError):
+                return load(root / name)
+            _build(root, name, build)
+            return load(root / name)
     except OSError as error:
         raise ConfigError(
             f"The data cache {root} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another folder."
         ) from error
-
-
-def _try(load: Callable[[Path], T], folder: Path) -> T | None:
-    try:
-        return load(folder)
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:

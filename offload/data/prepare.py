@@ -135,13 +135,17 @@ class Preparation:
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
         encoder = Encoder(tokenizer, train_on_prompt) if tokenizer is not None else None
-        meter = _Meter(self._num_bytes, self._progress)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
+            """Yield the records; tell how far the pass is, by characters against the bytes of the files."""
             nonlocal streams
+            num_bytes, done, reported = max(self._num_bytes, 1), 0, 0
             for in_eval, _, record in self._records():
-                meter.add(record)
+                done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
+                if done - reported >= num_bytes / 100:
+                    reported = done
+                    self._progress("tokenizing", min(done / num_bytes, 0.99))
                 streams |= isinstance(record, Ids) and record.stream
                 yield in_eval, record
 
@@ -156,7 +160,7 @@ class Preparation:
             "streams": streams,
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        meter.finish()
+        self._progress("tokenizing", 1.0)
 
     def _check_ids(self, part: Encoded, tokenizer: Any) -> None:
         if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self._vocab_size:
@@ -178,21 +182,3 @@ def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
     stores = {name: TokenStore(folder / name, meta[name]) for name in ("train", "eval")}
     return TokenizedData(stores["train"], stores["eval"], meta["num_empty"], meta["num_split"], meta["streams"])
-
-
-class _Meter:
-    """Reports how far the pass is, by characters against the bytes of the files."""
-
-    def __init__(self, num_bytes: int, progress: Progress) -> None:
-        self._num_bytes = max(num_bytes, 1)
-        self._progress = progress
-        self._done = self._reported = 0
-
-    def add(self, record: Record) -> None:
-        self._done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
-        if self._done - self._reported >= self._num_bytes / 100:
-            self._reported = self._done
-            self._progress("tokenizing", min(self._done / self._num_bytes, 0.99))
-
-    def finish(self) -> None:
-        self._progress("tokenizing", 1.0)
