@@ -26,14 +26,12 @@ Spec = dict[str, Any]
 # -- families --------------------------------------------------------------------------------------------------------
 
 
-def _llama_like(spec: Spec) -> dict[str, Any]:
-    heads = spec.get("heads", 2)
+def _plain(spec: Spec) -> dict[str, Any]:
     return {
         "hidden_size": spec["width"],
         "intermediate_size": spec.get("inner", 24),
         "num_hidden_layers": spec.get("depth", 2),
-        "num_attention_heads": heads,
-        "num_key_value_heads": spec.get("groups", heads),
+        "num_attention_heads": spec.get("heads", 2),
         "vocab_size": spec["words"],
         "max_position_embeddings": 64,
         "tie_word_embeddings": spec.get("tied", False),
@@ -41,87 +39,46 @@ def _llama_like(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _plain(spec: Spec) -> dict[str, Any]:
-    sizes = _llama_like(spec)
-    del sizes["num_key_value_heads"]
-    return sizes
+def _llama_like(spec: Spec, **more: Any) -> dict[str, Any]:
+    return _plain(spec) | {"num_key_value_heads": spec.get("groups", spec.get("heads", 2))} | more
 
 
-def _llama(spec: Spec) -> nn.Module:
-    return t.LlamaForCausalLM(t.LlamaConfig(**_llama_like(spec), attention_dropout=spec.get("dropout", 0.0)))
+def _renamed(spec: Spec, **names: str) -> dict[str, Any]:
+    """Of a family with names of its own for some sizes, which is always tied."""
+    return {names.get(key, key): value for key, value in _plain(spec).items() if key != "tie_word_embeddings"}
 
 
-def _qwen3(spec: Spec) -> nn.Module:
-    return t.Qwen3ForCausalLM(t.Qwen3Config(**_llama_like(spec), head_dim=4))
+def _dropout(spec: Spec, *names: str) -> dict[str, float]:
+    return dict.fromkeys(names, spec.get("dropout", 0.0))
 
 
 def _gemma2(spec: Spec) -> nn.Module:
-    config = t.Gemma2Config(**_llama_like(spec), head_dim=4, final_logit_softcapping=2.0, attn_logit_softcapping=2.0)
+    config = t.Gemma2Config(**_llama_like(spec, head_dim=4, final_logit_softcapping=2.0, attn_logit_softcapping=2.0))
     config._attn_implementation = "eager"
     return t.Gemma2ForCausalLM(config)
 
 
-def _mistral(spec: Spec) -> nn.Module:
-    """Its window is filled by long rows, and not by short ones."""
-    return t.MistralForCausalLM(t.MistralConfig(**_llama_like(spec), sliding_window=6))
-
-
-def _mixtral(spec: Spec) -> nn.Module:
-    return t.MixtralForCausalLM(t.MixtralConfig(**_llama_like(spec), num_local_experts=3))
-
-
-def _gpt2(spec: Spec) -> nn.Module:
-    dropout = spec.get("dropout", 0.0)
-    config = t.GPT2Config(
-        n_embd=spec["width"],
-        n_layer=spec.get("depth", 2),
-        n_head=spec.get("heads", 2),
-        vocab_size=spec["words"],
-        n_positions=64,
-        n_inner=spec.get("inner", 24),
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        **SPECIAL,
-    )
-    return t.GPT2LMHeadModel(config)
-
-
-def _opt(spec: Spec) -> nn.Module:
-    config = t.OPTConfig(
-        hidden_size=spec["width"],
-        word_embed_proj_dim=spec["width"],
-        ffn_dim=spec.get("inner", 24),
-        num_hidden_layers=spec.get("depth", 2),
-        num_attention_heads=spec.get("heads", 2),
-        vocab_size=spec["words"],
-        max_position_embeddings=64,
-        dropout=spec.get("dropout", 0.0),
-        **SPECIAL,
-    )
-    return t.OPTForCausalLM(config)
-
-
-def _gpt_neox(spec: Spec) -> nn.Module:
-    return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**_plain(spec), hidden_dropout=spec.get("dropout", 0.0)))
-
-
-def _bert(spec: Spec) -> nn.Module:
-    dropout = spec.get("dropout", 0.0)
-    config = t.BertConfig(**_plain(spec), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    return t.BertForMaskedLM(config)
-
-
 FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
+    "llama": lambda s: t.LlamaForCausalLM(t.LlamaConfig(**_llama_like(s), **_dropout(s, "attention_dropout"))),
+    "qwen3": lambda s: t.Qwen3ForCausalLM(t.Qwen3Config(**_llama_like(s, head_dim=4))),
     "gemma2": _gemma2,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "gpt2": _gpt2,
-    "opt": _opt,
-    "gpt_neox": _gpt_neox,
-    "bert": _bert,
+    # Its window is filled by long rows, and not by short ones.
+    "mistral": lambda s: t.MistralForCausalLM(t.MistralConfig(**_llama_like(s, sliding_window=6))),
+    "mixtral": lambda s: t.MixtralForCausalLM(t.MixtralConfig(**_llama_like(s, num_local_experts=3))),
+    "gpt2": lambda s: t.GPT2LMHeadModel(
+        t.GPT2Config(
+            **_renamed(s, intermediate_size="n_inner"), **_dropout(s, "resid_pdrop", "embd_pdrop", "attn_pdrop")
+        )
+    ),
+    "opt": lambda s: t.OPTForCausalLM(
+        t.OPTConfig(
+            **_renamed(s, intermediate_size="ffn_dim"), **_dropout(s, "dropout"), word_embed_proj_dim=s["width"]
+        )
+    ),
+    "gpt_neox": lambda s: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**_plain(s), **_dropout(s, "hidden_dropout"))),
+    "bert": lambda s: t.BertForMaskedLM(
+        t.BertConfig(**_plain(s), **_dropout(s, "hidden_dropout_prob", "attention_probs_dropout_prob"))
+    ),
 }
 UNSHIFTED = ("bert",)
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,19 +61,48 @@ def mutation(change: Change) -> Change:
     return change
 
 
+def _replace(change: tuple[Any, str, Any], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(*change)
+
+
+_ATTRIBUTES: dict[str, tuple[Any, str, Any]] = {
+    # Nobody waits for what fills a buffer.
+    "read-before-filled": (Fence, "before_read", lambda self: ()),
+    # Who fills a buffer waits for whoever filled it before, and for none of its readers.
+    "filled-before-read": (Fence, "before_fill", lambda self: self._filled),
+    # What lies in the ring of updates is taken for what lay there.
+    "weights-from-a-place-that-others-have": (
+        RingSlice,
+        "is_whole",
+        property(lambda self: True, lambda self, is_whole: None),
+    ),
+    # Of a batch's parts, and of ranks, all count the same, whatever their targets.
+    "micro-batches-weighted-alike": (losses, "_scaled", lambda loss, share: loss * (0.5 if share != 1.0 else 1.0)),
+    # A recompute begins from what the forward has left in attributes.
+    "kept-numbers-counted-twice": (condition.Condition, "attributes_again", _as_it_is),
+    # What a unit puts into a mapping of its caller's stays in a copy.
+    "results-written-into-arguments-lost": (router, "deliver", lambda filled, *_: filled[0]),
+    # What is frozen or thawed between steps is trained as at first.
+    "frozen-parameters-not-seen": (Unit, "freeze", lambda self, frozen: None),
+    # Of a unit that no pass calls, all weights move.
+    "thresholds-of-what-was-called-alone": (
+        ZerothOrderUpdate,
+        "_find_thresholds",
+        lambda self, touched, thresholds: None,
+    ),
+    "rates-of-schedulers-not-followed": (OffloadOptimizer, "_prepare", lambda self: None),
+    # Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one.
+    "update-that-was-put-off-dropped": (Updates, "flush", lambda self: self._due.in_slot.clear()),
+    "update-that-was-put-off-outlives-a-load": (SlotUpdates, "forget", lambda self: None),
+    "weights-updated-in-a-slot-do-not-go-down": (slot_updates, "copy_planes", lambda device, targets, sources: None),
+    "losses-of-each-rank-alone": (Method, "sum", lambda self, *values: list(values)),
+}
+"""Mutations that put something else in the place of one attribute."""
+
+MUTATIONS.update({name: partial(_replace, change) for name, change in _ATTRIBUTES.items()})
+
+
 # -- waits -----------------------------------------------------------------------------------------------------------
-
-
-@mutation
-def read_before_filled(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for what fills a buffer."""
-    patch.setattr(Fence, "before_read", lambda self: ())
-
-
-@mutation
-def filled_before_read(patch: pytest.MonkeyPatch) -> None:
-    """Who fills a buffer waits for whoever filled it before, and for none of its readers."""
-    patch.setattr(Fence, "before_fill", lambda self: self._filled)
 
 
 @mutation
@@ -87,12 +117,6 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
         return stretch
 
     patch.setattr(Ring, "take", taken)
-
-
-@mutation
-def weights_from_a_place_that_others_have(patch: pytest.MonkeyPatch) -> None:
-    """What lies in the ring of updates is taken for what lay there."""
-    patch.setattr(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None))
 
 
 # -- the norm, clipping, updates -------------------------------------------------------------------------------------
@@ -216,12 +240,6 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientFlow, "begin_step", begun)
 
 
-@mutation
-def micro_batches_weighted_alike(patch: pytest.MonkeyPatch) -> None:
-    """Of a batch's parts, and of ranks, all count the same, whatever their targets."""
-    patch.setattr(losses, "_scaled", lambda loss, share: loss * (0.5 if share != 1.0 else 1.0))
-
-
 # -- recompute and kept graphs ---------------------------------------------------------------------------------------
 
 
@@ -266,47 +284,12 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def kept_numbers_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    """A recompute begins from what the forward has left in attributes."""
-    patch.setattr(condition.Condition, "attributes_again", _as_it_is)
-
-
-@mutation
-def results_written_into_arguments_lost(patch: pytest.MonkeyPatch) -> None:
-    """What a unit puts into a mapping of its caller's stays in a copy."""
-    patch.setattr(router, "deliver", lambda filled, *_: filled[0])
-
-
-@mutation
-def frozen_parameters_not_seen(patch: pytest.MonkeyPatch) -> None:
-    """What is frozen or thawed between steps is trained as at first."""
-    patch.setattr(Unit, "freeze", lambda self, frozen: None)
-
-
-@mutation
 def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
     touched = ZerothOrderUpdate.touched
     patch.setattr(ZerothOrderUpdate, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
 
 
-@mutation
-def thresholds_of_what_was_called_alone(patch: pytest.MonkeyPatch) -> None:
-    """Of a unit that no pass calls, all weights move."""
-    patch.setattr(ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None)
-
-
-@mutation
-def rates_of_schedulers_not_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OffloadOptimizer, "_prepare", lambda self: None)
-
-
 # -- without a backward ----------------------------------------------------------------------------------------------
-
-
-@mutation
-def update_that_was_put_off_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one."""
-    patch.setattr(Updates, "flush", lambda self: self._due.in_slot.clear())
 
 
 @mutation
@@ -317,16 +300,6 @@ def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
         put(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
 
     patch.setattr(SlotUpdates, "put", put_twice)
-
-
-@mutation
-def update_that_was_put_off_outlives_a_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotUpdates, "forget", lambda self: None)
-
-
-@mutation
-def weights_updated_in_a_slot_do_not_go_down(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(slot_updates, "copy_planes", lambda device, targets, sources: None)
 
 
 @mutation
@@ -372,11 +345,6 @@ def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
         put_back(self, now)
 
     patch.setattr(interleaved._PassState, "put_back", without)
-
-
-@mutation
-def losses_of_each_rank_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Method, "sum", lambda self, *values: list(values))
 
 
 # -- disk and checkpoints --------------------------------------------------------------------------------------------
