@@ -39,7 +39,7 @@ def run(_arguments: argparse.Namespace) -> list[Result]:
     ]
     results.append(Result("memory, read and written", host_bytes_per_second(HOST_BYTES) / 1e9, "GB/s", details=details))
     if accelerator is not None:
-        rates = {name: link_bytes_per_second(accelerator, is_up=name == "h2d") for name in ("h2d", "d2h")}
+        rates = {name: link_bytes_per_second(accelerator, name) for name in ("h2d", "d2h")}
         results += [Result(f"link, {name}", rate / 1e9, "GB/s") for name, rate in rates.items()]
     return results
 

@@ -158,24 +158,15 @@ _FLOPS = 8
 """Of a parameter and a token: forward 2, forward again 2, backward 4 (arXiv:2104.07857, equation 7)."""
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a step moves for each parameter, with AdamW's states in fp32 and gradients that wait for the norm.
-
-    update: read and written in the host's memory: weights, two moments, and the gradient.
-    h2d: weights, for the forward and the backward. d2h: gradients.
-    nvme_read, nvme_write: with weights and optimizer states on disk.
-    """
-
-    update: int
-    h2d: int
-    d2h: int
-    nvme_read: int
-    nvme_write: int
-
-
-TRAFFIC = {"bf16": Traffic(26, 4, 2, 16, 12), "fp32": Traffic(28, 8, 4, 20, 12)}
-"""By the precision in which the device computes."""
+TRAFFIC = {
+    "bf16": {"update": 26, "h2d": 4, "d2h": 2, "nvme_read": 16, "nvme_write": 12},
+    "fp32": {"update": 28, "h2d": 8, "d2h": 4, "nvme_read": 20, "nvme_write": 12},
+}
+"""Bytes that a step moves for each parameter, by the precision in which the device computes, with AdamW's states in
+fp32 and gradients that wait for the norm: `update` reads and writes weights, two moments and the gradient in the host's
+memory; up go weights, for the forward and the backward, and down gradients; `nvme_read` and `nvme_write` are with
+weights and optimizer states on disk.
+"""
 
 
 @dataclass(frozen=True)
@@ -195,15 +186,12 @@ class Bounds:
 def find_bounds(machine: Hardware) -> Bounds:
     """Return what limits a step that is offloaded as far as the machine's folders allow. Pure."""
     precision = "fp32" if machine.device == "cpu" else "bf16"
-    traffic, rates = TRAFFIC[precision], machine.rates
+    rates = asdict(machine.rates) | {"update_bytes_per_s": machine.rates.host_bytes_per_s}
     seconds = {
-        "update": traffic.update * NUM_PARAMETERS / rates.host_bytes_per_s,
-        "h2d": traffic.h2d * NUM_PARAMETERS / rates.h2d_bytes_per_s,
-        "d2h": traffic.d2h * NUM_PARAMETERS / rates.d2h_bytes_per_s,
+        lane: num_bytes * NUM_PARAMETERS / rates[f"{lane}_bytes_per_s"]
+        for lane, num_bytes in TRAFFIC[precision].items()
+        if machine.rates.has_disk or not lane.startswith("nvme")
     }
-    if rates.nvme_read_bytes_per_s and rates.nvme_write_bytes_per_s:
-        seconds["nvme_read"] = traffic.nvme_read * NUM_PARAMETERS / rates.nvme_read_bytes_per_s
-        seconds["nvme_write"] = traffic.nvme_write * NUM_PARAMETERS / rates.nvme_write_bytes_per_s
     lane = max(seconds, key=seconds.__getitem__)
-    num_tokens = seconds[lane] * rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
+    num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
     return Bounds(precision, seconds, lane, round(num_tokens))

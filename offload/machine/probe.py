@@ -28,7 +28,6 @@ from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
 from offload.machine.rates import (
-    both_links_bytes_per_second,
     copy_bytes_per_second,
     device_bytes_per_second,
     flops_per_second,
@@ -82,17 +81,26 @@ def probe(
     ConfigError for a folder that is no use, DoesNotFitError for one that is full.
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
-    kept = _Kept(_user_cache() if cache_dir is None else cache_dir, refresh)
-    about = _about_machine(accelerator)
+    folder, about = _user_cache() if cache_dir is None else cache_dir, _about_machine(accelerator)
 
-    def measured(rates: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def rates_of(about: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
+        about = json.loads(json.dumps({"format": _FORMAT, **about}))
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        path = None if folder is None else folder / f"rates-{digest[:16]}.json"
+        kept = None if path is None or refresh else read_json(path)
+        # A folder that cannot be used, and a file that is damaged, are as if there were none.
+        if isinstance(kept, dict) and kept.get("about") == about and _are_sound(kept.get("rates"), names):
+            return {**kept["rates"], "day": str(kept.get("day"))}
         if not measures:
             raise LookupError("the rates of this machine were not measured yet")
-        return rates()
+        rates, day = measure(), time.strftime("%Y-%m-%d")
+        if path is not None:
+            keep_json(path, {"about": about, "day": day, "rates": rates})
+        return {**rates, "day": day}
 
-    found = kept.get(about, _OF_MACHINE, lambda: measured(lambda: _machine_rates(accelerator, sizes)))
+    found = rates_of(about, _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
     if places:
-        found |= kept.get(_about_disks(places), _OF_DISKS, lambda: measured(lambda: _disk_rates(places, sizes)))
+        found |= rates_of(_about_disks(places), _OF_DISKS, lambda: _disk_rates(places, sizes))
     free = least(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     said = f"measured on {found.pop('day')}"
@@ -108,30 +116,6 @@ def probe(
         rates=Rates(**found),
         sources=dict.fromkeys(found, said),
     )
-
-
-class _Kept:
-    """What was measured, in files by what it depends on. A folder that cannot be used, and a file that is damaged, are
-    as if there were none.
-    """
-
-    def __init__(self, folder: Path | None, refresh: bool) -> None:
-        self._folder, self._refresh = folder, refresh
-
-    def get(
-        self, about: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the rates of these names of what `about` tells, and the day on which they were measured."""
-        about = json.loads(json.dumps({"format": _FORMAT, **about}))
-        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        path = None if self._folder is None else self._folder / f"rates-{digest[:16]}.json"
-        found = None if path is None or self._refresh else read_json(path)
-        if isinstance(found, dict) and found.get("about") == about and _are_sound(found.get("rates"), names):
-            return {**found["rates"], "day": str(found.get("day"))}
-        rates, day = measure(), time.strftime("%Y-%m-%d")
-        if path is not None:
-            keep_json(path, {"about": about, "day": day, "rates": rates})
-        return {**rates, "day": day}
 
 
 def _are_sound(rates: Any, names: Collection[str]) -> bool:
@@ -184,8 +168,7 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
         up = down = copy_bytes_per_second(1, min(room // 2, sizes.link_bytes))
         both, memory = copy_bytes_per_second(2, min(room // 4, sizes.link_bytes)), host
     else:
-        up, down = (link_bytes_per_second(accelerator, is_up) for is_up in (True, False))
-        both = both_links_bytes_per_second(accelerator)
+        up, down, both = (link_bytes_per_second(accelerator, *ways) for ways in (("h2d",), ("d2h",), ("h2d", "d2h")))
         memory = device_bytes_per_second(device, min(accelerator.free_bytes // 8, sizes.device_bytes))
     return {
         "h2d_bytes_per_s": up,

@@ -25,26 +25,15 @@ _ROOFLINE_PLANES = 3
 """Written in place, beside one that is read: weights, two moments and gradients, as of AdamW."""
 
 
-def link_bytes_per_second(accelerator: Accelerator, is_up: bool) -> float:
-    """Return the bytes that pinned memory sends to an accelerator, or gets from it, in a second, by itself."""
-    on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
-    target, source = (on_device, on_host) if is_up else (on_host, on_device)
-
-    def run() -> None:
-        target.copy_(source, non_blocking=True)
-        accelerator.wait()
-
-    return _LINK_BYTES / _best_seconds(run)
-
-
-def both_links_bytes_per_second(accelerator: Accelerator) -> float:
-    """Return the bytes that go to an accelerator and come from it in a second, both at once, added up."""
+def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:
+    """Return the bytes that pinned memory sends to an accelerator ("h2d") and gets from it ("d2h") in a second: of one
+    way by itself, or of both at once, added up.
+    """
     sides = []
-    for is_up in (True, False):
+    for way in ways:
         on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
-        ends = (on_device, on_host) if is_up else (on_host, on_device)
+        ends = (on_device, on_host) if way == "h2d" else (on_host, on_device)
         sides.append((accelerator.module.Stream(accelerator.device), *ends))
 
     def run() -> None:
@@ -53,7 +42,7 @@ def both_links_bytes_per_second(accelerator: Accelerator) -> float:
                 target.copy_(source, non_blocking=True)
         accelerator.wait()
 
-    return 2 * _LINK_BYTES / _best_seconds(run)
+    return len(ways) * _LINK_BYTES / _best_seconds(run)
 
 
 def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
