@@ -18,21 +18,18 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from benchmarks.step_times import Case, block_seconds, compute_of, work_of
 from offload import AdamW, Engine, Placement
 from offload.benches.report import Measured, Result
-from offload.distributed.comm import Comm
 from offload.errors import OffloadError
 from offload.forecast.search import Placed, Placer, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.native import kernels
 from offload.planning.machines import ThisMachine
-from offload.planning.plan import make_plan
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, batches, loss_of, planned
 
@@ -139,17 +136,14 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
     """Measure a machine."""
     settings, its = wanted(machine, folder), planned(CASE.model(), Settings())
 
-    def plan_with(chosen: Settings) -> Any:
-        return make_plan(chosen, its.units, its.regions, Comm(), ThisMachine(None))
-
-    placer = Placer(its.regions, its.units, work(), hardware(machine), plan_with)
-    chosen = search(placements(settings, limited=True), placer.evaluate)
-    assert chosen is not None, "nothing fits"
+    placer = Placer(its, work(), hardware(machine), ThisMachine(None))
     every = [placer.evaluate(each) for each in placements(settings, limited=True)]
+    chosen = search(every)
+    assert chosen is not None, "nothing fits"
     # Several settings may mean the same to an engine (inputs wait nowhere where graphs are kept): one of them runs.
     different = {id(each.timing): each for each in reversed(every) if each.fits}
-    different.pop(id(chosen.estimate.timing), None)
-    fitting = [*different.values(), chosen.estimate]
+    different.pop(id(chosen.timing), None)
+    fitting = [*different.values(), chosen]
     seconds = measured(fitting, num_rounds)
     rows = sorted(
         (

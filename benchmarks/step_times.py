@@ -24,7 +24,7 @@ from benchmarks.ideal import Use
 from benchmarks.overlap import compute_uses
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.timing import Timing, step_time
+from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
@@ -124,9 +124,7 @@ def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) 
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
     its = planned(case.model(), settings)
-    timing = step_time(
-        its.settings, its.regions, its.units, its.plan, work_of(case, uses), MACHINE, clips=case.clips, num_steps=12
-    )
+    timing = PlannedStep(its, work_of(case, uses), MACHINE, case.clips).play(12)
     return {
         "case": case.name,
         **_row(timing, _measured(case, settings, num_blocks)),
@@ -143,7 +141,7 @@ def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dic
         model = Told(case.width, case.depth)
     its = planned(model, settings)
     work = measure(model, BatchSpec("causal", ROWS, LENGTH), its)
-    timing = step_time(its.settings, its.regions, its.units, its.plan, work, hardware, clips=case.clips, num_steps=12)
+    timing = PlannedStep(its, work, hardware, case.clips).play(12)
     return _row(timing, _measured(case, settings, num_blocks, num_steps=10))
 
 

@@ -17,14 +17,12 @@ from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
 from offload.forecast.search import Placer
-from offload.forecast.timing import Timing, step_time
+from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
 from offload.hf.models import empty_model, load_model_config, max_positions, model_kind
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
-from offload.planning.plan import Plan, make_plan
-from offload.planning.settings import Settings
 
 DAY_S = 86400.0
 _SEARCHED = {
@@ -193,13 +191,11 @@ class Forecaster:
             notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
         known = None if isinstance(work, str) else work
         memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
-        has_disk = hardware.rates.nvme_read_bytes_per_s and hardware.rates.nvme_write_bytes_per_s
-        if not has_disk and any(each.tier == "nvme" for each in memory.allocations):
+        if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
             notes.append(f"how fast a disk of {hardware.name} is, is not known, and so is no step.")
             times = False
         if known is not None and times:
-            plan, its = prepared.plan, hardware.of_a_rank(self.num_ranks)
-            timing = step_time(prepared.settings, prepared.regions, prepared.units, plan, known, its)
+            timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
         return Forecast(
             config,
             hardware,
@@ -218,22 +214,11 @@ class Forecaster:
         configuration leaves it open, by key; nothing where that is what was told, nothing fits, or a step is not known.
         """
         prepared, work = found.prepared, self._work(found.config, found.prepared)
-        told, ranks = prepared.settings, ImaginedRanks(self.num_ranks)
+        told = prepared.settings
         if isinstance(work, str):
             return {}
         asked = self.machine or DescribedMachine(found.hardware, self.num_ranks)
-
-        def plan_with(settings: Settings) -> Plan:
-            return make_plan(settings, prepared.units, prepared.regions, ranks, asked)
-
-        placer = Placer(
-            prepared.regions,
-            prepared.units,
-            work,
-            found.hardware.of_a_rank(self.num_ranks),
-            plan_with,
-            num_ranks=self.num_ranks,
-        )
+        placer = Placer(prepared, work, found.hardware.of_a_rank(self.num_ranks), asked, self.num_ranks)
         is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
         is_open = found.config.origin("offload.zero_stage") == "resolved"
         chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1, times=times)

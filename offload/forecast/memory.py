@@ -10,9 +10,8 @@ from functools import cached_property
 
 from offload.engine.assemble import EnginePlan
 from offload.forecast.workload import UnitWork, Workload
-from offload.layout.regions import Region
 from offload.machine.hardware import Hardware
-from offload.planning.memory import Allocation, UnitPlan, bytes_on, gradient_lasts, resident_regions
+from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 
@@ -73,7 +72,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     """Return what one of so many ranks holds. `workload`: None where it is not known, nor what a step adds."""
     found, kept = prepared.plan.allocations, frozenset[int]()
     if workload is not None:
-        step = StepMemory(prepared.settings, prepared.regions, prepared.units, prepared.plan, workload, hardware)
+        step = StepMemory(prepared, workload, hardware)
         found, kept = step.allocations, step.kept
     pinned = "pinned" if hardware.device == "cuda" else "cpu"  # registered, where the device's driver takes that
     placed = (replace(a, tier=pinned) if a.tier == "cpu" else a for a in found)
@@ -106,21 +105,15 @@ def _loading_bytes(prepared: EnginePlan) -> int:
     return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.candidates)
 
 
-@dataclass(frozen=True)
 class StepMemory:
-    """What a rank holds in a step: the plan's allocations, and what operations and waiting for the backward add.
-
-    settings, regions, units, plan: of an engine.
-    workload: what its step computes.
-    hardware: on what machine.
+    """What a rank holds in a step of an engine on a machine: the plan's allocations, and what operations and waiting
+    for the backward add.
     """
 
-    settings: Settings
-    regions: Sequence[Region]
-    units: Sequence[UnitPlan]
-    plan: Plan
-    workload: Workload
-    hardware: Hardware
+    def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
+        self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
+        self._regions, self._resident = prepared.regions, resident_regions(prepared.units)
+        self._has_backward = prepared.settings.optimizer.has_gradients
 
     @property
     def allocations(self) -> list[Allocation]:
@@ -154,10 +147,6 @@ class StepMemory:
         # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
-
-    @property
-    def _has_backward(self) -> bool:
-        return self.settings.optimizer.has_gradients
 
     @cached_property
     def _planned_bytes(self) -> int:
@@ -280,9 +269,9 @@ class StepMemory:
             return 0
         uses = Counter(call.name for call in self.workload.calls if call.name is not None and call.is_cut)
         pieces = {call.name for call in self.workload.calls if call.name is not None and not call.is_cut}
-        resident, found = resident_regions(self.units), 0
-        for region in self.regions:
-            lasts = not region.trainable or gradient_lasts(region, resident)
+        found = 0
+        for region in self._regions:
+            lasts = not region.trainable or gradient_lasts(region, self._resident)
             is_repeated = any(uses[name] > 1 for name in region.units)
             in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
             if not lasts and (is_repeated or in_pieces):

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Generic, Protocol, TypeVar
+from functools import cached_property
 
+from offload.distributed.comm import ImaginedRanks
+from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
 from offload.forecast.shortened import without_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
-from offload.layout.regions import Region, Sharding
+from offload.layout.regions import Sharding
 from offload.machine.hardware import Hardware
-from offload.planning.memory import UnitPlan, bytes_on
-from offload.planning.plan import Plan, budget_bytes
+from offload.planning.machines import Machine
+from offload.planning.memory import bytes_on
+from offload.planning.plan import Plan, budget_bytes, make_plan
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -48,46 +50,12 @@ _PREFETCH: tuple[str | int, ...] = ("auto", 1, 4)
 """Where the device has no budget. With one, auto looks as far ahead as what is left of it reaches."""
 
 
-class Estimate(Protocol):
-    """What is known of a candidate, at rising prices."""
-
-    @property
-    def least_seconds(self) -> float:
-        """No step of it is faster, by its settings."""
-
-    @property
-    def fits(self) -> bool:
-        """True where every budget holds what it needs."""
-
-    @property
-    def bound_seconds(self) -> float:
-        """No step of it is faster, by its plan. For one that fits."""
-
-    @property
-    def step_seconds(self) -> float:
-        """What a step takes, by simulation. For one that fits."""
-
-
-_E = TypeVar("_E", bound=Estimate)
-
-
-@dataclass(frozen=True)
-class Found(Generic[_E]):
-    """A candidate that fits."""
-
-    settings: Settings
-    """The settings."""
-    estimate: _E
-    """What is known of them."""
-
-
-def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -> Found[_E] | None:
-    """Return the candidate that fits and is the fastest; None where none fits. Candidates are to come from the one that
-    moves least to the one that moves most: the first that is no slower than any other by more than `WORTH` is chosen.
+def search(estimates: Sequence[Placed]) -> Placed | None:
+    """Return what fits and is the fastest; None where none fits. Estimates are to come from the one that moves least to
+    the one that moves most: the first that is no slower than any other by more than `WORTH` is chosen.
     """
-    estimates = [(settings, evaluate(settings)) for settings in candidates]
     # Branch and bound: whatever has the lowest bound is looked at more closely, until that is a step that was played.
-    bounds = {number: (estimate.least_seconds, False) for number, (_, estimate) in enumerate(estimates)}
+    bounds = {number: (estimate.least_seconds, False) for number, estimate in enumerate(estimates)}
     found: dict[int, float] = {}
     while True:
         limit = (1 + WORTH) * min(found.values(), default=math.inf)
@@ -100,9 +68,9 @@ def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -
             if (bound <= limit if number < chosen else (1 + WORTH) * bound < best)
         ]
         if not open_ones:
-            return Found(*estimates[chosen]) if found else None
+            return estimates[chosen] if found else None
         bound, number, is_planned = min(open_ones)
-        estimate = estimates[number][1]
+        estimate = estimates[number]
         del bounds[number]
         if is_planned:
             found[number] = estimate.step_seconds
@@ -129,18 +97,10 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iter
             _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
             _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
         ):
+            tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
+            how = {"update": update, "recompute": recompute, "prefetch": prefetch, "zero_stage": stage}
             try:
-                its = replace(
-                    placement, parameters=parameters, optimizer=states, gradients=gradients, activations=activations
-                )
-                made = replace(
-                    settings,
-                    placement=its,
-                    update=update,
-                    recompute=recompute,
-                    prefetch=prefetch,
-                    zero_stage=stage,
-                )
+                made = replace(settings, placement=replace(placement, **tiers), **how)  # type: ignore[arg-type]
             except ConfigError:  # no such combination
                 continue
             if repr(made) not in seen:
@@ -174,38 +134,18 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
     return wanted if parameters != "auto" or settings.placement.nvme_dir is not None else ()
 
 
-@dataclass(frozen=True)
 class Placed:
-    """An `Estimate` of a model's step on a machine."""
+    """What is known of the step of a model with these settings, at rising prices."""
 
-    settings: Settings
-    """The settings."""
-    workload: Workload
-    """What the model computes."""
-    hardware: Hardware
-    """The machine."""
-    regions: Sequence[Region]
-    """How the parameters lie."""
-    units: Sequence[UnitPlan]
-    """What the plan knows of each unit."""
-    num_ranks: int
-    """How many ranks share the machine's memory and disk."""
-    compute_s: float
-    """The seconds of the model's own forward and backward, whatever the settings."""
-    plans: Callable[[Settings], Plan | None]
-    """Returns the plan for settings; None where there is none."""
-    played: Callable[[PlannedStep], Timing]
-    """Returns the step of a plan."""
-    clips: bool
-    """True if gradients are clipped."""
+    def __init__(self, settings: Settings, placer: Placer) -> None:
+        self.settings, self._placer = settings, placer
+        self._hardware, self._regions = placer.hardware, placer.prepared.regions
+        self._sharding = Sharding(0, placer.num_ranks, settings.zero_stage)
 
     @property
     def least_seconds(self) -> float:
-        return max(self.compute_s, self._update_bound(0.0))
-
-    @property
-    def _sharding(self) -> Sharding:
-        return Sharding(0, self.num_ranks, self.settings.zero_stage)
+        """No step of it is faster, by its settings."""
+        return max(self._placer.compute_s, self._update_bound(0.0))
 
     def _update_bound(self, backward_s: float) -> float:
         """Return the least for updates on the host. Where they wait for the norm they are made before the next
@@ -216,58 +156,51 @@ class Placed:
             return 0.0
         waits = settings.judges_gradients and settings.resolved_clip == "deferred" and not settings.delay
         sharding = self._sharding
-        trained = (r.update_bytes(r.numel // sharding.num_ranges) for r in self.regions if r.trainable)
-        update = _rate(link_seconds(settings, self.hardware, sharding)["update"], sum(trained))
+        trained = (r.update_bytes(r.numel // sharding.num_ranges) for r in self._regions if r.trainable)
+        update = _rate(link_seconds(settings, self._hardware, sharding)["update"], sum(trained))
         return update + (backward_s if waits else 0.0)
 
     @cached_property
     def step(self) -> PlannedStep | None:
         """The step of the plan, where there is one."""
-        plan = self.plans(self.settings)
+        plan = self._placer.plan(self.settings)
         if plan is None:
             return None
-        return PlannedStep(self.settings, self.regions, self.units, plan, self.workload, self.hardware, self.clips)
+        prepared = replace(self._placer.prepared, settings=self.settings, plan=plan)
+        return PlannedStep(prepared, self._placer.workload, self._hardware)
 
     @cached_property
     def fits(self) -> bool:
-        step, placement = self.step, self.settings.placement
+        """True where every budget holds what it needs."""
+        step, placement, hardware = self.step, self.settings.placement, self._hardware
         if step is None:
             return False
         needs = {tier: bytes_on(tier, step.plan.allocations) for tier in ("cpu", "nvme")}
         if placement.activations in needs:
             needs[placement.activations] += step.waiting_bytes
-        if needs["nvme"] and None in (
-            self.hardware.rates.nvme_read_bytes_per_s,
-            self.hardware.rates.nvme_write_bytes_per_s,
-        ):
-            return False  # there is no disk
-        has = {
-            "cpu": (placement.host_memory, self.hardware.host_bytes),
-            "nvme": (placement.nvme_memory, self.hardware.disk_bytes),
-        }
-        for tier, (budget, there) in has.items():
-            room = budget_bytes(budget)
-            if room is None and there is not None:
-                room = there // self.num_ranks
-            if room is not None and needs[tier] > room:
-                return False
-        if (
-            self.hardware.shares_memory
-            and step.device_bytes + needs["cpu"] > self.hardware.host_bytes // self.num_ranks
-        ):
+        if needs["nvme"] and not hardware.rates.has_disk:
+            return False
+        budgets = {"cpu": budget_bytes(placement.host_memory), "nvme": budget_bytes(placement.nvme_memory)}
+        own = {"cpu": hardware.host_bytes // self._placer.num_ranks, "nvme": None}
+        if hardware.disk_bytes is not None:
+            own["nvme"] = hardware.disk_bytes // self._placer.num_ranks
+        rooms = {tier: own[tier] if budget is None else budget for tier, budget in budgets.items()}
+        if any(room is not None and needs[tier] > room for tier, room in rooms.items()):
+            return False
+        if hardware.shares_memory and step.device_bytes + needs["cpu"] > hardware.host_bytes // self._placer.num_ranks:
             return False
         return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
 
     @cached_property
     def bound_seconds(self) -> float:
-        """The longest of what one thing has to do, or of what cannot begin before another thing is done: all gradients
-        land after the last forward and before the next one.
+        """No step of it is faster, by its plan, if it fits: the longest of what one thing has to do, or of what cannot
+        begin before another thing is done: all gradients land after the last forward and before the next one.
         """
         assert self.step is not None
         calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
-        sharding, trained = self._sharding, [region for region in self.regions if region.trainable]
+        sharding, trained = self._sharding, [region for region in self._regions if region.trainable]
         ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
             return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
@@ -296,59 +229,38 @@ class Placed:
 
     @cached_property
     def timing(self) -> Timing:
-        """What a step takes."""
+        """What a step takes, by simulation. For one that fits."""
         assert self.step is not None
-        return self.played(self.step)
+        return self._placer.play(self.step)
 
     @property
     def step_seconds(self) -> float:
+        """The seconds of that step."""
         return self.timing.step_seconds
 
 
+@dataclass
 class Placer:
-    """Estimates of a model's step on a machine: what several candidates have in common is planned, and played, once.
+    """Estimates of a model's step on a machine: what several candidates have in common is planned, and played, once."""
 
-    `plan_with` plans for settings; a DoesNotFitError, or a ConfigError, says that it cannot. `num_ranks`: of the
-    machine, which share its memory and disk. `clips`: as of `step_time`.
-    """
+    prepared: EnginePlan
+    """The model, and how its parameters lie. (Of its settings the precision counts.)"""
+    workload: Workload
+    """What it computes."""
+    hardware: Hardware
+    """The machine, as each of its ranks has it."""
+    machine: Machine
+    """What plans ask."""
+    num_ranks: int = 1
+    """How many ranks share the machine's memory and disk."""
 
-    def __init__(
-        self,
-        regions: Sequence[Region],
-        units: Sequence[UnitPlan],
-        workload: Workload,
-        hardware: Hardware,
-        plan_with: Callable[[Settings], Plan],
-        *,
-        num_ranks: int = 1,
-        clips: bool = True,
-    ) -> None:
-        self._plan_with, self._workload, self._hardware = plan_with, workload, hardware
-        self._placed = partial(
-            Placed,
-            workload=workload,
-            hardware=hardware,
-            regions=regions,
-            units=units,
-            num_ranks=num_ranks,
-            plans=self._plan,
-            played=self._played,
-            clips=clips,
-        )
-        self._compute_s: dict[str, float] = {}
+    def __post_init__(self) -> None:
         self._plans: dict[str, Plan | None] = {}
         self._timings: dict[str, Timing] = {}
 
     def evaluate(self, settings: Settings) -> Placed:
         """Return what is known of a candidate."""
-        precision, work = settings.precision, self._workload
-        if precision not in self._compute_s:
-            self._compute_s[precision] = sum(
-                max(compute_seconds(call, costs, work.num_micro_batches, precision, self._hardware))
-                for call in work.calls
-                for costs in ([call.forward], [call.backward])
-            )
-        return self._placed(settings, compute_s=self._compute_s[precision])
+        return Placed(settings, self)
 
     def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1, times: bool = True) -> Settings:
         """Return settings without `auto`: what `search` finds among `placements`, or without the `times` the first of
@@ -357,24 +269,35 @@ class Placer:
         """
         if not settings.optimizer.has_gradients:
             return settings
-        candidates = placements(settings, limited=limited, num_ranks=num_ranks)
+        estimates = map(self.evaluate, placements(settings, limited=limited, num_ranks=num_ranks))
         with without_collector():
-            if not times:
-                return next((each for each in candidates if self.evaluate(each).fits), settings)
-            found = search(candidates, self.evaluate)
+            found = search(list(estimates)) if times else next((each for each in estimates if each.fits), None)
         return settings if found is None else found.settings
 
-    def _plan(self, settings: Settings) -> Plan | None:
+    @cached_property
+    def compute_s(self) -> float:
+        """The seconds of the model's own forward and backward, whatever is placed where."""
+        work, precision = self.workload, self.prepared.settings.precision
+        return sum(
+            max(compute_seconds(call, [cost], work.num_micro_batches, precision, self.hardware))
+            for call in work.calls
+            for cost in (call.forward, call.backward)
+        )
+
+    def plan(self, settings: Settings) -> Plan | None:
+        """Return the plan for settings; None where there is none."""
         # Whatever is recomputed, the plan is the same.
         key = repr(replace(settings, recompute="always"))
         if key not in self._plans:
+            units, regions = self.prepared.units, self.prepared.regions
             try:
-                self._plans[key] = self._plan_with(settings)
+                self._plans[key] = make_plan(settings, units, regions, ImaginedRanks(self.num_ranks), self.machine)
             except (DoesNotFitError, ConfigError):
                 self._plans[key] = None
         return self._plans[key]
 
-    def _played(self, step: PlannedStep) -> Timing:
+    def play(self, step: PlannedStep) -> Timing:
+        """Return the step of a plan."""
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
         plan = step.played()
         settings = replace(plan.settings, recompute="always", prefetch="auto")  # the calls and the plan have these

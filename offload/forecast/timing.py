@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import shared_out
 from offload.forecast.memory import StepMemory, device_budget
 from offload.forecast.played_step import Call, PlayedPlan, Simulated
@@ -17,8 +18,7 @@ from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
-from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, UnitPlan, gradient_lasts, resident_regions
-from offload.planning.plan import Plan
+from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, gradient_lasts, resident_regions
 from offload.planning.settings import Settings
 from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
@@ -62,47 +62,29 @@ class Timing:
     exposed: Mapping[str, float]
 
 
-def step_time(
-    settings: Settings,
-    regions: Sequence[Region],
-    units: Sequence[UnitPlan],
-    plan: Plan,
-    workload: Workload,
-    hardware: Hardware,
-    *,
-    clips: bool = True,
-    num_steps: int = 6,
-) -> Timing:
-    """Return what a step takes. Throttles of the settings stand for the links that they play. Of many blocks that are
-    alike a few are played.
-
-    clips: gradients are longer than they may be, so that with speculative clipping what was updated before the norm was
-    known is corrected. num_steps: to be played, of which the later half counts.
-    """
-    return PlannedStep(settings, regions, units, plan, workload, hardware, clips).play(num_steps)
-
-
-@dataclass(frozen=True)
+@dataclass
 class PlannedStep:
-    """A step of a plan, as the played engine wants it."""
+    """A step of a plan, as the played engine wants it. Throttles of the settings stand for the links that they play."""
 
-    settings: Settings
-    """The settings of the engine."""
-    regions: Sequence[Region]
-    """How the parameters lie."""
-    units: Sequence[UnitPlan]
-    """What the plan knows of each unit."""
-    plan: Plan
-    """The plan."""
+    prepared: EnginePlan
+    """The engine, with its settings and plan."""
     workload: Workload
     """What the model computes."""
     hardware: Hardware
     """The machine."""
-    clips: bool
-    """True if gradients are clipped."""
+    clips: bool = True
+    """True if gradients are longer than they may be, so that with speculative clipping what was updated before the norm
+    was known is corrected.
+    """
 
-    def play(self, num_steps: int) -> Timing:
-        """Return what it takes, by playing so many of it."""
+    def __post_init__(self) -> None:
+        its = self.prepared
+        self.settings, self.regions, self.units, self.plan = its.settings, its.regions, its.units, its.plan
+
+    def play(self, num_steps: int = 6) -> Timing:
+        """Return what it takes, by playing so many of it, of which the later half counts. Of many blocks that are alike
+        a few are played.
+        """
         return self._timing(simulate_few(self.calls, self.played(), self.seconds(), num_steps))
 
     # -- compute ---------------------------------------------------------------------------------------------
@@ -182,7 +164,7 @@ class PlannedStep:
 
     @cached_property
     def _memory(self) -> StepMemory:
-        return StepMemory(self.settings, self.regions, self.units, self.plan, self.workload, self.hardware)
+        return StepMemory(self.prepared, self.workload, self.hardware)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -50,6 +50,11 @@ class Rates:
     nvme_write_bytes_per_s: float | None = None
     collective_bytes_per_s: float | None = None
 
+    @property
+    def has_disk(self) -> bool:
+        """True where it is known how fast files are read and written."""
+        return self.nvme_read_bytes_per_s is not None and self.nvme_write_bytes_per_s is not None
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -28,7 +28,7 @@ def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str,
         model = Stack(WIDTH, DEPTH)
         its = planned(model, chosen, comm)
         work = workload(WIDTH, DEPTH, chosen)
-        step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, MACHINE, True)
+        step = PlannedStep(its, work, MACHINE)
         links = ("h2d", "d2h", "collective")
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
         told = simulate(step.calls, step.played(), seconds).busy_s

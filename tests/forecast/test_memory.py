@@ -92,7 +92,7 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str) -> None
     found = forecaster.tell(config(**where), GPU)
     its, work = found.prepared, forecaster._work(found.config, found.prepared)
     assert isinstance(work, Workload)
-    step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, GPU, True)
+    step = PlannedStep(its, work, GPU)
     assert step.device_bytes == found.memory.total("device")
     away = [a.num_bytes for a in found.memory.allocations if a.name == "activation checkpoints"]
     assert step.waiting_bytes == sum(away)
@@ -109,7 +109,7 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     found = forecaster.tell(config(**where), GPU, times=False)
     its, work = found.prepared, forecaster._work(found.config, found.prepared)
     assert isinstance(work, Workload)
-    step = StepMemory(its.settings, its.regions, its.units, its.plan, work, GPU)
+    step = StepMemory(its, work, GPU)
     missing = [n for n in range(len(work.calls)) if n not in step.kept]
     assert missing
     planned = step.device_bytes - step._on_device(step.kept)

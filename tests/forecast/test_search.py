@@ -11,12 +11,10 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from offload import Placement
-from offload.distributed.comm import Comm
 from offload.forecast.search import WORTH, Placed, Placer, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import ThisMachine
-from offload.planning.plan import make_plan
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, planned, workload
@@ -36,10 +34,7 @@ def work() -> Workload:
 
 
 def placer(rates: Rates = RATES) -> Placer:
-    def plan_with(settings: Settings) -> Any:
-        return make_plan(settings, BASE.units, BASE.regions, Comm(), ThisMachine(None))
-
-    return Placer(BASE.regions, BASE.units, work(), replace(MACHINE, rates=rates), plan_with)
+    return Placer(BASE, work(), replace(MACHINE, rates=rates), ThisMachine(None))
 
 
 def wanted(**placement: Any) -> Settings:
@@ -73,12 +68,9 @@ _SECONDS = st.sampled_from([0.0, 0.004, 0.008, 0.5, 1.0])
 @given(st.lists(st.tuples(_SECONDS, _SECONDS, _SECONDS, st.booleans()), max_size=12))
 def test_what_is_found_is_what_brute_force_finds(drawn: list[tuple[float, float, float, bool]]) -> None:
     fakes = [Fake(1 + a, 1 + a + b, 1 + a + b + c, fits) for a, b, c, fits in drawn]
-    candidates = [Settings(seed=number) for number in range(len(fakes))]
-    found = search(candidates, lambda settings: fakes[settings.seed])
-    fitting = [(number, fake.step_seconds_) for number, fake in enumerate(fakes) if fake.fits]
-    fastest = min((seconds for _, seconds in fitting), default=0)
-    wanted = next((number for number, seconds in fitting if seconds <= fastest * (1 + WORTH)), None)
-    assert (None if found is None else found.settings.seed) == wanted
+    fitting = [fake for fake in fakes if fake.fits]
+    fastest = min((fake.step_seconds_ for fake in fitting), default=0)
+    assert search(fakes) is next((fake for fake in fitting if fake.step_seconds_ <= fastest * (1 + WORTH)), None)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +82,7 @@ def test_what_is_found_is_what_brute_force_finds(drawn: list[tuple[float, float,
     ids=["slower by its bound", "no faster by more than is worth it"],
 )
 def test_what_cannot_be_chosen_is_not_played(fakes: list[Fake], chosen: int, played: list[bool]) -> None:
-    found = search([Settings(seed=number) for number in range(3)], lambda settings: fakes[settings.seed])
-    assert found is not None
-    assert found.settings.seed == chosen
+    assert search(fakes) is fakes[chosen]
     assert [fake.was_played for fake in fakes] == played
 
 
@@ -106,14 +96,12 @@ def test_what_cannot_be_chosen_is_not_played(fakes: list[Fake], chosen: int, pla
     ids=str,
 )
 def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
-    place, candidates = placer(), list(placements(wanted(**placement), limited=True))
-    found = search(candidates, place.evaluate)
-    every = [place.evaluate(each) for each in candidates]
+    place = placer()
+    every = [place.evaluate(each) for each in placements(wanted(**placement), limited=True)]
+    found = search(every)
     fastest = min(each.step_seconds for each in every if each.fits)
     assert found is not None
-    assert found.settings == next(
-        each.settings for each in every if each.fits and each.step_seconds <= fastest * (1 + WORTH)
-    )
+    assert found is next(each for each in every if each.fits and each.step_seconds <= fastest * (1 + WORTH))
     for each in every:
         if each.fits:
             assert each.least_seconds <= each.step_seconds * 1.0001
@@ -126,9 +114,9 @@ def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
 def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float) -> None:
     settings = wanted(device_memory=device_kib * KIB, host_memory=host_kib * KIB)
     place = placer(replace(RATES, h2d_bytes_per_s=link, d2h_bytes_per_s=link))
-    found = search(placements(settings, limited=True), place.evaluate)
+    found = search([place.evaluate(each) for each in placements(settings, limited=True)])
     if found is not None:
-        step = found.estimate.step
+        step = found.step
         assert step is not None
         held = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("device", "cpu")}
         assert step.device_bytes <= device_kib * KIB
@@ -138,9 +126,9 @@ def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float)
 
 
 def best(place: Placer, settings: Settings) -> Placed:
-    found = search(placements(settings, limited=True), place.evaluate)
+    found = search([place.evaluate(each) for each in placements(settings, limited=True)])
     assert found is not None
-    return found.estimate
+    return found
 
 
 def test_everything_is_on_the_device_where_that_fits() -> None:

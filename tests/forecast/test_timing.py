@@ -12,7 +12,7 @@ import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
 from offload.forecast.played_step import simulate
-from offload.forecast.timing import PlannedStep, compute_seconds, step_time
+from offload.forecast.timing import PlannedStep, compute_seconds
 from offload.forecast.workload import Cost
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
@@ -96,7 +96,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     torch.manual_seed(0)
     model = Stack(WIDTH, DEPTH)
     its = planned(model, settings)
-    step = PlannedStep(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
+    step = PlannedStep(its, workload(WIDTH, DEPTH, settings), MACHINE)
     links = ("h2d", "d2h", "nvme_read", "nvme_write")
     seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
     told = simulate(step.calls, step.played(), seconds)
@@ -126,7 +126,7 @@ def test_each_run_of_a_use_costs_the_host() -> None:
         its, found = planned(Stack(WIDTH, DEPTH), Settings(micro_batch_size=rows)), workload(WIDTH, DEPTH, Settings())
         calls = [replace(call, is_cut=is_cut) for call in found.calls]
         found = replace(found, calls=calls, num_micro_batches=1 if rows is None else 4)
-        step = PlannedStep(its.settings, its.regions, its.units, its.plan, found, MACHINE, True)
+        step = PlannedStep(its, found, MACHINE)
         return sum(call.forward_host_s + call.backward_host_s for call in step.calls)
 
     assert host_s(1, is_cut=False) == host_s(None, is_cut=False) == host_s(None, is_cut=True) > 0.0
@@ -138,6 +138,6 @@ def test_a_throttle_stands_for_its_link() -> None:
         chosen = Settings(throttle={"h2d": 1e6, **THROTTLE} | settings.pop("throttle", {}), **settings)
         its = planned(Stack(WIDTH, DEPTH), chosen)
         work = workload(WIDTH, DEPTH, chosen)
-        return step_time(its.settings, its.regions, its.units, its.plan, work, MACHINE).step_seconds
+        return PlannedStep(its, work, MACHINE).play().step_seconds
 
     assert seconds(throttle={"d2h": 1e4}) > 5 * seconds()
