@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import machine, versions
+from offload.benches.report import Measured, Result
 
 MIB = 1 << 20
 SHAPE = {
@@ -45,19 +45,12 @@ def main() -> None:
             command = [sys.executable, __file__, "--dir", folder, "--measure", placement]
             found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             results += [_result(f"{placement}: {name}", value) for name, value in found.items()]
-    command = "python benchmarks/hf_memory.py --dir FOLDER"
-    print(json.dumps({"command": command, "machine": machine(), "versions": versions(), "results": results}, indent=2))
+    print(Measured(results).document())
 
 
-def _result(name: str, value: float) -> dict[str, Any]:
+def _result(name: str, value: float) -> Result:
     unit = "s" if "seconds" in name else "tensors" if "tensors" in name else "MiB"
-    return {
-        "name": name,
-        "value": value / MIB if unit == "MiB" else value,
-        "unit": unit,
-        "reference": None,
-        "ratio": None,
-    }
+    return Result(name, value / MIB if unit == "MiB" else value, unit)
 
 
 def make_source(folder: Path) -> int:

@@ -5,7 +5,6 @@ python benchmarks/large_vocabulary.py > benchmarks/results/large_vocabulary.json
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import time
@@ -16,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.report import machine, versions
+from offload.benches.report import Measured, Result
 
 VOCABULARY, ROWS, LENGTH = 262_144, 8, 4096
 
@@ -47,10 +46,7 @@ def main() -> None:
         ("peak resident memory of the process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "B"),
         ("first step, recording included", time.perf_counter() - start, "s"),
     ]
-    results = [
-        {"name": name, "value": value, "unit": unit, "reference": None, "ratio": None} for name, value, unit in found
-    ]
-    print(json.dumps({"machine": machine(), "versions": versions(), "results": results}, indent=2))
+    print(Measured([Result(*each) for each in found]).document())
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from offload.machine.environment import describe_environment, version_of
 
 MIN_WIDTH = 160  # of the table, in characters: a pipe or a narrow terminal wraps it rather than cutting names
 
@@ -36,15 +37,13 @@ class Result:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on. Takes about a second (py-cpuinfo)."""
-    import cpuinfo
+    """Return what the numbers were measured on."""
     import psutil
 
     from offload.native import kernels
 
-    cpu = cpuinfo.get_cpu_info()
     return {
-        "cpu": cpu.get("brand_raw", platform.processor()),
+        "cpu": describe_environment()["cpu"].get("name") or platform.processor(),
         "architecture": platform.machine(),
         "logical_cpus": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -54,13 +53,9 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what was compared; what is not installed is left out."""
-    found = {"python": platform.python_version(), "system": platform.system()}
-    for package in ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    packages = ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao")
+    found = {name: version for name in packages if (version := version_of(name)) is not None}
+    return {"python": platform.python_version(), "system": platform.system(), **found}
 
 
 def spread(values: Sequence[float]) -> float:

@@ -103,12 +103,8 @@ def _told(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any], *,
 
 def _alternative(other: Forecast, change: str) -> Alternative:
     timing = other.timing
-    return Alternative(
-        change,
-        other.fits,
-        None if timing is None else timing.step_seconds,
-        None if timing is None else timing.tokens_per_second,
-    )
+    seconds, tokens = (None, None) if timing is None else (timing.step_seconds, timing.tokens_per_second)
+    return Alternative(change, seconds, tokens, other.fits)
 
 
 def find_fix(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:

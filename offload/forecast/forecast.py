@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -41,12 +41,12 @@ class Alternative:
 
     change: str
     """What is done, as words or flags."""
+    step_seconds: float | None
+    """The seconds of a step; None where they are not known."""
+    tokens_per_second: float | None
+    """The tokens of a second; None where they are not known."""
     fits: bool
     """True if it fits the machine."""
-    step_seconds: float | None = None
-    """The seconds of a step; None where they are not known."""
-    tokens_per_second: float | None = None
-    """The tokens of a second; None where they are not known."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,7 @@ class Forecast:
             "refusal": self.refusal or None,
             "fix": self.fix or None,
             "notes": list(self.notes),
-            "alternatives": [
-                {
-                    "change": a.change,
-                    "step_seconds": a.step_seconds,
-                    "tokens_per_second": a.tokens_per_second,
-                    "fits": a.fits,
-                }
-                for a in self.alternatives
-            ],
+            "alternatives": [asdict(each) for each in self.alternatives],
         }
 
 

@@ -20,7 +20,7 @@ from offload.engine.units.find import Candidate
 from offload.engine.units.unit import put_parameters
 from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.unit_use import SeenUse, SeenUses
-from offload.forecast.workload import NO_COST, NO_WORK, Cost, UnitWork, Workload
+from offload.forecast.workload import NO_COST, NO_WORK, UnitWork, Workload
 
 _CHUNKED_LOSS = "ForCausalLMLoss"
 """Of transformers: the loss that takes labels which are shifted already, and divides by the count that it is given."""
@@ -190,8 +190,7 @@ class _Probe:
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
             self._run_chunk(head.losses(output, given, num_chunks, given["labels"].numel()))
-            self._mark = self.counter.cost
-            self.counter.begin()
+            self.begin()
             hidden.backward(gradient)
             self._end_backward(0)
         return num_chunks
@@ -207,18 +206,20 @@ class _Probe:
     def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, slice]]) -> None:
         """Run the first chunk: its memory is its own, and nothing of it waits for the backward of what is below."""
         before, held, held_bytes = self._entries, dict(self._held), sum(self._held.values())
-        self._entries, most = [], 0
+        self._entries = []
         self.counter.begin()
         loss, _leaf, _span = next(losses)
         self._end_stretch()
-        most = self._peak_bytes()
+        most = self.counter.peak_bytes
         loss.backward()
-        most = max(most, self._peak_bytes())
+        most = max(most, self.counter.peak_bytes)
         self._end_backward(0)
         works = [replace(e.work, saved_bytes=0, forward_temporary_bytes=0) for e in self._entries]
         unit = next((work for work in works if work.name is not None), None)
         rest = [work for work in works if work is not unit]
-        stretch = replace(NO_WORK, forward=_sum(w.forward for w in rest), backward=_sum(w.backward for w in rest))
+        stretch = replace(
+            NO_WORK, forward=sum((w.forward for w in rest), NO_COST), backward=sum((w.backward for w in rest), NO_COST)
+        )
         most_bytes = most - held_bytes
         self._chunk = [_Entry(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), held_bytes)]
         if unit is not None:
@@ -249,28 +250,22 @@ class _Probe:
             NO_WORK,
             forward=self.counter.cost - self._mark,
             saved_bytes=saved,
-            forward_temporary_bytes=max(0, self._peak_bytes() - held - saved),
+            forward_temporary_bytes=max(0, self.counter.peak_bytes - held - saved),
             is_cut=False,
         )
         self._entries.append(_Entry(work, held + saved))
-        self._mark = self.counter.cost
-        self.counter.begin()
-
-    def _peak_bytes(self) -> int:
-        return self.counter.peak_bytes
+        self.begin()
 
     def _end_backward(self, number: int) -> None:
         """A backward has come to the stretch's begin."""
         entry = self._entries[number]
-        peak = max(0, self._peak_bytes() - entry.held_bytes)
+        peak = max(0, self.counter.peak_bytes - entry.held_bytes)
         entry.work = replace(entry.work, backward=self.counter.cost - self._mark, backward_temporary_bytes=peak)
-        self._mark = self.counter.cost
-        self.counter.begin()
+        self.begin()
 
     def _forget(self) -> None:
         self._entries, self._held, self._movable = [], {}, {}
-        self._mark = self.counter.cost
-        self.counter.begin()
+        self.begin()
 
     # -- a unit ----------------------------------------------------------------------------------------------
 
@@ -288,8 +283,7 @@ class _Probe:
         self._wait(entry, arguments.tensors)
         entry.held_bytes = sum(self._held.values())
         self._entries.append(entry)
-        work = entry.work
-        self.last_result_bytes = work.result_bytes
+        self.last_result_bytes = entry.work.result_bytes
         number = len(self._entries) - 1
         anchor = torch.empty((), device="meta", requires_grad=any(p.requires_grad for p in unit.module.parameters()))
         self._mark = self.counter.cost
@@ -319,8 +313,8 @@ class _Probe:
         if number + 1 < len(self._entries):
             self._end_backward(number + 1)
 
-    def passed(self) -> None:
-        """A unit's backward is over."""
+    def begin(self) -> None:
+        """Whatever was computed so far is no part of what comes: a stretch, or the backward of one."""
         self._mark = self.counter.cost
         self.counter.begin()
 
@@ -352,17 +346,8 @@ class _Border(torch.autograd.Function):
             torch.empty_like(t) if need else None for t, need in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         del tensors
-        ctx.probe.passed()
+        ctx.probe.begin()
         return (None, None, None, None, *found)
-
-
-def _sum(costs: Iterator[Cost]) -> Cost:
-    total = NO_COST
-    for cost in costs:
-        total = Cost(
-            total.flops + cost.flops, total.num_bytes + cost.num_bytes, total.num_operations + cost.num_operations
-        )
-    return total
 
 
 def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:

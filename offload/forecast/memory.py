@@ -20,7 +20,6 @@ INPUTS, KEPT, CHECKPOINTS = "unit inputs", "kept tensors", "activation checkpoin
 LASTING = "lasting gradients"
 OPERATIONS = "operations"
 """The most that operations hold at once beside everything that has a name."""
-LOADING = "loading"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.engine.recording.watching import WatchingMode
-from offload.forecast.workload import Cost
+from offload.forecast.workload import NO_COST, Cost
 
 _MOST_KNOWN = 1 << 22
 """Elements of what is computed beside."""
@@ -54,7 +54,7 @@ class OpCounter(WatchingMode):
     """Counts operations of `meta` tensors, and the memory that they would have.
 
     live_bytes: of all tensors that operations have made and somebody still holds. peak_bytes: the most of these since
-    `begin`. What was made outside, such as weights, is not counted.
+    `begin`. What was made outside, such as weights, is not counted. cost: all work so far.
     """
 
     def __init__(self, *, fuses_dropout: bool = True) -> None:
@@ -62,8 +62,7 @@ class OpCounter(WatchingMode):
         super().__init__()
         self._fuses_dropout = fuses_dropout
         self.live_bytes = self.peak_bytes = 0
-        self._flops = self._bytes = 0.0
-        self._num_operations = 0
+        self.cost = NO_COST
         self._own: dict[int, int] = {}  # bytes of storages by address of what torch keeps of them
         self._others: dict[int, Any] = {}
         self._values: Any = WeakIdKeyDictionary()
@@ -76,11 +75,6 @@ class OpCounter(WatchingMode):
             stack.enter_context(_FusedAttention(self, self._fuses_dropout))
             yield self
 
-    @property
-    def cost(self) -> Cost:
-        """All work so far."""
-        return Cost(self._flops, self._bytes, self._num_operations)
-
     def begin(self) -> int:
         """Begin to look for a peak; return what is held now, in bytes."""
         self.peak_bytes = self.live_bytes
@@ -88,11 +82,7 @@ class OpCounter(WatchingMode):
 
     def count(self, flops: float, num_bytes: float) -> None:
         """Add a kernel that no operation stands for."""
-        self._flops, self._bytes, self._num_operations = (
-            self._flops + flops,
-            self._bytes + num_bytes,
-            self._num_operations + 1,
-        )
+        self.cost += Cost(flops, num_bytes, 1)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return what tells a tensor's memory from that of others that live."""

@@ -18,10 +18,13 @@ class Cost:
     num_bytes: float
     num_operations: int
 
-    def __sub__(self, other: Cost) -> Cost:
+    def __add__(self, other: Cost) -> Cost:
         return Cost(
-            self.flops - other.flops, self.num_bytes - other.num_bytes, self.num_operations - other.num_operations
+            self.flops + other.flops, self.num_bytes + other.num_bytes, self.num_operations + other.num_operations
         )
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + Cost(-other.flops, -other.num_bytes, -other.num_operations)
 
     def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
         """Return the cost with so many rows more, by that with one more: what reads weights reads them once."""

@@ -26,7 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "offload": _offload_version(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "cpu": _cpu(),
         "memory": memory(),
         "gpus": _gpus(),
@@ -39,7 +39,7 @@ def untested() -> str | None:
     others = [
         f"{name} {version}"
         for name, (oldest, newest) in TESTED.items()
-        if (version := _version(name)) is not None and not _release(oldest) <= _release(version) <= _release(newest)
+        if (version := version_of(name)) is not None and not _release(oldest) <= _release(version) <= _release(newest)
     ]
     if not others:
         return None
@@ -62,7 +62,8 @@ def memory() -> dict[str, int]:
     return found | ({"cgroup_bytes": min(groups)} if groups else {})
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -13,7 +13,6 @@ from offload.accelerators import Accelerator, open_accelerator
 from offload.native import kernels
 from offload.tiers.host import Arena
 
-_NUM_ELEMENTS = 1 << 21
 _SIZES = (512, 4096)
 """Of matrices. A GPU shows by a large one what it can; a CPU is busy with it for seconds."""
 _LINK_BYTES = 1 << 25

@@ -186,9 +186,16 @@ def _make_plan(
                 room = max(0, budget - bytes_on("device", most))
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
-        reserved = staging, sum(rings.values()) + factors
-        layout = _choose_layout(
-            placement, free, regions, settings.keeps_gradients, sharding, *reserved, most_numel, room
+        kinds, host_bytes = _kinds_below(placement, free, sum(rings.values()) + factors)
+        layout = lay_out(
+            regions,
+            kinds,
+            keeps_gradients=settings.keeps_gradients,
+            staging_bytes=staging,
+            host_bytes=host_bytes,
+            sharding=sharding,
+            most_numel=most_numel,
+            device_bytes=room,
         )
         layout = replace(layout, in_slots=in_slots)
         rings |= ring_bytes(layout, regions)
@@ -264,19 +271,10 @@ def _host_bytes(placement: Placement, free: Free) -> int:
     return 0 if placement.activations == "cpu" else budget  # how much will wait there depends on the batch
 
 
-def _choose_layout(
-    placement: Placement,
-    free: Free,
-    regions: Sequence[Region],
-    keeps_gradients: bool,
-    sharding: Sharding,
-    staging: int,
-    reserved: int,
-    most_numel: int | None,
-    device_bytes: int,
-) -> DiskLayout:
-    """Resolve what goes to disk; with `auto` and a folder for it, whatever the host's budget, or its free memory, does
-    not hold beside what is `reserved`. `most_numel`, `device_bytes`: as of `lay_out`.
+def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[str, str], int | None]:
+    """Return where parameters, optimizer and gradients are below the device, and the host's bytes for them (None:
+    without end), as `lay_out` wants them: with `auto` and a folder, whatever the host's budget, or its free memory,
+    does not hold beside what is `reserved` goes to disk.
     """
     tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
     if tiers["parameters"] == "device":  # they go up from where their master is
@@ -288,17 +286,7 @@ def _choose_layout(
         tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
-    return lay_out(
-        regions,
-        tiers,
-        keeps_gradients=keeps_gradients,
-        staging_bytes=staging,
-        host_bytes=host_bytes,
-        sharding=sharding,
-        most_numel=most_numel,
-        device_bytes=device_bytes,
-    )
+    return tiers, None if host_bytes is None else max(0, host_bytes - reserved)
 
 
 def _choose_tiers(
