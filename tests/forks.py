@@ -1,5 +1,5 @@
 """Real processes without the seconds that Python takes to import torch and transformers: `start` asks a server, which
-has imported them, to fork one that runs a module or some code as `python -m` and `python -c` do.
+has imported them, to fork one that runs a module, some code or a file as `python -m`, `python -c` and `python FILE` do.
 
 Such a process has a number, signals, limits, an exit code and standard streams of its own, and ends as any interpreter
 does. What it has not: imports of its own, and options of the interpreter. Tests of those start `sys.executable`.
@@ -36,6 +36,8 @@ from tests import accelerator
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
 """For what should take a second: it ends a test that hangs, and nothing else depends on it."""
+MINUTES = 10 * PATIENCE_S
+"""For what takes a minute, in the same sense."""
 _MESSAGE_BYTES = 1 << 18
 _SHARED = "OFFLOAD_TESTS_FORK_FROM"
 
@@ -112,7 +114,7 @@ def start(
     start_new_session: bool = False,
     rank: int = 0,
 ) -> Forked:
-    """Start what `python WORDS` would, these being ["-m", module, ...] or ["-c", code, ...], or ["-u", ...] before.
+    """Start what `python WORDS` would, these being ["-m", module, ...], ["-c", code, ...] or [file, ...]; "-u" before.
     Ranks beside each other come from two servers, so that a set of strings has another order on one than on the other.
     """
     asked = {
@@ -225,8 +227,19 @@ def _server(number: int) -> _Server | _Shared:
 
 def share() -> None:
     """Start the servers for all processes that are started from here on: each would take ten seconds for its own."""
-    servers = [_server(number) for number in range(2)]
-    os.environ[_SHARED] = json.dumps([server.path for server in servers if isinstance(server, _Server)])
+    if _SHARED not in os.environ:
+        servers = [_server(number) for number in range(2)]
+        os.environ[_SHARED] = json.dumps([server.path for server in servers if isinstance(server, _Server)])
+
+
+def commands(folder: Path) -> dict[str, str]:
+    """Make a folder of `python` and `offload` that are forked too; return the variables by which a shell finds them."""
+    share()
+    folder.mkdir()
+    for name, words in {"python": "", "offload": "-m offload "}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.forks {words}"$@"\n')
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -319,15 +332,18 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
         for out in (sys.stdout, sys.stderr):
             assert isinstance(out, io.TextIOWrapper)
             out.reconfigure(write_through=True)
-    how, what, *rest = words
-    sys.argv = [what if how == "-m" else how, *rest]
+    how, *rest = words
+    sys.argv = rest if how == "-m" else ["-c", *rest[1:]] if how == "-c" else words
     if how == "-m":
-        sys.modules.pop(what, None)
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
+        sys.modules.pop(rest[0], None)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
-        exec(compile(what, "<string>", "exec"), main.__dict__)
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.path.insert(0, str(Path(how).resolve().parent))
+        runpy.run_path(how, run_name="__main__")
     sys.exit()
 
 
@@ -390,4 +406,6 @@ class _Rank:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1].isdigit():
+        sys.exit(start(sys.argv[1:], cwd=Path.cwd(), stdin=None, stdout=sys.stdout, stderr=sys.stderr).wait(None))
     _serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))

@@ -9,14 +9,15 @@ import runpy
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import forks
+from tests.forks import MINUTES, ROOT
+
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
 README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
@@ -43,7 +44,7 @@ def shape(line: str) -> str:
 
 @pytest.mark.slow
 def test_generated_pages_are_those_of_the_code() -> None:
-    found = subprocess.run([sys.executable, "docs/make.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    found = forks.run(["docs/make.py", "--check"], timeout=MINUTES)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -91,13 +92,13 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     """All `sh` blocks of a page one after the other, in the project's folder, with /tmp for a folder of the test's own;
     and its `python` blocks, of which one that is `continued` follows on the one before.
     """
-    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | forks.commands(tmp_path / "bin")
     script = "set -e\n" + "\n".join(blocks(path, "sh")).replace("/tmp/", f"{tmp_path}/")
     if any(blocks(path, "python")) and "engine.step" in path.read_text():
         (tmp_path / "loop.py").write_text("\n".join([*blocks(path, "python"), *blocks(path, "python continued")]))
         script += f"\ncd {tmp_path} && python loop.py"
     assert script != "set -e\n", "nothing on this page runs"
-    found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | places, capture_output=True, text=True)
+    found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
     said = [shape(line.replace(str(tmp_path), "/tmp")) for line in found.stdout.splitlines()]
     for line in "".join(blocks(path, "output")).splitlines():
@@ -110,10 +111,8 @@ def test_the_notebook_runs_from_the_top(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = re.sub(r"(?m)^!(.*)$", r'subprocess.run("""\1""", shell=True, check=True)', code)
-    (tmp_path / "cells.py").write_text(f"import subprocess\n{code}\n")
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "cells.py"]
-    found = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    environ = os.environ | forks.commands(tmp_path / "bin")
+    found = forks.run(["-c", f"import subprocess\n{code}"], cwd=tmp_path, env=environ, timeout=MINUTES)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
     losses = re.findall(r"plain (\S+), streamed (\S+)", found.stdout)
     assert losses

@@ -91,8 +91,9 @@ def test_a_part_that_is_run_again_replaces_its_own_results_alone(
 @pytest.mark.slow
 def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    words = [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--out", str(out), "build", "sync", "14b"]
-    done = subprocess.run(words, cwd=forks.ROOT, capture_output=True, text=True, check=False)
+    done = forks.run(
+        ["-m", "benchmarks.gpu_check", "--dry-run", "--out", out, "build", "sync", "14b"], timeout=forks.MINUTES
+    )
     if "CannotBuildError" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests import accelerator
-from tests.distributed.ranks import ROOT, free_port
+from tests import accelerator, forks
+from tests.distributed.ranks import free_port
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained_on_simulated_devices
 from tests.engine.test_ranks import MODES, STAGES, assert_equal, assert_near, plain
@@ -52,8 +50,6 @@ def test_a_thread_on_another_device_is_seen(simulated: None) -> None:
 
 
 MEETS = """
-from tests import accelerator
-accelerator.load()
 import torch
 from offload import Engine, Placement
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
@@ -68,18 +64,12 @@ engine.close()
 def test_ranks_may_see_one_device_each_and_never_share_one(own: bool) -> None:
     """As `srun --gpus-per-task=1`, Ray and Kubernetes start them."""
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    told |= {"PYTHONPATH": str(ROOT), accelerator.LOADS: "1", "SIM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETS],
-            env={**os.environ, **told, "RANK": rank, "LOCAL_RANK": rank, "SIM_FIRST": rank if own else "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    told |= {accelerator.LOADS: "1", "SIM_DEVICES": "1"}
+    ranks = []
+    for rank in range(2):
+        its = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIM_FIRST": str(rank * own)}
+        ranks.append(forks.start(["-c", MEETS], env=os.environ | told | its, rank=rank))
+    said = [rank.communicate() for rank in ranks]
     if own:
         assert [out.split()[:2] for out, _ in said] == [["2", "sim:0"]] * 2, said
     else:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.integrations.plain import needs
 
 needs("accelerate", "datasets")
@@ -62,8 +61,7 @@ def test_each_class(tmp_path: Path) -> None:
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "tests" / "test_made_up.py").write_text(SUITE)
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "tests.upstream", str(tmp_path / "tests"), "--json", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = forks.run(["-m", "tests.upstream", tmp_path / "tests", "--json", out], timeout=forks.MINUTES)
     assert ran.returncode == 1, ran.stderr
     verdicts = json.loads(out.read_text())
     assert {v["test"].split("::test_")[1]: v["kind"] for v in verdicts} == {
