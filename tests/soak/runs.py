@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from safetensors.torch import load_file
 from offload.checkpoint.folder import Checkpoints
 from tests import forks
 from tests.distributed.ranks import free_port
-from tests.forks import PATIENCE_S, ROOT
+from tests.forks import ROOT
+from tests.lanes.patience import eventually
 
 # Some 3 million parameters with dropout: 38 MB of states, which take long enough to save to be hit on the way.
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}
@@ -130,6 +130,12 @@ class Processes:
     num_ranks: int
     stopped: list[int] = field(default_factory=list)
 
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
     def pids(self, rank: int | None = None) -> list[int]:
         """Return the ids of all processes, or of the one of a rank."""
         if len(self.started) == self.num_ranks:
@@ -145,10 +151,9 @@ class Processes:
 
     def stop(self) -> bool:
         """Stop all of them, until `go_on` or a kill; return whether all stand still, as none has ended."""
-        self.stopped, until = self.pids(), time.monotonic() + PATIENCE_S
+        self.stopped = self.pids()
         self._send(signal.SIGSTOP)
-        while self.is_running() and not all(map(stands_still, self.stopped)):
-            assert time.monotonic() < until
+        assert eventually(lambda: not self.is_running() or all(map(stands_still, self.stopped)))
         return self.is_running()
 
     def go_on(self) -> None:
@@ -167,10 +172,7 @@ class Processes:
 
     def codes(self) -> set[int]:
         """Wait for the end; return the exit codes."""
-        until = time.monotonic() + PATIENCE_S
-        while self.is_running():
-            assert time.monotonic() < until, "they do not end"
-            time.sleep(0.01)
+        assert eventually(lambda: not self.is_running()), "they do not end"
         return {each.poll() for each in self.started}
 
 
@@ -201,6 +203,9 @@ class Run:
     def said(self) -> str:
         """Return what the last one that was started has printed."""
         return self.logs[-1].read_text(errors="replace") if self.logs[-1].exists() else ""
+
+    def errors(self) -> list[str]:
+        return [line for line in self.said().splitlines() if line.startswith("offload: ")]
 
     def learnt(self) -> list[tuple[Any, ...]]:
         """Return of each line of metrics.jsonl what does not depend on time."""

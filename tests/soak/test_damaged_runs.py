@@ -190,10 +190,9 @@ def test_by_the_command(run: Run, name: str, num_ranks: int) -> None:
     words = run.words
     run.num_ranks, run.words = num_ranks, [*words, "--checkpoint.resume", str(path.parent)]
     assert run.start().codes() == {1}
-    error = [line for line in run.said().splitlines() if line.startswith("offload: ")]
-    assert len(error) == 1, run.said()
-    assert f"{path} is damaged" in error[0]
-    assert error[0].endswith(f"The last good one is {run.checkpoints.path}/step-2.")
+    assert len(run.errors()) == 1, run.said()
+    assert f"{path} is damaged" in run.errors()[0]
+    assert run.errors()[0].endswith(f"The last good one is {run.checkpoints.path}/step-2.")
     assert {each: each.read_bytes() for each in run.path.rglob("*") if each.is_file()} == before
 
     run.words = words

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import torch
 from offload.checkpoint.reader import verify
 from tests.disks import mounted
 from tests.forks import start
-from tests.soak.runs import PATIENCE_S, SMALL, Commands, Forks, Processes, Run
+from tests.lanes.patience import eventually
+from tests.soak.runs import SMALL, Commands, Forks, Processes, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 FOR_EVER = [*SMALL, "--train.steps", "1000000", "--checkpoint.every", "5"]
-NOT_SAVED = "^note: no checkpoint was saved"
 
 
 @pytest.fixture
@@ -38,11 +37,12 @@ def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) 
 
 def wait_for(words: str, run: Run, processes: Processes, times: int = 1) -> None:
     """Wait until the command has printed something so often."""
-    until = time.monotonic() + PATIENCE_S
-    while len(re.findall(words, run.said(), re.MULTILINE)) < times:
-        assert processes.is_running(), run.said()
-        assert time.monotonic() < until, run.said()
-        time.sleep(0.005)
+    eventually(lambda: num_said(words, run) >= times or not processes.is_running())
+    assert num_said(words, run) >= times, run.said()
+
+
+def num_said(words: str, run: Run) -> int:
+    return len(re.findall(words, run.said(), re.MULTILINE))
 
 
 def fill(disk: Path) -> Path:
@@ -68,51 +68,41 @@ def check_what_is_there(run: Run, *, while_it_runs: bool = False) -> None:
     assert (run.checkpoints.path / "latest").read_text() == f"{folders[0].name}\n"
 
 
-def errors(run: Run) -> list[str]:
-    return [line for line in run.said().splitlines() if line.startswith("offload: ")]
+def assert_ended_for_want_of_room(processes: Processes, run: Run) -> None:
+    assert processes.codes() == {1}, run.said()
+    assert len(run.errors()) == 1, run.said()
+    assert "ENOSPC" in run.errors()[0]
+    assert "Traceback" not in run.said()
+    check_what_is_there(run)
 
 
 @pytest.mark.slow
 def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     """Full for a while, then again when the command is told to stop."""
-    processes = run.start()
-    try:
+    saved, not_saved = "^step [0-9]+  saved ", "^note: step [0-9]+ could not be saved"
+    with run.start() as processes:
         wait_for("^step 5  saved ", run, processes)
         other = fill(disk)
-        wait_for("^note: step [0-9]+ could not be saved, the last one is of step [0-9]+: ", run, processes)
+        wait_for(f"{not_saved}, the last one is of step [0-9]+: ", run, processes)
         check_what_is_there(run, while_it_runs=True)
         last = run.checkpoints.folders()[0]
         other.unlink()
-        wait_for("^step [0-9]+  saved ", run, processes, 1 + len(re.findall("  saved ", run.said())))
+        wait_for(saved, run, processes, 1 + num_said(saved, run))
         fill(disk)
-        wait_for(
-            "^note: step [0-9]+ could not be saved",
-            run,
-            processes,
-            1 + run.said().count(" could not be saved"),
-        )
+        wait_for(not_saved, run, processes, 1 + num_said(not_saved, run))
         assert run.checkpoints.folders()[0] != last
         last = run.checkpoints.folders()[0]
         psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
-        assert processes.codes() == {1}, run.said()
-    finally:
-        processes.kill()
-    assert len(errors(run)) == 1, run.said()
-    assert "ENOSPC" in errors(run)[0]
-    assert "Traceback" not in run.said()
-    check_what_is_there(run)
+        assert_ended_for_want_of_room(processes, run)
     assert run.checkpoints.folders()[0] == last
 
     (disk / "other").unlink()
     step = int(last.name.removeprefix("step-"))
-    processes = run.start()
-    try:
+    with run.start() as processes:
         wait_for(f"^resumed at step {step} from ", run, processes)
-        wait_for("^step [0-9]+  saved ", run, processes)
+        wait_for(saved, run, processes)
         psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
         assert processes.codes() == {130}, run.said()
-    finally:
-        processes.kill()
     steps = [line[0] for line in run.learnt()]
     assert steps == list(range(1, len(steps) + 1))
     check_what_is_there(run)
@@ -122,14 +112,7 @@ def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
 @pytest.mark.slow  # in the quick run: one that goes on
 def test_or_the_command_ends(run: Run, disk: Path) -> None:
     run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
-    processes = run.start()
-    try:
+    with run.start() as processes:
         wait_for("^step 5  saved ", run, processes)
         fill(disk)
-        assert processes.codes() == {1}, run.said()
-    finally:
-        processes.kill()
-    assert len(errors(run)) == 1, run.said()
-    assert "ENOSPC" in errors(run)[0]
-    assert "Traceback" not in run.said()
-    check_what_is_there(run)
+        assert_ended_for_want_of_room(processes, run)

@@ -15,11 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from offload.checkpoint.reader import verify
-from tests.soak.runs import LARGE, PATIENCE_S, TIERS, Commands, Forks, Processes, Run
+from tests.forks import PATIENCE_S
+from tests.lanes.patience import eventually
+from tests.soak.runs import LARGE, TIERS, Commands, Forks, Processes, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 EVERY = 2
@@ -103,33 +106,21 @@ def start_and_kill(run: Run, kill: Kill, rng: random.Random) -> str | None:
     """Start the command and kill it; return what a save was at, None where it has ended before."""
     folder = run.checkpoints.path
     before = names(folder)
-    processes = run.start()
-    try:
+    with run.start() as processes:
         if not stop_at(kill.at, run, processes, before, rng):
             assert processes.codes() == {0}, run.said()
             return None
         found, doomed = at_work(folder, before), processes.pids(kill.rank)
-    except BaseException:
-        processes.kill()
-        raise
-    for pid in doomed:
-        os.kill(pid, signal.SIGKILL)
-    processes.go_on()
-    codes = processes.codes()
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        processes.go_on()
+        codes = processes.codes()
     if kill.rank is None:
         assert codes == {-signal.SIGKILL}
-        wait_until_gone(doomed)
+        assert eventually(lambda: not any(map(psutil.pid_exists, doomed)))
     else:
         assert codes <= {1, -signal.SIGKILL}, "and the other ranks ended"
     return found
-
-
-def wait_until_gone(pids: Sequence[int]) -> None:
-    """Wait for processes of which this one need not be the parent."""
-    until = time.monotonic() + PATIENCE_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def check_after_kill(run: Run) -> int | None:

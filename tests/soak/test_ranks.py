@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from tests.forks import start
-from tests.soak.runs import PATIENCE_S, SMALL, TIERS, Commands, Forks, Run
+from tests.lanes.patience import eventually
+from tests.soak.runs import SMALL, TIERS, Commands, Forks, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 
@@ -53,31 +53,21 @@ def test_a_signal_saves_once_whoever_gets_it(folder: Path) -> None:
     """First the launcher, then rank 1."""
     words = [*SMALL, "--train.steps", "1000000"]
     run = Run(Commands(folder, start), "asked", words, num_ranks=2)
-    processes = run.start()
-    try:
+    with run.start() as processes:
         for number, rank in enumerate([None, 1]):
-            until = time.monotonic() + PATIENCE_S
-            while len(steps_of(run)) < 20 * (number + 1):
-                assert time.monotonic() < until, run.said()
-                time.sleep(0.01)
+            assert eventually(lambda number=number: num_steps(run) >= 20 * (number + 1)), run.said()
             psutil.Process(processes.pids(rank)[0]).send_signal(signal.SIGUSR1)
-            while len(run.checkpoints.folders()) == number:
-                assert time.monotonic() < until, run.said()
-                time.sleep(0.01)
-        num_steps = len(steps_of(run))
-        while len(steps_of(run)) < num_steps + 20:
-            assert time.monotonic() < until, run.said()
-            time.sleep(0.01)
+            assert eventually(lambda number=number: len(run.checkpoints.folders()) > number), run.said()
+        before = num_steps(run)
+        assert eventually(lambda: num_steps(run) >= before + 20), run.said()
         psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
         assert processes.codes() == {130}, run.said()
-    finally:
-        processes.kill()
     saved = re.findall(r"^step (\d+)  saved ", run.said(), re.MULTILINE)
     assert len(saved) == 3, run.said()
     assert saved[2] == str(len(run.learnt()))
     assert run.said().count("SIGUSR1: saving after this step.") == 1, "rank 0 says what it heard"
 
 
-def steps_of(run: Run) -> list[str]:
+def num_steps(run: Run) -> int:
     path = run.path / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
+    return len(path.read_text().splitlines()) if path.exists() else 0
