@@ -18,6 +18,8 @@ WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
 ON_HOST := any_batch batches close_and_export disk_faults early exporting loss_rule memory ownership prepare \
   ranks_departures ranks_faults ranks_memory ranks_saving reading
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
+# Of these what tests/accelerator shows too, with delays on either side: its cases on disk and of checkpoints.
+SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving)
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
@@ -107,10 +109,11 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 # tests of the engine with it for their device.
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
-	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN),$(ON_DEVICE)) $(ARGS)
 
 # Each case of the races with each of the twenty seeds, and the slow side on either end.
 test-accelerator-all: test-accelerator
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(SHOWN) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS:loadfile=load) -m "accelerator and slow" tests/accelerator $(ARGS)
 
 # A machine with a GPU has mostly no network: then what its Python has is used, with the wheels of WHEELS=folder beside

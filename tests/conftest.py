@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,8 @@ from tests import accelerator, forks
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
 MOST_JITTER_US = 300
+SPLIT = {"tests/accelerator/test_engine.py", "tests/test_docs.py", "tests/zoo/test_zoo.py"}
+"""Files whose tests share little and take minutes."""
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
 settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)
@@ -49,6 +52,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, but for those that are split: no worker is left alone with one of them at the end."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file in SPLIT else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def _compare_bits_on_cuda() -> None:

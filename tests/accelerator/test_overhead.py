@@ -9,6 +9,8 @@ from tests.accelerator.control import Control
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
+NUM_LAYERS = 6
+"""Of which a wait for each would be more than those that are allowed."""
 MOST = {  # kernels, copies; calls of Python functions in the threads of compute, and in the lanes, where all is late
     "recompute": (13, 3, 500, 155),
     "kept graphs": (13, 3, 640, 155),
@@ -29,22 +31,20 @@ def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytes
     assert found["operation_waits"] == found["pageable_copies"] == 0
 
 
-@pytest.mark.parametrize("num_layers", [2, 6])
 @pytest.mark.parametrize("case", overhead.CASES)
-def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str, num_layers: int) -> None:
+def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str) -> None:
     sim.set_jitter(200, 1)
-    _, calls = overhead.counts_of(sim, overhead.engine_steps, case, num_layers)
+    _, calls = overhead.counts_of(sim, overhead.engine_steps, case, NUM_LAYERS)
     assert calls.c["compute", "Event.synchronize"] <= 1
     assert not calls.c["compute", "Stream.synchronize"]
 
 
-@pytest.mark.parametrize("num_layers", [2, 6])
 def test_a_step_whose_states_are_on_the_device_waits_for_what_its_updates_have_counted_too(
-    sim: Control, monkeypatch: pytest.MonkeyPatch, num_layers: int
+    sim: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its own counter, as no lane of the host takes part; transformers waits once, for a mask."""
     on_device = {"parameters": "device", "optimizer": "device"}
     monkeypatch.setattr(overhead, "CASES", {"on the device": ({}, on_device)})
     sim.set_jitter(200, 1)
-    found, _ = overhead.counts_of(sim, overhead.engine_steps, "on the device", num_layers)
+    found, _ = overhead.counts_of(sim, overhead.engine_steps, "on the device", NUM_LAYERS)
     assert 2 < found["waits"] <= 2 + 3, "two are of the benchmark, at the step's end"
