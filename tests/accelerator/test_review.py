@@ -313,14 +313,6 @@ def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
     assert torch.equal(found.cpu(), given.cpu())
 
 
-def test_an_engine_whose_activations_return_has_the_bits_of_one_whose_stay(engine, sim):
-    stays, returns = engine(), engine(placement=Placement(activations="cpu"))
-    for slow in ("compute", "copies"):
-        sim.set_jitter(300, 1, slow)
-        for seed in range(2):
-            assert returns.step(tokens(seed)).loss == stays.step(tokens(seed)).loss
-
-
 def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
     placement = Placement(activations="cpu")
     longest = engine(placement=placement)
