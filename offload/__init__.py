@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config.config import Config as Config
     from offload.engine.engine import Engine as Engine
-    from offload.optim.adafactor import Adafactor as Adafactor
-    from offload.optim.adalomo import AdaLomo as AdaLomo
     from offload.optim.adamw import AdamW as AdamW
+    from offload.optim.factored import Adafactor as Adafactor
+    from offload.optim.factored import AdaLomo as AdaLomo
     from offload.optim.lion import Lion as Lion
-    from offload.optim.lomo import LOMO as LOMO
     from offload.optim.mezo import MeZO as MeZO
     from offload.optim.muon import Muon as Muon
+    from offload.optim.sgd import LOMO as LOMO
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
@@ -38,10 +38,10 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _HOMES = {
     "Config": "offload.config.config",
     "Engine": "offload.engine.engine",
-    "AdaLomo": "offload.optim.adalomo",
-    "Adafactor": "offload.optim.adafactor",
+    "AdaLomo": "offload.optim.factored",
+    "Adafactor": "offload.optim.factored",
     "AdamW": "offload.optim.adamw",
-    "LOMO": "offload.optim.lomo",
+    "LOMO": "offload.optim.sgd",
     "Lion": "offload.optim.lion",
     "MeZO": "offload.optim.mezo",
     "Muon": "offload.optim.muon",

@@ -1,4 +1,6 @@
-"""Exchanges by an accelerator's own backend, which is NCCL for CUDA. (Nothing here runs where there is none.)"""
+"""Exchanges of accelerators: by their own backend, which is NCCL for CUDA, or over gloo by way of the host, where torch
+has no backend for them.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,26 @@ from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 
 
-class DeviceRanks(Ranks):
-    """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
+class _AcceleratorRanks(Ranks):
+    """Several ranks, each on an accelerator."""
 
     def _open_device(self) -> None:
         self._accelerator = open_accelerator(self.device)
         self._accelerator.enter()
+
+    def _enter(self) -> None:
+        self._accelerator.enter()
+
+
+class DeviceRanks(_AcceleratorRanks):
+    """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
+
+    def _open_device(self) -> None:
+        super()._open_device()
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
         self._group = dist.new_group(backend=self._accelerator.backend, timeout=self._timeout)
         self._enqueued: deque[tuple[Position, torch.Event]] = deque()
         self._looking = threading.Lock()
-
-    def _enter(self) -> None:
-        self._accelerator.enter()
 
     @contextmanager
     def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
@@ -85,3 +94,38 @@ class DeviceRanks(Ranks):
         if not self._owns_default and self.stands:
             dist.destroy_process_group(self._group)
         super()._destroy()
+
+
+class StagedRanks(_AcceleratorRanks):
+    """Several ranks, each on an accelerator. The host waits for what it brings down, and for what it takes up."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        host = _on_host(full)
+        super().all_gather(host, shard.cpu(), what)
+        _take_up(full, host)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
+        host = _on_host(shard)
+        super().reduce_scatter(host, full.cpu(), what, _on_host(scratch))
+        _take_up(shard, host)
+
+    def sum_in_order(self, values: Any, what: str) -> Any:
+        if not isinstance(values, torch.Tensor):
+            return super().sum_in_order(values, what)
+        return super().sum_in_order(values.cpu(), what).to(values.device)
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        self._accelerator.current_stream().synchronize()  # copies that it comes after may still use the host's memory
+        host = flat.cpu()
+        super().broadcast(host, source, what)
+        _take_up(flat, host)
+
+
+def _on_host(flat: torch.Tensor) -> torch.Tensor:
+    """Return room for a tensor on the host: itself, if it is there."""
+    return flat if flat.is_cpu else torch.empty_like(flat, device="cpu")
+
+
+def _take_up(flat: torch.Tensor, host: torch.Tensor) -> None:
+    if flat is not host:
+        flat.copy_(host)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm, Ranks
-from offload.distributed.device_ranks import DeviceRanks
-from offload.distributed.staged_ranks import StagedRanks
+from offload.distributed.device_ranks import DeviceRanks, StagedRanks
 from offload.distributed.watchdog import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -200,3 +201,78 @@ def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
             end = min(begin + step, rows)
             its = slice((matrix * rows + begin) * columns, (matrix * rows + end) * columns)
             yield _Piece(its, (1, end - begin, columns), slice(matrix, matrix + 1), slice(begin, end))
+
+
+@dataclass(frozen=True)
+class Adafactor(Factored):
+    """Factored second moments and no first one (Shazeer & Stern, arXiv:1804.04235), as `torch.optim.Adafactor` computes
+    it; `groups` and `decay_1d` as `UpdateRule` says.
+
+    The learning rate is a share of what the weights are, and at most 1 / sqrt(step). A parameter of n x m keeps n + m
+    numbers, a vector as many as it has elements. Sums are made in float64 where torch has float32, so that an update
+    is torch's within a few parts in 10 million, and has the same bits with any number of threads.
+    """
+
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+    weight_decay: float = 0.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(torch.float32).eps if self.eps[0] is None else self.eps[0]
+
+    def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return (rows * columns).div_(mean.clamp(min=self._eps)).clamp_(min=self._eps**2).rsqrt_()
+
+    def _inverse_root_of(self, variance: torch.Tensor) -> torch.Tensor:
+        return variance.clamp(min=self._eps**2).rsqrt_()
+
+    def _rates(self, by: UpdateStep, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rate = size.clamp(min=self.eps[1]) * min(by.lr, by.step**-0.5)
+        return rate, torch.full_like(rate, by.lr)
+
+
+@dataclass(frozen=True)
+class AdaLomo(Factored):
+    """LOMO with an adaptive learning rate (Lv et al., arXiv:2310.10195, algorithm 1): factored second moments, and
+    updates that are normalised by parameter; `groups` and `decay_1d` as `UpdateRule` says.
+
+    With g the gradient and t the step, r and c come nearer to the means of g^2 + eps[0] over rows and over columns by
+    t^beta2_decay, u = g / sqrt(r c / mean(r)), and w -= lr max(eps[1], rms(w)) u / max(1, rms(u) / d): the learning
+    rate is a share of what the weights are. A parameter of n x m keeps n + m numbers. No gradient waits: it needs no
+    clipping, and where a norm is asked for all the same, or non-finite gradients are to be skipped, a step learns that
+    by a backward of its own.
+    """
+
+    lr: float = 1e-3
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (1e-30, 1e-3)
+    d: float = 1.0
+    weight_decay: float = 0.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    drops_gradients: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eps[0] or self.eps[0] < torch.finfo(torch.float32).tiny:
+            raise ConfigError(f"optimizer.eps is {self.eps!r}; the first must be at least 1.2e-38 for AdaLomo.")
+
+    @property
+    def _floor(self) -> float:
+        return self.eps[0] or 0.0
+
+    def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return (rows / mean).rsqrt_() * columns.rsqrt()  # their product may be too small for fp32
+
+    def _inverse_root_of(self, variance: torch.Tensor) -> torch.Tensor:
+        return variance.rsqrt()
+
+    def _rates(self, by: UpdateStep, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rate = size.clamp(min=self.eps[1]) * by.lr
+        return rate, rate

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from offload.optim.adafactor import Adafactor
-from offload.optim.adalomo import AdaLomo
 from offload.optim.adamw import AdamW
+from offload.optim.factored import Adafactor, AdaLomo
 from offload.optim.lion import Lion
-from offload.optim.lomo import LOMO
 from offload.optim.mezo import MeZO
 from offload.optim.muon import Muon
 from offload.optim.rule import UpdateRule
-from offload.optim.sgd import SGD
+from offload.optim.sgd import LOMO, SGD
 
 _RULES: Mapping[str, type[UpdateRule]] = {
     "adamw": AdamW,

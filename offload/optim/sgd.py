@@ -1,4 +1,4 @@
-"""Gradient descent."""
+"""Gradient descent: with momentum, and with gradients that are dropped as soon as they are used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep, master
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, master
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,48 @@ class SGD(UpdateRule):
             weight_decay=by.weight_decay,
             grad_scale=by.scale,
         )
+
+
+@dataclass(frozen=True)
+class LOMO(UpdateRule):
+    """Low-memory optimization (Lv et al., arXiv:2306.09782): the update of SGD without momentum, bit for bit, in which
+    a unit's gradient is updated from and dropped; `groups` and `decay_1d` as `UpdateRule` says.
+
+    `clip_value` clamps each element of a gradient. `clip_norm` clips all of them to a norm, which a step learns by a
+    backward of its own, so that it computes twice; it stands for the engine's `max_grad_norm`, and where it is None
+    that is what counts: a step is done at once where both are None.
+    """
+
+    lr: float = 1e-2
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    weight_decay: float = 0.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    drops_gradients: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("clip_norm", "clip_value"):
+            value = getattr(self, key)
+            if value is not None:
+                check_number(key, value)
+            if value == 0:
+                raise ConfigError(f"optimizer.{key} is 0, which would train nothing; give none for no clipping.")
+
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        if self.clip_value is None:
+            return _descend(states, gradients, by)
+        num_wrong: int | torch.Tensor = 0
+        for begin in range(0, gradients.numel(), PIECE):
+            piece = slice(begin, begin + PIECE)
+            clamped = gradients[piece].float().clamp(-self.clip_value, self.clip_value)
+            num_wrong += _descend({name: plane[piece] for name, plane in states.items()}, clamped, by)
+        return num_wrong
+
+
+def _descend(states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+    return kernels.sgd(
+        master(states), None, gradients, lr=by.lr, momentum=0.0, weight_decay=by.weight_decay, grad_scale=by.scale
+    )
