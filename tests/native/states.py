@@ -9,6 +9,9 @@ from torch import Tensor
 
 from offload.native import kernels
 
+ISAS = kernels.available_isas() or (None,)
+"""None: the torch fallback, where C++ was not built."""
+
 
 @dataclass
 class State:

@@ -15,15 +15,6 @@ from offload.native import kernels
 SETTINGS = {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
-@pytest.fixture(params=["native", "torch"])
-def either(request, monkeypatch):
-    """Both implementations refuse alike."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "_core", None)
-    elif not kernels.is_native():
-        pytest.skip("the C++ kernels were not built")
-
-
 ARRAYS = {"master": torch.ones(8), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8), "grad": torch.ones(8)}
 
 

@@ -10,23 +10,13 @@ import torch
 
 from offload.errors import ConfigError
 from offload.native import kernels
+from tests.native.states import ISAS
 
-ISAS = kernels.available_isas() or (None,)
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK = 1 << 14  # of the sum
 FEW = 1 << 17  # from here on threads share the work
 STREAM_BYTES = 1 << 20  # from here on the stores pass the caches by
 GUARD = 40  # elements on either side of `out`, more than a line
-
-needs_native = pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
-
-
-@pytest.fixture(params=["native", "torch"])
-def either(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "_core", None)
-    elif not kernels.is_native():
-        pytest.skip("the C++ kernels were not built")
 
 
 def spread(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -147,15 +137,6 @@ def test_wrong_arrays(source, out, message):
     with pytest.raises(ConfigError, match=message):
         kernels.copy_sum_squares(source, out)
     assert out == [0.0] or out.is_meta or not out.any()
-
-
-@needs_native
-@pytest.mark.parametrize(("wrong", "message"), [({"threads": 0}, "^threads is 0"), ({"isa": "neon"}, "^isa is 'neon'")])
-def test_wrong_execution(wrong, message):
-    out = torch.zeros(3)
-    with pytest.raises(ConfigError, match=message):
-        kernels.copy_sum_squares(torch.ones(3), out, **wrong)
-    assert not out.any()
 
 
 def test_concurrent_callers():

@@ -14,21 +14,11 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.native import kernels
-from tests.native.states import State, ordinary, same_bits, wild
+from tests.native.states import ISAS, State, ordinary, same_bits, wild
 
-ISAS = kernels.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-8, 0.01
 SETTINGS = {"step": 3, "lr": LR, "betas": (0.9, 0.999), "eps": EPS}
 SCALES = {"applied_scale": 0.9, "grad_scale": 0.13}
-
-
-@pytest.fixture(params=["native", "torch"])
-def either(request, monkeypatch):
-    """Both implementations."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "_core", None)
-    elif not kernels.is_native():
-        pytest.skip("the C++ kernels were not built")
 
 
 def step(s: State, scale: float, **settings: object) -> State:
@@ -280,13 +270,6 @@ def test_a_wrong_argument_is_named_and_nothing_modified(name, value, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kernels.correct_adamw(**(arrays | SETTINGS | SCALES | {name: value}))
     assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
-
-
-@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
-@pytest.mark.parametrize(("name", "value"), [("isa", "neon"), ("threads", 0)])
-def test_a_wrong_execution_is_named(name, value):
-    with pytest.raises(ConfigError, match=f"^{name} is"):
-        kernels.correct_adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | SCALES | {name: value}))
 
 
 @pytest.mark.gpu

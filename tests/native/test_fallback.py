@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from offload.native import kernels
-from tests.matrix import matrix
 from tests.native.states import ordinary, same_bits, wild
 
 pytestmark = pytest.mark.skipif(
@@ -25,31 +24,6 @@ def in_torch(monkeypatch):
             return function(*arguments, **settings)
 
     return run
-
-
-@matrix(
-    strength=2,
-    make=[ordinary, wild],
-    n=[0, 1, 31, 33, 1_000, 300_007],
-    betas=[(0.9, 0.999), (0.3, 0.5)],
-    is_split=[False, True],
-    grad_dtype=[torch.float32, torch.bfloat16],
-)
-def test_adamw(in_torch, make, n, betas, is_split, grad_dtype):
-    results = []
-    for call in (lambda f, *a, **k: f(*a, **k), in_torch):
-        s = make(n)
-        master = call(kernels.split, s.p) if is_split else s.p
-        count = call(
-            kernels.adamw, master, s.m, s.v, s.g.to(grad_dtype), step=7, betas=betas, grad_scale=0.7, **SETTINGS
-        )
-        assert isinstance(count, int)
-        p = call(kernels.join, *master) if is_split else master
-        results.append((count, p, s.m, s.v))
-    (ours, *arrays), (theirs, *others) = results
-    assert ours == theirs
-    for array, other in zip(arrays, others, strict=True):
-        assert same_bits(array, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

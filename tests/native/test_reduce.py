@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from offload.native import kernels
-
-ISAS = kernels.available_isas() or (None,)
+from tests.native.states import ISAS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

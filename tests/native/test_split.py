@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.native import kernels
-
-ISAS = kernels.available_isas() or (None,)
+from tests.native.states import ISAS
 
 
 def floats(bits: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.native import kernels, philox
-from tests.native.states import same_bits
+from tests.native.states import ISAS, same_bits
 
-ISAS = kernels.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "step": 7, "key": 0x0123456789ABCDEF, "grad_scale": 0.7}
 BETAS = (0.9, 0.999)
 RULES = {"adamw": 2, "lion": 1}

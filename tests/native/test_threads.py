@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-import torch
 
 from offload.native import kernels
 
@@ -37,22 +35,6 @@ from offload.native import kernels
 print(kernels.num_threads())
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"1\n"
-
-
-def test_concurrent_callers_get_right_results():
-    x = torch.randn(1_000_000)
-    expected = kernels.sum_squares(x, threads=1)
-    results: list[float] = []
-
-    def call() -> None:
-        results.extend(kernels.sum_squares(x, threads=3) for _ in range(20))
-
-    callers = [threading.Thread(target=call) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert results == [expected] * 80
 
 
 def test_the_pool_survives_a_fork():

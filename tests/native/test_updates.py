@@ -1,0 +1,174 @@
+"""Lion and gradient descent against their formulas; and of every update rule, instruction sets, threads, pieces, split
+masters and the fallback against one another.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.native import kernels
+from tests.native.states import ISAS, State, ordinary, same_bits, ulps_apart, wild
+
+N = 20_001
+ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+LION = {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+SGD = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
+RULES: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kernel, its moments, its settings
+    "adamw": ("adamw", "mv", ADAMW),
+    "adamw of a short memory": ("adamw", "mv", ADAMW | {"betas": (0.3, 0.5)}),
+    "lion": ("lion", "m", LION),
+    "sgd": ("sgd", "", SGD),
+    "sgd with momentum": ("sgd", "m", SGD),
+}
+
+
+def step(rule: str, s: State, is_split: bool = False, **settings: Any) -> tuple[int, list[Tensor]]:
+    """Return the count, and the weights and moments after a step from copies."""
+    kernel, names, own = RULES[rule]
+    moments = [getattr(s, name).clone() for name in names]
+    master = kernels.split(s.p) if is_split else s.p.clone()
+    count = getattr(kernels, kernel)(master, *(moments or [None]), s.g, **(own | settings))
+    return int(count), [kernels.join(*master) if is_split else master, *moments]
+
+
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", [0, 1, 31, 33, 1_000, 3 * (1 << 16) + 4_097])
+def test_isas_threads_pieces_masters_and_the_fallback_give_the_same_bits(make, rule, n, monkeypatch):
+    s = make(n)
+    s.g = s.g.bfloat16().float()
+    wanted = step(rule, s, isa=ISAS[-1], threads=1, grad_scale=0.7)
+
+    def check(found: tuple[int, list[Tensor]], how: object) -> None:
+        assert found[0] == wanted[0], how
+        assert all(same_bits(x, y) for x, y in zip(found[1], wanted[1], strict=True)), how
+
+    def check_masters_and_gradients(**how: Any) -> None:
+        for is_split in (False, True):
+            for g in (s.g, s.g.bfloat16()):
+                found = step(rule, State(s.p, s.m, s.v, g), is_split, grad_scale=0.7, **how)
+                check(found, (how, is_split, g.dtype))
+
+    for isa in ISAS:
+        for threads in (1, 2, 3):
+            check_masters_and_gradients(isa=isa, threads=threads)
+    cuts = [0, n // 3, n // 3 + 5, n] if n > 31 else [0, n]
+    pieces = [step(rule, State(*(x[a:b] for x in vars(s).values())), grad_scale=0.7) for a, b in pairwise(cuts)]
+    arrays = [torch.cat(parts) for parts in zip(*(piece for _, piece in pieces), strict=True)]
+    check((sum(count for count, _ in pieces), arrays), cuts)
+    monkeypatch.setattr(kernels, "_core", None)
+    check_masters_and_gradients()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd with momentum"])
+def test_nothing_beyond_the_range_is_written(isa, rule):
+    kernel, names, settings = RULES[rule]
+    for n in (0, 1, 15, 17, 31, 33, 63):
+        s = ordinary(n + 64)
+        planes = [*kernels.split(s.p), *(getattr(s, name) for name in names)]
+        before, window = [x.clone() for x in planes], slice(32, 32 + n)
+        hi, lo, *moments = (plane[window] for plane in planes)
+        getattr(kernels, kernel)((hi, lo), *moments, s.g[window], isa=isa, **settings)
+        for now, then in zip(planes, before, strict=True):
+            assert torch.equal(now[:32], then[:32])
+            assert torch.equal(now[32 + n :], then[32 + n :])
+
+
+def lion_by_algorithm_2(s: State, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple:
+    """Lines 4 to 7 of the paper, in float64; and where the sign of the mix is beyond doubt in float32."""
+    p, m, g = s.p.double(), s.m.double(), s.g.double()
+    old, new = betas[0] * m, (1 - betas[0]) * g
+    mix = old + new
+    is_sure = (mix == 0) & (old == 0) | (mix.abs() > 1e-6 * (old.abs() + new.abs())) & (mix.abs() > 1e-40)
+    return p - lr * (mix.sign() + weight_decay * p), betas[1] * m + (1 - betas[1]) * g, is_sure
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.0, 0.5), (0.5, 0.0)])
+def test_lion_is_within_two_ulp_of_the_formula(isa, make, betas):
+    s = make(N, seed=1)
+    s.m[::7], s.g[::7] = 0.0, 0.0
+    s.g[3::14] = -0.0
+    count, (p, m) = step("lion", s, isa=isa, betas=betas)
+    wanted_p, wanted_m, is_sure = lion_by_algorithm_2(s, **(LION | {"betas": betas}))
+    assert count == 0
+    assert is_sure.double().mean() > 0.9, "the comparison compares nothing"
+    assert ulps_apart(p, wanted_p.float(), s.p)[is_sure].max() <= 2
+    # Where a sum of two products cancels its ulp is that of the larger one.
+    unit = torch.maximum(betas[1] * s.m.abs(), (1 - betas[1]) * s.g.abs()).clamp(min=1e-38).double() * 2**-23
+    assert ((m.double() - wanted_m).abs() <= 2 * unit).all()
+
+
+def test_the_sign_of_zero_is_zero_and_the_decay_is_decoupled():
+    def moved(p: Tensor, m: Tensor, g: Tensor, **settings: Any) -> Tensor:
+        return step("lion", State(p, m, m, g), **settings)[1][0]
+
+    p = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0])
+    m, g = torch.tensor([0.0, -0.0, 0.0, 0.0, 9.0]), torch.tensor([0.0, 0.0, -0.0, 0.0, -81.0])  # 0.9 * 9 = 0.1 * 81
+    assert same_bits(moved(p, m, g, weight_decay=0.0)[:4], p[:4])
+    assert same_bits(moved(p, torch.zeros(5), torch.zeros(5), lr=0.5, weight_decay=0.5), p * 0.75)
+    found = moved(torch.ones(2), torch.zeros(2), torch.tensor([1e-30, -1e30]), lr=0.25, weight_decay=0.0)
+    assert found.tolist() == [0.75, 1.25]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("isa", [*ISAS, "torch"])
+@pytest.mark.parametrize("n", [5, 100])
+def test_a_sign_hides_nothing_that_is_not_finite(isa, n, is_split, monkeypatch):
+    s = ordinary(n)
+    s.g[0], s.g[1], s.m[2], s.p[n - 1] = float("nan"), float("inf"), float("-inf"), float("inf")
+    if isa == "torch":
+        monkeypatch.setattr(kernels, "_core", None)
+    count, (p, _) = step("lion", s, is_split, isa=None if isa == "torch" else isa)
+    assert count == 4
+    assert p.isfinite().sum() == n - 4
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_of_sgd_are_torchs_to_the_bit(isa, momentum, weight_decay):
+    s = ordinary(N)
+    s.m.zero_()
+    settings = {"lr": 3e-2, "momentum": momentum, "weight_decay": weight_decay}
+    parameter = torch.nn.Parameter(s.p.clone())
+    optimizer = torch.optim.SGD([parameter], foreach=False, fused=False, **settings)
+    for number in range(3):
+        s.g = parameter.grad = ordinary(N, seed=number).g
+        optimizer.step()
+        count, (s.p, *moments) = step("sgd with momentum" if momentum else "sgd", s, isa=isa, **settings)
+        assert count == 0
+        assert same_bits(s.p, parameter.detach())
+        if momentum:
+            (s.m,) = moments
+            assert same_bits(s.m, optimizer.state[parameter]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong", "message"),
+    [
+        ("lion", {"exp_avg": torch.ones(9)}, r"^exp_avg\b.*9 elements"),
+        ("lion", {"grad": torch.ones(8, dtype=torch.float64)}, r"^grad\b.*float64"),
+        ("lion", {"lr": -1.0}, r"^lr is -1\.0"),
+        ("lion", {"betas": (0.9, 1.0)}, r"^betas\[1\] is 1\.0"),
+        ("lion", {"grad_scale": float("nan")}, "^grad_scale is nan"),
+        ("sgd", {"momentum_buffer": torch.ones(9)}, r"^momentum_buffer\b.*9 elements"),
+        ("sgd", {"momentum_buffer": torch.ones(8).bfloat16()}, r"^momentum_buffer\b.*must be float32"),
+        ("sgd", {"momentum": 1.0}, r"is 1\.0"),
+        ("sgd", {"lr": -1.0}, r"^lr is -1\.0"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_modified(rule, wrong, message):
+    moment = "exp_avg" if rule == "lion" else "momentum_buffer"
+    arrays = {"master": torch.ones(8), moment: torch.ones(8), "grad": torch.ones(8)}
+    with pytest.raises(ConfigError, match=message):
+        getattr(kernels, rule)(**(arrays | RULES[rule][2] | wrong))
+    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
