@@ -473,14 +473,14 @@ def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkey
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
     assert losses(one, range(5)) == large.losses
-    assert len(parts_of(one).runner.saved._policy._kept) == num_kept
+    assert len(parts_of(one).runner.saved.policy._kept) == num_kept
     assert one.counters.peak_device_bytes <= free
 
 
 def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, sim):
     one = engine(recompute="auto")
     found = losses(one, range(3))
-    policy = parts_of(one).runner.saved._policy
+    policy = parts_of(one).runner.saved.policy
     assert len(policy._kept) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
