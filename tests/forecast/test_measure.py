@@ -86,7 +86,7 @@ def test_what_waits_and_what_graphs_hold_is_as_in_a_step(
     peaks.clear()
     with Engine(model, settings=settings) as engine:
         engine.step({"input_ids": tokens, "labels": tokens})
-        saved = {key[0]: size for key, size in parts_of(engine).runner.saved._policy._sizes.items()}
+        saved = {key[0]: size for key, size in parts_of(engine).runner.saved.policy._sizes.items()}
     assert work.num_chunks == chunks
     assert waiting_bytes(work) == pytest.approx(peaks["unit inputs"] + peaks.get("kept tensors", 0), rel=0.01)
     graphs = {call.name: call.saved_bytes * work.num_micro_batches for call in work.calls if call.name in saved}
