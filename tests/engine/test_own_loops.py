@@ -87,9 +87,14 @@ def recordings(engine: Engine) -> list[Any]:
     """Return a list that grows with every call that is recorded, or watched."""
     found: list[Any] = []
     trial_runs = steps_of(engine).trial_runs
-    record, watch = trial_runs._record, trial_runs._watched
+    record, settled = trial_runs._record, trial_runs._settled
+
+    def watch(run: Any, *of_a_recording: Any) -> Any:
+        found.extend([] if of_a_recording else ["watch"])
+        return settled(run, *of_a_recording)
+
     trial_runs._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
-    trial_runs._watched = lambda run: (found.append("watch"), watch(run))[1]  # type: ignore[method-assign]
+    trial_runs._settled = watch  # type: ignore[method-assign]
     return found
 
 
