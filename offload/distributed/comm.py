@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.agreement import difference, digest
-from offload.distributed.watchdog import Position, Times, Watchdog, connect, left, moved
+from offload.distributed.watchdog import Position, Times, Watchdog, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
 
@@ -339,12 +340,12 @@ class Ranks(Comm):
                     "used it: close the engine first."
                 )
             try:
-                row.now = moved(row.now, what, numel)
+                row.now = Position(row.now.number + 1, what, numel, inside=True)
                 yield
             except BaseException as error:
                 self._left_by = error
                 raise
-            row.now = left(row.now)
+            row.now = replace(row.now, inside=False, since=time.monotonic())
 
     def _wait(self, works: Iterable[Any]) -> None:
         """Block until work of gloo is done, or until a rank is lost: a rank that is stopped blocks gloo for ever. A

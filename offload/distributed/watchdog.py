@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from offload.errors import RankLostError
@@ -340,7 +340,9 @@ def connect(
 
     hosts: the address at which each rank is reached. gather: returns what every rank gave to it, in rank order.
     """
-    with socket.create_server((hosts[rank], 0), backlog=len(hosts), family=_family(hosts[rank])) as server:
+    with socket.create_server(
+        (hosts[rank], 0), backlog=len(hosts), family=socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
+    ) as server:
         told = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
         token = told[0][1]  # of this run: a stranger who comes by does not know it
         connections: dict[int, socket.socket] = {}
@@ -364,21 +366,7 @@ def connect(
     return connections
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def describe(positions: Sequence[Position], now: float | None = None) -> str:
     """Return what a rank is doing: what it has waited for longest, or what it has done last."""
     waits = [position for position in positions if position.inside]
     return (min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)).describe(now)
-
-
-def moved(position: Position, what: str, numel: int) -> Position:
-    """Return the position of a rank that begins its next exchange."""
-    return Position(position.number + 1, what, numel, inside=True)
-
-
-def left(position: Position) -> Position:
-    """Return the position of a rank whose exchange is over."""
-    return replace(position, inside=False, since=time.monotonic())
