@@ -262,6 +262,15 @@ class Engine(StateAccess):
         return self._steps.losses.num_chunks
 
     @property
+    def compiled_graphs(self) -> int:
+        """The graphs that torch.compile has made so far of forwards of blocks; 0 where `compile` is never."""
+        return self._state.runner.forwards.num_graphs
+
+    def compiles(self, kind: type) -> bool:
+        """Return True if blocks of this class ran compiled, and none was refused."""
+        return self._state.runner.forwards.compiles(kind)
+
+    @property
     def pins(self) -> bool:
         """True where the host's memory is registered with the device's driver."""
         return self._state.device.pinning is not None

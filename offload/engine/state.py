@@ -22,6 +22,7 @@ from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.engine.units.find import Candidate
+from offload.engine.units.forwards import open_forwards
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
@@ -144,6 +145,7 @@ class EngineState:
                 RecomputePolicy(settings.recompute, self.device, self.slots.holds, self.way),
                 self._activation_offload(placement.activations, counters),
             ),
+            open_forwards(settings.compile),
             seed=settings.seed,
             comm=comm,
         )

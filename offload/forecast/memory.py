@@ -219,9 +219,17 @@ class StepMemory:
             backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
             if self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
                 backward += min(2, parts) * call.input_bytes
+            backward += self._gradient_bytes(call)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
             most = max(most, held + max(forward, backward))
         return max(0, most - waiting_bytes)
+
+    def _gradient_bytes(self, call: UnitWork) -> int:
+        """Return what gradients of the unit's parameters take where a backward makes all of them at once: compiled."""
+        if self.settings.compile == "never" or not call.is_block:
+            return 0
+        regions = [region for region in self.regions if region.trainable and call.name in region.units]
+        return sum(region.weight_bytes for region in regions)
 
     def _of_forwards(self) -> int:
         """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one

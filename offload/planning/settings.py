@@ -41,6 +41,8 @@ class Settings:
         rows of these numbers, int64.
     recompute: whether a unit's forward is computed again in its backward: always, never, or auto (where memory is
         short).
+    compile: whether blocks run as torch.compile makes them, one compilation for all equal ones: never, or auto, which
+        leaves those as they are that cannot be compiled, or give something else.
     prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
     zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
     throttle: links that are played slower than they are, by name.
@@ -65,6 +67,7 @@ class Settings:
     micro_batch_size: int | None = None
     rows: Sequence[str] | Mapping[str, Any] | None = None
     recompute: str = "always"
+    compile: str = "never"
     prefetch: str | int = "auto"
     zero_stage: int = 3
     throttle: Mapping[str, Any] | None = None
@@ -100,6 +103,7 @@ class Settings:
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
+        _check(self.compile, ("never", "auto"), "train.compile")
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device"), "offload.update")

@@ -179,6 +179,8 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
             "all_gather_elements": counters.all_gather_elements,
             "reduce_scatter_elements": counters.reduce_scatter_elements,
         }
+    if config.train.compile != "never":
+        fields["compiled_graphs"] = engine.compiled_graphs
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip == "speculative":

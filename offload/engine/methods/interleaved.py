@@ -94,7 +94,9 @@ class InterleavedForwards:
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
-                result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
+                others = unit.traits.cut_others(arguments.others, span)
+                runner.try_out(unit, arguments, inputs, others)
+                result = runner.run(unit, arguments, inputs, others)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
         finally:

@@ -50,7 +50,7 @@ class Start:
         state = self._state
         versions = state.slots.versions()
         try:
-            with state.runner.as_ours():
+            with state.runner.as_ours(), state.runner.forwards.paused():
                 yield
         finally:
             self.put_back()

@@ -159,6 +159,7 @@ class Call:
         self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
     ) -> Arguments:
         use = self.unit, self._runner, self._arguments, inputs, others, self._needs
+        self._runner.try_out(self.unit, self._arguments, inputs, others, self._needs)
         if keeps:
             try:
                 micro_batch.graph, result = run_keeping_graph(*use, self._claim)
@@ -354,7 +355,9 @@ def call_unit_without_graph(
         with torch.no_grad():
             for span in rows:
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
-                result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
+                others = unit.traits.cut_others(arguments.others, span)
+                runner.try_out(unit, arguments, inputs, others)
+                result = runner.run(unit, arguments, inputs, others)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
     finally:

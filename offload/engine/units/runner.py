@@ -18,6 +18,7 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
+from offload.engine.units.forwards import OwnForwards
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
@@ -46,11 +47,13 @@ class UnitRunner:
         executor: Executor,
         gradients: GradientFlow,
         saved: SavedInputs,
+        forwards: OwnForwards,
         *,
         seed: int,
         comm: Comm,
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
+        self.forwards = forwards
         self._lanes, self._executor = lanes, executor
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
@@ -149,10 +152,12 @@ class UnitRunner:
     ) -> Arguments:
         """Run a unit's module; return its result, and what has changed in containers, as (result, changes)."""
 
+        own = self.forwards.of(unit, arguments, tensors, others)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
             try:
-                return unit.forward(*args, **kwargs)
+                return own(*args, **kwargs)
             finally:
                 self._is_in_model = False
 
@@ -162,6 +167,27 @@ class UnitRunner:
         finally:
             if hung:
                 unit.install(unit.resting)
+
+    def try_out(
+        self,
+        unit: Unit,
+        arguments: Arguments,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[Any],
+        needs: Sequence[bool] | None = None,
+    ) -> None:
+        """A micro-batch of a use of a unit begins: what is to run may be tried first. `needs`: of each tensor, whether
+        it takes gradients; None where the use has no backward.
+        """
+        self.forwards.try_out(unit, arguments, tensors, others, needs, self.run, self._undone)
+
+    @contextmanager
+    def _undone(self, unit: Unit) -> Iterator[None]:
+        before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
+        try:
+            yield
+        finally:
+            before.put_back()
 
     def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""
