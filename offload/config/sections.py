@@ -279,8 +279,8 @@ class TrainSection(Section):
     recompute: Literal["auto", "always", "never"] = "auto"
     """Recompute a unit's forward in backward. auto: as the device budget allows."""
     compile: Literal["never", "auto"] = "never"
-    """auto: run blocks as torch.compile makes them, one compilation for all equal ones; what cannot be compiled, or gives
-    something else, runs as it is, which is said. The last bits differ from those of never.
+    """auto: run blocks as torch.compile makes them, one compilation for all equal ones; what cannot be compiled, or
+    gives something else, runs as it is, which is said. The last bits differ from those of never.
     """
     max_grad_norm: Positive | None = 1.0
     """Clip gradients to this global norm. none: no clipping."""

@@ -228,7 +228,7 @@ class StepMemory:
         """Return what gradients of the unit's parameters take where a backward makes all of them at once: compiled."""
         if self.settings.compile == "never" or not call.is_block:
             return 0
-        regions = [region for region in self.regions if region.trainable and call.name in region.units]
+        regions = [region for region in self._regions if region.trainable and call.name in region.units]
         return sum(region.weight_bytes for region in regions)
 
     def _of_forwards(self) -> int:

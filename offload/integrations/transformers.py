@@ -435,7 +435,7 @@ def refuse_arguments(args: Any) -> None:
         "bf16_full_eval": "the weights are in the engine, in what it computes in: leave it out, and set bf16=True",
         "deepspeed": "an engine does what it does: start with torchrun or python",
         "fsdp": "an engine shares out the states over ranks itself: start with torchrun",
-        "torch_compile": "units are called one by one, and the model is no graph as a whole",
+        "torch_compile": "the model is no graph as a whole: set offload=dict(compile='auto'), by which blocks are",
         "auto_find_batch_size": "it trains again with less after running out of memory, which an engine does not do: "
         "set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
         "parallelism_config": "an engine shares out the states over ranks, and rows, not heads or sequences",

@@ -151,6 +151,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
+    if config.train.compile != "never":
+        say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
     meta, needs = begin_at(start, made, say), DiskNeeds.of(config, num_parameters)
     return Run(config, kind, data, objective, made, files, meta, rebuild, forecast, needs)
 

@@ -21,8 +21,7 @@ from offload.data.dataset import share
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
-from offload.engine.units.find import describe_parameters, find_units
-from offload.engine.units.forwards import compile_modules
+from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.hf.models import BuiltModel
 from offload.machine.environment import memory
@@ -222,6 +221,8 @@ class _Sides:
         with as_one(self._comm, "step of the resident side"):
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
+                if not found.steps:
+                    self._resident.compile(self._engine.compiles)
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
                 norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
@@ -330,8 +331,6 @@ def _resident(run: Run, same_order: bool) -> Resident:
     _fill(built)
     if (accelerator := own_accelerator(config.offload.device)) is not None:
         accelerator.limit(1 << 62)  # the engine's budget is no limit of what is beside it
-    blocks = [unit.module for unit in find_units(built.model, infos) if unit.is_block]
-    compile_modules(block for block in blocks if engine.compiles(type(block)))
     return Resident(
         built.model.train(),
         engine.optimizer,

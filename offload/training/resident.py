@@ -5,7 +5,7 @@ parameters. It shares the update kernels with the engine, and nothing of what st
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from offload.engine.loss.loss import find_loss
 from offload.engine.units.find import describe_parameters, find_units
+from offload.engine.units.forwards import compile_modules
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
 from offload.native import kernels
@@ -82,6 +83,11 @@ class Resident:
             for factor in part.factors:
                 states[factor.name] = torch.zeros(factor.numel(info.shape), device=self._update_device)
         return states
+
+    def compile(self, is_compiled: Callable[[type], bool]) -> None:
+        """Let the blocks of the classes that an engine compiles run compiled here too."""
+        blocks = [unit.module for unit in find_units(self.model, self._infos) if unit.is_block]
+        compile_modules(block for block in blocks if is_compiled(type(block)))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the master weights, fp32 on the CPU, under the model's names in torch's order."""

@@ -95,8 +95,8 @@ class InterleavedForwards:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
-                runner.try_out(unit, arguments, inputs, others)
-                result = runner.run(unit, arguments, inputs, others)
+                forward = runner.forwards.of(unit, runner, arguments, inputs, others)
+                result = runner.run(unit, arguments, inputs, others, forward)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
         finally:

@@ -86,7 +86,7 @@ class Recording:
             live = list(unit.live().values())
             fetched = [weight._version for weight in live]
             with torch.enable_grad(), saved.hooks():
-                result = self._runner.run(unit, arguments, inputs, arguments.others)
+                result = self._runner.run(unit, arguments, inputs, arguments.others, unit.forward)
             self._refuse_changed_weights(unit, live, fetched)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
@@ -118,7 +118,9 @@ class Recording:
         runner, buffers = self._runner, buffer_places(unit.modules)
         before = Moment(runner.device, unit.modules, buffers, unit.notes, runner.is_weight)
         with torch.no_grad():
-            result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
+            result = self._runner.run(
+                unit, arguments, [t.clone() for t in arguments.tensors], arguments.others, unit.forward
+            )
         before.put_back()
         result.tensors[:] = [self._runner.own(t) for t in result.tensors]
         return result

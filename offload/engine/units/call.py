@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 
 from offload.engine.units.arguments import Arguments, collectors, copies
 from offload.engine.units.condition import Moment
+from offload.engine.units.forwards import Forward
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import Graph, TooMuchToKeepError, run_keeping_graph, run_with_graph
 from offload.engine.units.saved_inputs import Returning
@@ -93,6 +94,8 @@ class MicroBatch:
     """The rows; None for all that the unit is given."""
     before: Moment
     """Generators and the unit's modules before the forward."""
+    forward: Forward
+    """What runs in the forward, and again in a recompute."""
     graph: Graph | None = None
     """The graph, where it is kept; else None, and the forward runs again."""
 
@@ -134,10 +137,12 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     runner.seed(unit, number)
-                micro_batch = MicroBatch(span, runner.moment(unit, not keeps or runner.saved.policy.mode == "auto"))
-                self._micro_batches.append(micro_batch)
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
+                forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
+                before = runner.moment(unit, not keeps or runner.saved.policy.mode == "auto")
+                micro_batch = MicroBatch(span, before, forward)
+                self._micro_batches.append(micro_batch)
                 result = self._forward_of(micro_batch, inputs, others, keeps)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
@@ -158,8 +163,7 @@ class Call:
     def _forward_of(
         self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
     ) -> Arguments:
-        use = self.unit, self._runner, self._arguments, inputs, others, self._needs
-        self._runner.try_out(self.unit, self._arguments, inputs, others, self._needs)
+        use = self.unit, self._runner, self._arguments, inputs, others, micro_batch.forward, self._needs
         if keeps:
             try:
                 micro_batch.graph, result = run_keeping_graph(*use, self._claim)
@@ -285,7 +289,9 @@ class Call:
             before.drawn_again(),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._surroundings.run(lambda: runner.run(unit, self._arguments, inputs, others)).tensors
+            results = self._surroundings.run(
+                lambda: runner.run(unit, self._arguments, inputs, others, micro_batch.forward)
+            ).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
 
@@ -356,8 +362,8 @@ def call_unit_without_graph(
             for span in rows:
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
-                runner.try_out(unit, arguments, inputs, others)
-                result = runner.run(unit, arguments, inputs, others)
+                forward = runner.forwards.of(unit, runner, arguments, inputs, others)
+                result = runner.run(unit, arguments, inputs, others, forward)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
     finally:
@@ -371,11 +377,12 @@ def run_without_graph(
     arguments: Arguments,
     tensors: Sequence[torch.Tensor],
     others: Sequence[Any],
+    forward: Forward,
     needs: Sequence[bool],
 ) -> Arguments:
     """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last
     bits.
     """
     if not unit.traits.needs_graph:
-        return runner.run(unit, arguments, tensors, others)
-    return run_with_graph(unit, runner, arguments, tensors, others, needs)[1]
+        return runner.run(unit, arguments, tensors, others, forward)
+    return run_with_graph(unit, runner, arguments, tensors, others, forward, needs)[1]

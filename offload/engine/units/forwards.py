@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,18 +18,47 @@ from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 
 Forward = Callable[..., Any]
-Run = Callable[[Unit, Arguments, Sequence[torch.Tensor], Sequence[Any]], Arguments]
-"""Runs a unit's module over its arguments, with these tensors and other values in their places."""
 
 BACKEND = "inductor"
 _MOST_KINDS = 8
 """Of one class of modules: kinds of uses, which differ in the shapes of the inputs above all, that are compiled."""
 _MOST_GRAPHS = 8
 """Of one kind of use: units may differ in numbers that their code reads, and each number is a graph."""
+_MOST_WORDS = 200
+"""Letters of what torch says of a failure."""
 _APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
 """How far a compiled use may be from the module's own, by whether it computes in 16 bits: as a share of the norm of
 results, and of gradients.
 """
+
+
+class Runner(Protocol):
+    """Runs modules over weights that are up."""
+
+    def run(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], own: Forward
+    ) -> Arguments:
+        """Run a unit's module by a forward, on these tensors and values in the places of those of its arguments."""
+        ...
+
+    def undone(self, unit: Unit) -> AbstractContextManager[None]:
+        """Within, what the unit draws and notes is put back in the end."""
+        ...
+
+
+class _Use(NamedTuple):
+    """A micro-batch of a use of a unit."""
+
+    runner: Runner
+    """What runs the unit."""
+    arguments: Arguments
+    """What the use is called with."""
+    tensors: Sequence[torch.Tensor]
+    """The tensors of the micro-batch."""
+    others: Sequence[Any]
+    """What of the arguments is no tensor."""
+    needs: Sequence[bool] | None
+    """Of each tensor, whether it takes gradients; None where the use has no backward."""
 
 
 class OwnForwards:
@@ -39,24 +68,19 @@ class OwnForwards:
     """Graphs that were compiled so far."""
 
     def of(
-        self, unit: Unit, _arguments: Arguments, _tensors: Sequence[torch.Tensor], _others: Sequence[Any]
-    ) -> Forward:
-        """Return what runs in a use of a unit with these arguments, called as the module's forward."""
-        return unit.forward
-
-    def try_out(
         self,
         unit: Unit,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None,
-        run: Run,
-        undone: Callable[[Unit], AbstractContextManager[None]],
-    ) -> None:
-        """A use of a unit begins, whose weights are up; nothing of it has run yet. `needs`: which tensors take gradients,
-        or None where the use has no backward. Within `undone(unit)`, what the unit draws and notes is put back.
+        _runner: Runner,
+        _arguments: Arguments,
+        _tensors: Sequence[torch.Tensor],
+        _others: Sequence[Any],
+        _needs: Sequence[bool] | None = None,
+    ) -> Forward:
+        """Return what runs in a micro-batch of a use, now and in its recompute; it is called as the module's forward.
+        Nothing of the use has run yet, and the unit's weights are up. `needs`: of each tensor, whether it takes
+        gradients; None where the use has no backward.
         """
+        return unit.forward
 
     def compiles(self, _kind: type) -> bool:
         """Return True if modules of this class ran compiled, and none was refused."""
@@ -81,58 +105,26 @@ class CompiledForwards(OwnForwards):
         self._functions: dict[type, dict[Hashable, Forward]] = {}
         self._chosen: dict[tuple[int, Hashable], Forward | None] = {}
         self._refused: set[type] = set()
-        self._tried: Forward | None = None
         self._is_paused = False
         self.num_graphs = 0
 
-    def of(self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Forward:
-        if self._tried is not None:
-            return self._tried
-        found = None if self._is_paused else self._chosen.get((unit.number, _kind(unit, arguments, tensors, others)))
-        return unit.forward if found is None else partial(self._counted, found, unit.module)
-
-    def try_out(
+    def of(
         self,
         unit: Unit,
+        runner: Runner,
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
-        needs: Sequence[bool] | None,
-        run: Run,
-        undone: Callable[[Unit], AbstractContextManager[None]],
-    ) -> None:
+        needs: Sequence[bool] | None = None,
+    ) -> Forward:
         if self._is_paused or not unit.is_block:
-            return
-        kind, owner = _kind(unit, arguments, tensors, others), type(unit.module)
-        key = unit.number, kind
-        if key in self._chosen:
-            return
-        self._chosen[key], refusal = None, _refusal(unit)
-        if owner in self._refused:
-            return
-        if not refusal:
-            functions = self._functions.setdefault(owner, {})
-            if kind not in functions and len(functions) == _MOST_KINDS:
-                refusal = (
-                    f"{_MOST_KINDS} kinds of inputs were compiled, and here is another (give all batches one length)"
-                )
-            else:
-                function = functions.setdefault(kind, _compiled(owner))
-                try:
-                    made = partial(self._made, unit, arguments, tensors, others, needs, run, undone)
-                    refusal = self._difference(unit, made, partial(self._counted, function, unit.module), needs)
-                except (OffloadError, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:
-                    refusal = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-                if not refusal:
-                    self._chosen[key] = function
-        if refusal:
-            self._refused.add(owner)
-            warnings.warn(
-                f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {refusal}.",
-                stacklevel=2,
-            )
+            return unit.forward
+        use = _Use(runner, arguments, tensors, others, needs)
+        key = unit.number, _kind(unit, use)
+        if key not in self._chosen:
+            self._chosen[key] = None
+            self._chosen[key] = self._choose(unit, use, key[1])
+        return self._chosen[key] or unit.forward
 
     def compiles(self, kind: type) -> bool:
         return kind in self._functions and kind not in self._refused
@@ -145,6 +137,31 @@ class CompiledForwards(OwnForwards):
         finally:
             self._is_paused = before
 
+    def _choose(self, unit: Unit, use: _Use, kind: Hashable) -> Forward | None:
+        """Return the compiled forward of a unit; None where it is not to be compiled, which is said."""
+        owner = type(unit.module)
+        if owner in self._refused:
+            return None
+        functions, refusal, function = self._functions.setdefault(owner, {}), _refusal(unit), None
+        if not refusal and kind not in functions and len(functions) == _MOST_KINDS:
+            refusal = f"{_MOST_KINDS} kinds of inputs were compiled, and here is another (give all batches one length)"
+        if not refusal:
+            function = partial(self._counted, functions.setdefault(kind, _compiled(owner)), unit.module)
+            try:
+                refusal = self._difference(unit, use, function)
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_WORDS]}"
+        if not refusal:
+            return function
+        self._refused.add(owner)
+        warnings.warn(
+            f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {refusal}.",
+            stacklevel=2,
+        )
+        return None
+
     def _counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
         before = _num_graphs()
         try:
@@ -152,59 +169,25 @@ class CompiledForwards(OwnForwards):
         finally:
             self.num_graphs += _num_graphs() - before
 
-    def _difference(self, unit: Unit, made: Callable[..., Any], function: Forward, needs: Sequence[bool] | None) -> str:
+    def _difference(self, unit: Unit, use: _Use, function: Forward) -> str:
         """Return why a unit is not to be compiled; empty where it gives what its own forward gives."""
-        has_graph = needs is not None
-        results, gradients = made(unit.forward, has_graph)
-        mine, _ = made(function, False)
+        has_graph = use.needs is not None
+        results, gradients = _made(unit, use, unit.forward, has_graph)
+        mine, _ = _made(unit, use, function, False)
         before = self.num_graphs
-        again, _ = made(function, False)
+        again, _ = _made(unit, use, function, False)
         if self.num_graphs > before:
             return "it would be compiled anew in each use, since what its code reads changes"
-        is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in results)
-        of_results, of_gradients = _APART[is_half]
+        of_results, of_gradients = _APART[any(t.dtype in (torch.bfloat16, torch.float16) for t in results)]
         if (far := _distance(results, mine)) > of_results:
             return f"compiled, its results are {far:.3g} of their norm from its own"
         if has_graph:
-            with_graph, compiled_gradients = made(function, True)
+            with_graph, compiled_gradients = _made(unit, use, function, True)
             if not all(map(_same, mine, with_graph)):
                 unit.traits.need_graph()  # or a recompute had other bits than the forward
             if (far := _distance(gradients, compiled_gradients)) > of_gradients:
                 return f"compiled, its gradients are {far:.3g} of their norm from its own"
         return "" if all(map(_same, mine, again)) else "compiled, it gives another result each time"
-
-    def _made(
-        self,
-        unit: Unit,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None,
-        run: Run,
-        undone: Callable[[Unit], AbstractContextManager[None]],
-        function: Forward,
-        has_graph: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the results of a use, and the gradients of half the sum of their squares."""
-        self._tried = function
-        try:
-            with undone(unit), torch.set_grad_enabled(has_graph):
-                leaves = tensors
-                if has_graph and needs is not None:
-                    leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-                found = [t for t in run(unit, arguments, leaves, others).tensors if t.is_floating_point()]
-                gradients: list[torch.Tensor] = []
-                if has_graph:
-                    roots = [t for t in found if t.requires_grad]
-                    trained = [p for p in unit.live().values() if p.requires_grad]
-                    inputs = [*(leaf for leaf in leaves if leaf.requires_grad), *trained]
-                    if roots and inputs:
-                        mine = [t.detach() for t in roots]
-                        made = torch.autograd.grad(roots, inputs, mine, allow_unused=True)
-                        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, made, strict=True)]
-                return [t.detach().clone() for t in found], gradients
-        finally:
-            self._tried = None
 
 
 def open_forwards(mode: str) -> OwnForwards:
@@ -220,14 +203,31 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
         module.forward = partial(function, module)
 
 
-def _kind(unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Hashable:
+def _kind(unit: Unit, use: _Use) -> Hashable:
     """Return what uses have in common that one function serves."""
-    plain = tuple(
-        [other if isinstance(other, (bool, int, float, str, type(None))) else type(other) for other in others]
-    )
-    device = tensors[0].device.type if tensors else "cpu"
+    tensors = tuple([(t.shape, t.dtype) for t in use.tensors])
+    others = tuple([value if isinstance(value, bool | int | float | str) else type(value) for value in use.others])
+    device = use.tensors[0].device.type if use.tensors else "cpu"
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return unit.module.training, arguments.structure, tuple([(t.shape, t.dtype) for t in tensors]), plain, cast
+    return unit.module.training, use.arguments.structure, tensors, others, cast
+
+
+def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the results of a use, and the gradients of half the sum of their squares."""
+    with use.runner.undone(unit), torch.set_grad_enabled(has_graph):
+        leaves = use.tensors
+        if has_graph and use.needs is not None:
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(leaves, use.needs, strict=True)]
+        results = [
+            t for t in use.runner.run(unit, use.arguments, leaves, use.others, forward).tensors if t.is_floating_point()
+        ]
+        roots = [t for t in results if t.requires_grad] if has_graph else []
+        inputs = [t for t in (*leaves, *unit.live().values()) if t.requires_grad] if roots else []
+        gradients: Sequence[torch.Tensor | None] = ()
+        if inputs:
+            gradients = torch.autograd.grad(roots, inputs, [t.detach() for t in roots], allow_unused=True)
+        filled = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
+        return [t.detach().clone() for t in results], filled
 
 
 def _compiled(owner: Any) -> Forward:

@@ -102,7 +102,7 @@ def refuse_compiled(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or 'the model'} was compiled by torch.compile, which cannot look through weights that come and "
                 "go, and calls them otherwise. Give Engine the model as it was before torch.compile (model._orig_mod, "
-                "or without the compiled forward)."
+                "or without the compiled forward); with compile='auto' the engine compiles its blocks itself."
             )
 
 

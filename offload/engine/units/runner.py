@@ -18,7 +18,7 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
-from offload.engine.units.forwards import OwnForwards
+from offload.engine.units.forwards import Forward, OwnForwards
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
@@ -148,11 +148,16 @@ class UnitRunner:
         self.has_failed = has_failed
 
     def run(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]
+        self,
+        unit: Unit,
+        arguments: Arguments,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[Any],
+        own: Forward,
     ) -> Arguments:
-        """Run a unit's module; return its result, and what has changed in containers, as (result, changes)."""
-
-        own = self.forwards.of(unit, arguments, tensors, others)
+        """Run a unit's module, by its `own` forward or what stands for that; return its result, and what has changed in
+        containers, as (result, changes).
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
@@ -168,21 +173,9 @@ class UnitRunner:
             if hung:
                 unit.install(unit.resting)
 
-    def try_out(
-        self,
-        unit: Unit,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None = None,
-    ) -> None:
-        """A micro-batch of a use of a unit begins: what is to run may be tried first. `needs`: of each tensor, whether
-        it takes gradients; None where the use has no backward.
-        """
-        self.forwards.try_out(unit, arguments, tensors, others, needs, self.run, self._undone)
-
     @contextmanager
-    def _undone(self, unit: Unit) -> Iterator[None]:
+    def undone(self, unit: Unit) -> Iterator[None]:
+        """Within, a unit is tried out: generators and its modules are put back in the end."""
         before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
         try:
             yield

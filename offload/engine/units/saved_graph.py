@@ -11,6 +11,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
+from offload.engine.units.forwards import Forward
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
 
@@ -30,6 +31,7 @@ def run_with_graph(
     arguments: Arguments,
     inputs: Sequence[torch.Tensor],
     others: Sequence[Any],
+    forward: Forward,
     needs: Sequence[bool],
 ) -> tuple[Graph, Arguments]:
     """Run a unit with a graph of its own; return that, and the result as a caller may have it, who must not be held by
@@ -37,7 +39,7 @@ def run_with_graph(
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     with torch.enable_grad():
-        result = runner.run(unit, arguments, leaves, others)
+        result = runner.run(unit, arguments, leaves, others, forward)
     graph = leaves, list(result.tensors)
     original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
     result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
@@ -50,6 +52,7 @@ def run_keeping_graph(
     arguments: Arguments,
     inputs: Sequence[torch.Tensor],
     others: Sequence[Any],
+    forward: Forward,
     needs: Sequence[bool],
     claim: Claim,
 ) -> tuple[Graph, Arguments]:
@@ -88,7 +91,7 @@ def run_keeping_graph(
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return run_with_graph(unit, runner, arguments, inputs, others, needs)
+            return run_with_graph(unit, runner, arguments, inputs, others, forward, needs)
     except TooMuchToKeepError:
         saved.let_go(claim, num_before)
         raise

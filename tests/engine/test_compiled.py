@@ -1,0 +1,208 @@
+"""Blocks as torch.compile makes them: plain PyTorch over the same compiled blocks has the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from offload import Engine, MeZO, Placement
+from offload.engine.units import forwards
+from offload.engine.units.forwards import compile_modules
+from tests.engine.compare import train_both
+from tests.engine.device import cpu_only
+from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
+from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.matrix import matrix
+
+pytestmark = cpu_only("compiles for the CPU")
+
+LAYERS: dict[Callable[[], nn.Module], Callable[[nn.Module], nn.ModuleList]] = {
+    llama: lambda model: model.model.layers,
+    qwen3: lambda model: model.model.layers,
+    gemma2: lambda model: model.model.layers,
+    mixtral: lambda model: model.model.layers,
+    gpt2: lambda model: model.transformer.h,
+}
+
+
+def backend(factor: float, of_gradients: float = 1.0) -> Callable[..., Any]:
+    """Return a backend that runs a graph as it is, and multiplies what comes out, so that a use that is not compiled
+    shows in the bits.
+    """
+
+    def multiplying(factor: float) -> Callable[..., Any]:
+        def compiled(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+            def run(*args: Any) -> list[Any]:
+                return [t * factor if torch.is_tensor(t) and t.is_floating_point() else t for t in graph(*args)]
+
+            return make_boxed_func(run)
+
+        return compiled
+
+    return aot_autograd(fw_compiler=multiplying(factor), bw_compiler=multiplying(of_gradients))
+
+
+@pytest.fixture(autouse=True)
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled is not the same as eager, and near enough to pass the trial."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(forwards, "BACKEND", backend(1 + 2**-18))
+
+
+def compile_layers(make: Callable[[], nn.Module], model: nn.Module) -> None:
+    compile_modules(LAYERS[make](model))
+
+
+@matrix(
+    strength=1,
+    family=list(LAYERS),
+    placement=[
+        {"parameters": "cpu"},
+        {"parameters": "device", "optimizer": "cpu"},
+        {"parameters": "cpu", "activations": "cpu"},
+    ],
+    settings=[{"recompute": "always"}, {"recompute": "never"}, {"prefetch": 0}],
+)
+def test_steps_are_those_of_plain_torch_over_the_same_compiled_blocks(
+    family: Callable[[], nn.Module], placement: dict[str, str], settings: dict[str, Any]
+) -> None:
+    engine, _ = train_both(
+        build(family),
+        batches(3),
+        group=partial(compile_layers, family),
+        compile="auto",
+        placement=Placement(**placement),
+        **settings,
+    )
+    assert engine.compiled_graphs > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recompute"), [(llama, "always"), (llama, "never"), (gpt2, "always")])
+def test_the_same_holds_for_what_inductor_makes(
+    monkeypatch: pytest.MonkeyPatch, family: Callable[[], nn.Module], recompute: str
+) -> None:
+    monkeypatch.setattr(forwards, "BACKEND", "inductor")
+    engine, _ = train_both(
+        build(family), batches(3), group=partial(compile_layers, family), compile="auto", recompute=recompute
+    )
+    assert engine.compiled_graphs == 2
+
+
+def test_micro_batches_are_compiled_by_their_own_shape() -> None:
+    with_parts = {"compile": "auto", "micro_batch_size": 2, "recompute": "always"}
+    engine, _ = train_both(
+        build(llama), batches(3), group=partial(compile_layers, llama), within=1e-6, max_grad_norm=None, **with_parts
+    )
+    assert engine.compiled_graphs == 2
+
+
+def test_states_on_disk_change_no_bit(tmp_path: Any) -> None:
+    placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path))
+    train_both(build(llama), batches(3), group=partial(compile_layers, llama), compile="auto", placement=placement)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_equal_layers_share_one_graph_with_gradients_and_one_without(recompute: str) -> None:
+    engine = Engine(build(partial(llama, num_hidden_layers=4)), compile="auto", recompute=recompute)
+    assert engine.compiled_graphs == 0
+    engine.step(tokens(0))
+    assert engine.compiled_graphs == 2
+    for seed in range(1, 4):
+        engine.step(tokens(seed))
+        assert engine.compiled_graphs == 2
+    engine.evaluate(tokens(9))
+    assert engine.compiled_graphs == 3
+
+
+def test_two_kinds_of_layers_have_their_graphs_each() -> None:
+    """Every second layer of Gemma 2 has a window, which comes as a mask; GPT-2 has one kind."""
+    engine = Engine(build(gemma2), compile="auto")
+    engine.step(tokens(0))
+    assert engine.compiled_graphs in (2, 4)
+
+
+def test_without_it_nothing_is_compiled() -> None:
+    engine = Engine(build(llama))
+    engine.step(tokens(0))
+    assert engine.compiled_graphs == 0
+
+
+def test_a_block_that_is_something_else_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "BACKEND", backend(1.01))
+    with pytest.warns(UserWarning, match=r"LlamaDecoderLayer .*its results are 0.01 of their norm"):
+        train_both(build(llama), batches(2), compile="auto")
+
+
+def test_a_gradient_that_is_something_else_compiled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "BACKEND", backend(1.0, of_gradients=1.01))
+    with pytest.warns(UserWarning, match="its gradients are 0.01 of their norm"):
+        train_both(build(llama), batches(2), compile="auto")
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("no such machine")
+
+    monkeypatch.setattr(forwards, "BACKEND", fails)
+    with pytest.warns(UserWarning, match="no such machine"):
+        train_both(build(llama), batches(2), compile="auto")
+
+
+class Breaks(Block):
+    """Asks for a number, where a graph would end."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(h) * (1.0 if float(h.detach().sum()) < 1e9 else 0.5)
+
+
+class Counts(Block):
+    """Reads a number that is another one in each use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_uses = 0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.num_uses += 1
+        return super().forward(h) + 0.0 * self.num_uses
+
+
+def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
+    with pytest.warns(UserWarning, match="compile is auto, and Breaks"):
+        train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
+
+
+def test_what_a_block_counts_is_counted_once_a_forward() -> None:
+    model = Stack(Counts)
+    batches = [words(seed) for seed in range(3)]
+    _, reference = train_both(
+        model, batches, loss_fn=cross_entropy, group=lambda model: compile_modules(model.blocks), compile="auto"
+    )
+    assert [b.num_uses for b in model.blocks] == [b.num_uses for b in reference.model.blocks] == [3] * 3
+
+
+def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "_MOST_KINDS", 2)
+    engine = Engine(build(llama), compile="auto", recompute="never")
+    for length in range(4, 4 + forwards._MOST_KINDS):
+        engine.step(tokens(0, length=length))
+    before = engine.compiled_graphs
+    with pytest.warns(UserWarning, match="give all batches one length"):
+        engine.step(tokens(0, length=20))
+    engine.step(tokens(1))
+    assert engine.compiled_graphs == before
+
+
+def test_forwards_without_a_backward_are_compiled_too() -> None:
+    engine = Engine(build(partial(llama, num_hidden_layers=4)), MeZO(lr=1e-4), compile="auto")
+    for seed in range(3):
+        engine.step(tokens(seed))
+    assert engine.compiled_graphs == 1
