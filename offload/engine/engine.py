@@ -263,12 +263,13 @@ class Engine(StateAccess):
 
     @property
     def compiled_graphs(self) -> int:
-        """The graphs that torch.compile has made so far of forwards of blocks; 0 where `compile` is never."""
+        """The graphs that torch.compile has made of blocks so far; 0 where `compile` is never."""
         return self._state.runner.forwards.num_graphs
 
-    def compiles(self, kind: type) -> bool:
-        """Return True if blocks of this class ran compiled, and none was refused."""
-        return self._state.runner.forwards.compiles(kind)
+    @property
+    def compiled_classes(self) -> frozenset[type]:
+        """The classes of blocks that ran compiled, and none of which was refused."""
+        return self._state.runner.forwards.compiled
 
     @property
     def pins(self) -> bool:
@@ -286,10 +287,8 @@ class Engine(StateAccess):
         return self._steps.method.spans
 
     def resolve_clip(self, tokens: int) -> str:
-        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now.
-
-        Deferred, unless the update of all states, none of them on disk, takes longer than a forward pass, behind which
-        it would hide.
+        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now:
+        deferred, unless the update of all states, none on disk, takes longer than a forward, behind which it hides.
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)

@@ -222,7 +222,7 @@ class _Sides:
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
                 if not found.steps:
-                    self._resident.compile(self._engine.compiles)
+                    self._resident.compile(self._engine.compiled_classes)
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
                 norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE

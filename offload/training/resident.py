@@ -5,7 +5,7 @@ parameters. It shares the update kernels with the engine, and nothing of what st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +61,10 @@ class Resident:
         for module in model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]
+        units = find_units(model, self._infos)
+        self._blocks = [unit.module for unit in units if unit.is_block]
         if sums_by_unit:
-            for unit in find_units(model, self._infos):
+            for unit in units:
                 unit.module.register_forward_pre_hook(_one_node_for_each_input, with_kwargs=True)
         bring(model, device)
         by_name = dict(model.named_parameters())
@@ -84,10 +86,9 @@ class Resident:
                 states[factor.name] = torch.zeros(factor.numel(info.shape), device=self._update_device)
         return states
 
-    def compile(self, is_compiled: Callable[[type], bool]) -> None:
-        """Let the blocks of the classes that an engine compiles run compiled here too."""
-        blocks = [unit.module for unit in find_units(self.model, self._infos) if unit.is_block]
-        compile_modules(block for block in blocks if is_compiled(type(block)))
+    def compile(self, classes: Collection[type]) -> None:
+        """Let the blocks of these classes run as an engine compiles them."""
+        compile_modules(block for block in self._blocks if type(block) in classes)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the master weights, fp32 on the CPU, under the model's names in torch's order."""

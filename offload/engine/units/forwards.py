@@ -82,9 +82,10 @@ class OwnForwards:
         """
         return unit.forward
 
-    def compiles(self, _kind: type) -> bool:
-        """Return True if modules of this class ran compiled, and none was refused."""
-        return False
+    @property
+    def compiled(self) -> frozenset[type]:
+        """The classes of modules that ran compiled, and none of which was refused."""
+        return frozenset()
 
     def paused(self) -> AbstractContextManager[None]:
         """Within, trials run the modules' own forwards."""
@@ -126,8 +127,9 @@ class CompiledForwards(OwnForwards):
             self._chosen[key] = self._choose(unit, use, key[1])
         return self._chosen[key] or unit.forward
 
-    def compiles(self, kind: type) -> bool:
-        return kind in self._functions and kind not in self._refused
+    @property
+    def compiled(self) -> frozenset[type]:
+        return frozenset(self._functions) - self._refused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
