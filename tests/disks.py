@@ -54,10 +54,11 @@ def held_back(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, error: OSE
     """Let no chunk of a checkpoint be written before a gate is open."""
     write = writing._write
 
-    def late(fd: int, offset: int, data: Any) -> str:
-        gate.wait()
+    async def late(fd: int, offset: int, data: Any) -> str:
+        while not gate.is_set():
+            await writing.asyncio.sleep(0.001)
         if error is not None:
             raise error
-        return write(fd, offset, data)
+        return await write(fd, offset, data)
 
     monkeypatch.setattr(writing, "_write", late)

@@ -4,22 +4,28 @@
         writer.write("lm_head.weight", "exp_avg", begin, tensor)     # copied: the tensor may change at once
         part = writer.finish()                                       # on the disk; for `Save.commit` on rank 0
 
-Pieces are copied one after another into chunks, and a full chunk is written and hashed by one of a few threads. Memory
-is bounded by `_BUFFERS` chunks and the spare memory that a writer is given; where all of it waits for the disk, `write`
-waits too. After `end` the rest goes to the disk by itself. Writes go past the page cache (O_DIRECT) where the file
-system has that.
+Pieces are copied one after another into chunks, and a full chunk is hashed and written with aiofiles by an event loop
+in a thread of its own, a few at a time. Memory is bounded by `_BUFFERS` chunks and the spare memory that a writer is
+given; where all of it waits for the disk, `write` waits too. After `end` the rest goes to the disk by itself. Writes go
+past the page cache (O_DIRECT) where the file system has that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import mmap
 import os
 import queue
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import aiofiles
+import aiofiles.os
 import numpy as np
 import torch
 
@@ -29,6 +35,8 @@ from offload.native.io import disk_error
 
 _IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
 _BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
+
+_T = TypeVar("_T")
 
 
 class Writer:
@@ -61,16 +69,24 @@ class Writer:
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
-        self._writes: list[Future[None]] = []
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._turns = asyncio.Semaphore(_IN_FLIGHT)  # who waits for his turn writes nothing after an error
+        self._closing = asyncio.Lock()
         self._ended: Future[None] | None = None
         self._is_open = True
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
+        # An interrupt may keep the one who opens it from closing it.
+        self._dropped = weakref.finalize(self, _end, self._loop)
+        self._thread.start()
         try:
-            self._file = self.path.open("xb", buffering=0)
-        except OSError as error:
-            raise disk_error("the opening", self.path, error) from None
-        with contextlib.suppress(OSError):  # a file system that has none
-            set_direct(self._file.fileno(), True)
-        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint")
+            self._file = self._run(_open(self.path))
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, OSError):
+                raise disk_error("the opening", self.path, error) from None
+            raise
 
     def write(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
         """Save elements from `begin` on of a flat parameter's plane. Waits while all buffers are being written.
@@ -101,7 +117,7 @@ class Writer:
         if self._ended is None:
             if self._chunk is not None:
                 self._send()
-            self._ended = self._pool.submit(self._close)
+            self._ended = asyncio.run_coroutine_threadsafe(self._close(syncs=True), self._loop)
 
     @property
     def has_ended(self) -> bool:
@@ -134,8 +150,8 @@ class Writer:
         """Remove the file, and write nothing more; nothing to do after `finish`."""
         if self._is_open:
             self._error = self._error or CancelledError()
+            self._run(self._close(syncs=False))
             self._stop()
-            self._file.close()
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
@@ -159,40 +175,67 @@ class Writer:
         """Have the chunk at hand written."""
         assert self._chunk is not None
         index = (self.num_bytes - 1) // self._chunk_bytes
-        num_bytes = self.num_bytes - index * self._chunk_bytes
-        self._writes.append(self._pool.submit(self._put, index, self._chunk, num_bytes))
+        writing = self._put(index, self._chunk, self.num_bytes - index * self._chunk_bytes)
         self._chunk = None
+        asyncio.run_coroutine_threadsafe(writing, self._loop)
 
-    def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
-        """Write a chunk, unless something has failed, and give its buffer back; in a thread of the pool."""
-        if self._error is None:
-            offset = index * self._chunk_bytes
-            try:
-                self._checksums[index] = _write(self._file.fileno(), offset, chunk[:num_bytes])
-            except OSError as error:
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
+        """Write a chunk and give its buffer back; in the loop's thread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._writes.add(task)
+        async with self._turns:
+            if self._error is None:
+                offset = index * self._chunk_bytes
                 what = f"the write of {num_bytes} bytes at offset {offset}"
-                self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
-            except Exception as error:  # whoever waits for a buffer must get it
-                self._error = self._error or error
+                try:
+                    self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
+                except OSError as error:
+                    self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
+                except Exception as error:  # whoever waits for a buffer must get it
+                    self._error = self._error or error
         self._free.put(chunk)
 
-    def _close(self) -> None:
-        """Close the file after all writes; in a thread of the pool, which has begun with all of them by then."""
-        wait(self._writes)
-        try:
-            if self._error is None:
-                os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            self._error = self._error or disk_error("the flush (fsync)", self.path, error)
+    async def _close(self, syncs: bool) -> None:
+        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing; whoever was
+        interrupted while he waited for it may come again before it has begun.
+        """
+        async with self._closing:
+            await asyncio.gather(*self._writes)
+            if self._file.closed:
+                return
+            try:
+                if syncs and self._error is None:
+                    await _sync(self._file.fileno())
+                await self._file.close()
+            except OSError as error:
+                self._error = self._error or disk_error("the flush (fsync)", self.path, error)
 
     def _stop(self) -> None:
-        """End the threads; what waits for its turn is not written where something has failed."""
-        self._pool.shutdown()
         self._is_open = False
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too
 
 
-def _write(fd: int, offset: int, data: np.ndarray) -> str:
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # an interrupt came after it was closed
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _open(path: Path) -> Any:
+    file = await aiofiles.open(path, "xb", buffering=0)
+    with contextlib.suppress(OSError):  # a file system that has none
+        set_direct(file.fileno(), True)
+    return file
+
+
+def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     """Write a chunk; return its checksum."""
     left, at = data.data, offset
     while left:
@@ -202,3 +245,7 @@ def _write(fd: int, offset: int, data: np.ndarray) -> str:
         count = os.pwrite(fd, left, at)  # Python calls again after a signal
         left, at = left[count:], at + count
     return checksum(data)
+
+
+_write = aiofiles.os.wrap(_write_now)
+_sync = aiofiles.os.wrap(os.fsync)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -250,12 +251,13 @@ class TestBounds:
         assert asked == [True, False] * 2
 
     def test_a_writer_waits_for_the_disk(self, tmp_path, monkeypatch):
-        gate, write, entered = threading.Event(), writing._write, threading.Semaphore(0)
+        gate, write_now, entered = threading.Event(), writing._write_now, threading.Semaphore(0)
 
-        def slow(fd: int, offset: int, data: Any) -> str:
+        async def slow(fd: int, offset: int, data: Any) -> str:
             entered.release()
-            assert gate.wait(PATIENCE_S)
-            return write(fd, offset, data)
+            while not gate.is_set():
+                await writing.asyncio.sleep(0.001)
+            return write_now(fd, offset, data)
 
         monkeypatch.setattr(writing, "_write", slow)
         writer: list[Writer] = []
@@ -393,15 +395,12 @@ def test_the_threads_end(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
 
 
-def test_an_interrupt_of_the_wait_for_the_end_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
+def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
+    """Before the first time has begun: an interrupt ends the wait for it, and leaving the block closes the file."""
+    gate = threading.Event()
     with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
-        writer.write("scale", "weights", 0, torch.zeros(1))
-        writer.end()
-        monkeypatch.setattr(writer._ended, "result", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            writer.finish()
-    assert writer._file.closed
-    assert not list(tmp_path.iterdir())
+        writer._loop.call_soon_threadsafe(gate.wait)
+        ends = [asyncio.run_coroutine_threadsafe(writer._close(syncs), writer._loop) for syncs in (True, False)]
+        gate.set()
+        for end in ends:
+            end.result(timeout=PATIENCE_S)

@@ -77,7 +77,7 @@ def refused(path: str) -> tuple[str, str]:
 def refused_later(path: str) -> tuple[str, str]:
     """Save while training goes on, where one rank's disk fails meanwhile; return the error of the end of the save."""
 
-    def full(*_: Any) -> str:
+    async def full(*_: Any) -> str:
         raise OSError(28, "no space left")
 
     write, batch = writing._write, CASES["plain"].batch
