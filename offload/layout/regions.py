@@ -132,7 +132,15 @@ class Region:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted. (Where there are weights from before, those are read, and the others written.)
         """
-        return 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
+        found = self._update_bytes.get(numel)
+        if found is None:
+            found = 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
+            self._update_bytes[numel] = found
+        return found
+
+    @cached_property
+    def _update_bytes(self) -> dict[int, int]:
+        return {}  # by the elements of a tile; asked in every step
 
 
 def align(size: int, multiple: int) -> int:

@@ -77,7 +77,7 @@ def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPat
 )
 def test_which_versions_are_tested(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "TESTED", {"torch": ("2.11", "2.13")})
-    monkeypatch.setattr(environment, "_version", {"torch": version}.get)
+    monkeypatch.setattr(environment, "version_of", {"torch": version}.get)
     assert (environment.untested() is None) == is_tested
 
 
