@@ -96,12 +96,8 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
     before, hook = _traces(folder), sys.unraisablehook
 
     def note(event: Any) -> None:
-        """An interrupt must not be lost, unless it came, while no engine worked, within a call of Python's own where a
-        reference ends; what a half-made object of somebody else's says of itself is not ours.
-        """
-        module = str(getattr(event.object, "__module__", ""))
-        is_lost = issubclass(event.exc_type, KeyboardInterrupt) and module not in ("weakref", "_weakrefset")
-        if is_lost or "offload" in module:
+        """An interrupt must not be lost; what a half-made object of somebody else's says of itself is not ours."""
+        if issubclass(event.exc_type, KeyboardInterrupt) or "offload" in str(getattr(event.object, "__module__", "")):
             swallowed.append(f"{event.exc_type.__name__}: {event.exc_value} in {event.object!r}")
 
     sys.unraisablehook = note
