@@ -15,10 +15,12 @@ from torch._dynamo.backends.common import aot_autograd
 from offload import Engine, MeZO, Placement
 from offload.engine.units import forwards
 from offload.engine.units.forwards import compile_modules
-from tests.engine.compare import train_both
+from offload.errors import DoesNotFitError
+from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.reference import Reference
 from tests.matrix import matrix
 
 pytestmark = cpu_only("compiles for the CPU")
@@ -206,3 +208,22 @@ def test_forwards_without_a_backward_are_compiled_too() -> None:
     for seed in range(3):
         engine.step(tokens(seed))
     assert engine.compiled_graphs == 1
+
+
+def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit must not run as it is from then on, without a word."""
+    full, distance = [True], forwards._distance
+
+    def measured(*tensors: Any) -> float:
+        if full.pop() if full else False:
+            raise torch.OutOfMemoryError("no room")
+        return distance(*tensors)
+
+    monkeypatch.setattr(forwards, "_distance", measured)
+    model = build(llama)
+    reference = Reference(model, group=partial(compile_layers, llama))
+    engine = Engine(model, compile="auto", recompute="always")
+    with pytest.raises(DoesNotFitError, match="no room"):
+        engine.step(tokens(0))
+    assert engine.step(tokens(0)).loss.item() == reference.step(tokens(0))[0].item()
+    assert_weights(engine, reference)

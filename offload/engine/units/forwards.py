@@ -24,7 +24,7 @@ _MOST_KINDS = 8
 """Of one class of modules: kinds of uses, which differ in the shapes of the inputs above all, that are compiled."""
 _MOST_GRAPHS = 8
 """Of one kind of use: units may differ in numbers that their code reads, and each number is a graph."""
-_MOST_WORDS = 200
+_MOST_LETTERS = 200
 """Letters of what torch says of a failure."""
 _APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
 """How far a compiled use may be from the module's own, by whether it computes in 16 bits: as a share of the norm of
@@ -123,7 +123,6 @@ class CompiledForwards(OwnForwards):
         use = _Use(runner, arguments, tensors, others, needs)
         key = unit.number, _kind(unit, use)
         if key not in self._chosen:
-            self._chosen[key] = None
             self._chosen[key] = self._choose(unit, use, key[1])
         return self._chosen[key] or unit.forward
 
@@ -148,13 +147,15 @@ class CompiledForwards(OwnForwards):
         if not refusal and kind not in functions and len(functions) == _MOST_KINDS:
             refusal = f"{_MOST_KINDS} kinds of inputs were compiled, and here is another (give all batches one length)"
         if not refusal:
-            function = partial(self._counted, functions.setdefault(kind, _compiled(owner)), unit.module)
+            if kind not in functions:
+                functions[kind] = _compiled(owner)
+            function = partial(self._counted, functions[kind], unit.module)
             try:
                 refusal = self._difference(unit, use, function)
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_WORDS]}"
+                refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
         if not refusal:
             return function
         self._refused.add(owner)
@@ -201,8 +202,10 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Let modules of a resident model run as an engine compiles units: one function for each class."""
     made: dict[type, Forward] = {}
     for module in modules:
-        function = made.setdefault(type(module), _compiled(type(module)))
-        module.forward = partial(function, module)
+        owner = type(module)
+        if owner not in made:
+            made[owner] = _compiled(owner)
+        module.forward = partial(made[owner], module)
 
 
 def _kind(unit: Unit, use: _Use) -> Hashable:
