@@ -131,14 +131,14 @@ def _given_up(work: Work) -> CancelledError:
     return CancelledError(f"{work.name} was given up with its step")
 
 
-_serving: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+_serving: set[weakref.ref[ThreadLane]] = set()
 _END_S = 10.0
 
 
 @atexit.register
 def _end_all() -> None:
     """End all threads before Python does: one that comes back from C++ afterwards would abort the process."""
-    lanes = list(_serving)
+    lanes = [lane for lane in [serving() for serving in list(_serving)] if lane is not None]
     for lane in lanes:
         lane.abandon()
     for lane in lanes:
@@ -186,7 +186,7 @@ class ThreadLane(Lane):
             ticket.position = self.position
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
-                _serving.add(self)
+                _serving.add(weakref.ref(self, _serving.discard))
                 self._thread.start()
             waits = Countdown((*reads, *fills), self._wake)
             self._queue.append(Work(work, reads, fills, name, num_bytes, ticket, waits, time.perf_counter()))

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from weakref import WeakSet
+from weakref import ref
 
 from offload.accelerators import Accelerator
 from offload.errors import format_bytes
@@ -25,15 +25,15 @@ class Pinning:
     def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
         """`largest_bytes`: of one registration, where it need not be larger."""
         self.largest_bytes, self._driver, self._has_warned = largest_bytes, driver, False
-        self._mappings: WeakSet[HostMapping] = WeakSet()
+        self._mappings: set[ref[HostMapping]] = set()
 
     def holds(self, mapping: HostMapping) -> None:
         """Note a mapping of which something is going to be registered."""
-        self._mappings.add(mapping)
+        self._mappings.add(ref(mapping, self._mappings.discard))
 
     def close(self) -> None:
         """Take back what is registered, also where somebody still holds the memory."""
-        for mapping in list(self._mappings):
+        for mapping in filter(None, [known() for known in list(self._mappings)]):
             mapping.unpin()
 
     def register(self, address: int, num_bytes: int) -> bool:

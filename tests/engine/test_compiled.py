@@ -11,6 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 from offload import Engine, MeZO, Placement
 from offload.engine.units import forwards
@@ -180,6 +181,26 @@ class Counts(Block):
 def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="compile is auto, and Breaks"):
         train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
+
+
+class Checkpoints(Block):
+    """Runs a part of itself again in its backward, which reads its weights then."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_block_that_checkpoints_itself_is_compiled(recompute: str) -> None:
+    engine, _ = train_both(
+        build(partial(Stack, Checkpoints)),
+        [words(seed) for seed in range(2)],
+        group=lambda model: compile_modules(model.blocks),
+        loss_fn=cross_entropy,
+        compile="auto",
+        recompute=recompute,
+    )
+    assert engine.compiled_classes
 
 
 def test_what_a_block_counts_is_counted_once_a_forward() -> None:

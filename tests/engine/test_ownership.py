@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -135,6 +138,29 @@ def test_a_part_that_outlived_its_model_is_named() -> None:
     assert engine() is None, "a part of the model kept the engine"
     with pytest.raises(ConfigError, match=HELD):
         Engine(part)
+
+
+def test_no_code_of_python_runs_where_a_model_goes(tmp_path: Path) -> None:
+    """A Ctrl-C that came in a callback of a weak reference would be lost, and every run ends with some."""
+    engine = Engine(build(Stack), placement=Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path)))
+    step(engine)
+    engine.close()
+    called = []
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name in ("remove", "_remove"):
+            container = frame.f_locals["selfref"]()
+            if container is not threading._dangling:  # type: ignore[attr-defined]  # Python's own, of threads that ran
+                called.append(container)
+
+    gc.collect()
+    sys.setprofile(note)
+    try:
+        del engine
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert not called, "a callback of one of weakref's containers"
 
 
 def test_settings_may_be_shared(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Pl
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
 from offload.engine.methods.result import ZerothOrderRecord
+from offload.engine.units import forwards as compiled
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -38,6 +39,10 @@ from tests.fuzz.cases import Case, Op
 from tests.fuzz.faults import Faults, Told
 from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
 
+_BACKEND = "aot_eager"
+"""Traces and differentiates as any backend's blocks are, and runs operation by operation: with the bits of what is not
+compiled, and without the seconds that generating code takes.
+"""
 RULES = {
     "smooth": AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=(("up|q_proj", {"lr_scale": 0.5}),)),
     "groups": AdamW(
@@ -328,7 +333,7 @@ def open_engine(
     if "nvme" in places.values() or "host_extra" in layout:
         (folder / "nvme").mkdir(parents=True, exist_ok=True)
         places["nvme_dir"] = str(folder / "nvme")
-    keys = ("debug", "recompute", "prefetch", "throttle", "update", "zero_stage")
+    keys = ("debug", "recompute", "prefetch", "compile", "throttle", "update", "zero_stage")
     more = {key: layout[key] for key in keys if key in layout}
     given = dict(settings)
     if isinstance(given.get("optimizer"), str):
@@ -361,7 +366,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="offload-fuzz-") as name:
         folder = Path(comm.gather_objects(name, "folder of a case")[0])
         try:
-            with leaving_nothing(folder / "nvme"):
+            with leaving_nothing(folder / "nvme"), mock.patch.object(compiled, "BACKEND", _BACKEND):
                 _run(case, comm, folder, outcome)
                 comm.barrier("end of the engines")  # all ranks use one folder
         except Refused as refused:

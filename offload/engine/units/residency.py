@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.machine.environment import memory
 
+_T = TypeVar("_T")
 _ANEW = (
     "Change the model before Engine(); of this one, engine.close(restore=True) first gives back what was trained, and "
     "engine.save_checkpoint(folder) saves it as it is."
@@ -50,13 +51,15 @@ _REFUSALS = {
     "engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), or the masters "
     "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
 }
-_HOLDS: weakref.WeakSet[ModelOwnership] = weakref.WeakSet()
-"""Of the models that live, those whose weights are not in them."""
+_HOLDS: set[weakref.ref[ModelOwnership]] = set()
+"""Of the models that live, those whose weights are not in them. What is weak here is removed by a call into C, or not at
+all: a callback in Python, as those of `weakref`'s own containers, loses a Ctrl-C that comes while it runs.
+"""
 
 
 def refuse_held(model: nn.Module) -> None:
     """Raise ConfigError where weights of `model` are in an engine, or went with one."""
-    for hold in list(_HOLDS):
+    for hold in _living(_HOLDS):
         what = hold.overlap(model)
         if what is not None:
             raise ConfigError(f"{what} {hold.state}")
@@ -64,7 +67,11 @@ def refuse_held(model: nn.Module) -> None:
 
 def engine_of(model: nn.Module) -> Any:
     """Return the engine that has weights of `model` and was told to `stay`, or None."""
-    return next((hold.engine for hold in list(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
+    return next((hold.engine for hold in _living(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
+
+
+def _living(known: Iterable[weakref.ref[_T]]) -> list[_T]:
+    return [each for each in [reference() for reference in list(known)] if each is not None]
 
 
 def refuse_copy(what: str) -> NoReturn:
@@ -136,13 +143,15 @@ class ModelOwnership:
         self.resting = [stand_in(info, DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
-        self._names = weakref.WeakKeyDictionary(
-            {module: name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
-        )
-        self._places: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterInfo]] = weakref.WeakKeyDictionary()
+        self._names = {
+            weakref.ref(module): name
+            for name, module in model.named_modules()
+            if next(module.parameters(), None) is not None
+        }
+        self._places: dict[weakref.ref[nn.Module], dict[str, ParameterInfo]] = {}
         for unit in units:
             for place in unit.places:
-                self._places.setdefault(place.module, {})[place.key] = infos[place.parameter]
+                self._places.setdefault(weakref.ref(place.module), {})[place.key] = infos[place.parameter]
         self._given: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self.state, self._is_watched = _HELD, False
         self._handles: list[Any] = []
@@ -157,11 +166,11 @@ class ModelOwnership:
 
     def guard(self) -> None:
         """The weights are taken: from here on every module says so to whoever saves, loads or copies it."""
-        for module in self._names:
+        for module in _living(self._names):
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
-        _HOLDS.add(self)
+        _HOLDS.add(weakref.ref(self, _HOLDS.discard))
 
     def overlap(self, model: nn.Module) -> str | None:
         """Return what of a model the engine has or had modules or parameters of, or None."""
@@ -170,7 +179,7 @@ class ModelOwnership:
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
-            if shared or module in self._names:
+            if shared or weakref.ref(module) in self._names:
                 return f"{name or 'the model'} ({type(module).__name__})"
         return None
 
@@ -220,7 +229,7 @@ class ModelOwnership:
         """The model has its weights back, and is anybody's."""
         for handle in self._handles:
             handle.remove()
-        _HOLDS.discard(self)
+        _HOLDS.discard(weakref.ref(self))
         self.state, self.engine = _RETURNED, None
         self._reading = lambda: None
 
@@ -230,7 +239,7 @@ class ModelOwnership:
             self.guard()
         self._units, self.state, self.engine = [], _FAILED if failed else _SPENT, None
         self._reading = lambda: None
-        for module in self._names:
+        for module in _living(self._names):
             module.register_forward_pre_hook(self._on_forward)
 
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
@@ -239,19 +248,19 @@ class ModelOwnership:
         if keep_vars:  # what hangs there, itself
             return
         self._check_module(module)
-        infos = {info.index: info for each in module.modules() for info in self._places.get(each, {}).values()}
+        infos = {info.index: info for each in module.modules() for info in self._places.get(weakref.ref(each), {}).values()}
         num_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in infos.values())
         free = memory().get("available_bytes", num_bytes)
         if num_bytes > free:
             raise DoesNotFitError(
-                f"state_dict() of {self._names.get(module) or 'the model'} holds {format_bytes(num_bytes)} of weights, "
+                f"state_dict() of {self._names.get(weakref.ref(module)) or 'the model'} holds {format_bytes(num_bytes)} of weights, "
                 f"and {format_bytes(free)} of the host's memory are free. engine.export(folder) writes them as a "
                 "Hugging Face folder, a piece at a time, and engine.named_parameters() gives one after the other."
             )
 
     def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
         """Put true values where a module has put what stands for them: one and the same tensor under tied names."""
-        for key, info in self._places.get(module, {}).items():
+        for key, info in self._places.get(weakref.ref(module), {}).items():
             name, hangs = f"{prefix}{key}", module._parameters.get(key)
             found = saved.get(name)
             if found is None or found is hangs:
@@ -267,13 +276,14 @@ class ModelOwnership:
         """Raise ConfigError where a parameter of the engine's, or a module with some, was replaced: what hangs there
         now is not what is trained.
         """
-        for key, info in self._places.get(module, {}).items():
+        known = weakref.ref(module)
+        for key, info in self._places.get(known, {}).items():
             if not self._is_own(info, hangs := module._parameters.get(key)):
-                name = f"{self._names[module]}.{key}".lstrip(".")
+                name = f"{self._names[known]}.{key}".lstrip(".")
                 refuse_change(name, "was removed" if hangs is None else "was replaced")
-        for key, child in module._modules.items() if module in self._names else ():
-            if child is not None and child not in self._names and next(child.parameters(), None) is not None:
-                refuse_change(f"{self._names[module]}.{key}".lstrip("."), f"became another {type(child).__name__}")
+        for key, child in module._modules.items() if known in self._names else ():
+            if child is not None and weakref.ref(child) not in self._names and next(child.parameters(), None) is not None:
+                refuse_change(f"{self._names[known]}.{key}".lstrip("."), f"became another {type(child).__name__}")
 
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
         """True where a parameter is the engine's, and nobody's that has replaced it."""
@@ -286,7 +296,7 @@ class ModelOwnership:
         refuse_copy("load_state_dict()")
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
-        raise ConfigError(f"{self._names.get(module) or 'the model'} ({type(module).__name__}) {self.state}")
+        raise ConfigError(f"{self._names.get(weakref.ref(module)) or 'the model'} ({type(module).__name__}) {self.state}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
         refuse_copy("pickle (torch.save) or copy.deepcopy")
