@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -51,9 +51,9 @@ _REFUSALS = {
     "engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), or the masters "
     "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
 }
-_HOLDS: set[weakref.ref[ModelOwnership]] = set()
-"""Of the models that live, those whose weights are not in them. What is weak here is removed by a call into C, or not at
-all: a callback in Python, as those of `weakref`'s own containers, loses a Ctrl-C that comes while it runs.
+_HOLDS: set[ref[ModelOwnership]] = set()
+"""Of the models that live, those whose weights are not in them. A weak reference is removed by a call into C, or not at
+all: a callback in Python, as in `weakref`'s own containers, loses a Ctrl-C that comes while it runs.
 """
 
 
@@ -70,7 +70,7 @@ def engine_of(model: nn.Module) -> Any:
     return next((hold.engine for hold in _living(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
 
 
-def _living(known: Iterable[weakref.ref[_T]]) -> list[_T]:
+def _living(known: Iterable[ref[_T]]) -> list[_T]:
     return [each for each in [reference() for reference in list(known)] if each is not None]
 
 
@@ -141,24 +141,22 @@ class ModelOwnership:
         self._reading: Callable[[], Answers | None] = lambda: None
         self.engine: Any = None
         self.resting = [stand_in(info, DTYPES[info.compute], device, self) for info in infos]
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = [ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
         self._names = {
-            weakref.ref(module): name
-            for name, module in model.named_modules()
-            if next(module.parameters(), None) is not None
+            ref(module): name for name, module in model.named_modules() if next(module.parameters(), None) is not None
         }
-        self._places: dict[weakref.ref[nn.Module], dict[str, ParameterInfo]] = {}
+        self._places: dict[ref[nn.Module], dict[str, ParameterInfo]] = {}
         for unit in units:
             for place in unit.places:
-                self._places.setdefault(weakref.ref(place.module), {})[place.key] = infos[place.parameter]
-        self._given: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+                self._places.setdefault(ref(place.module), {})[place.key] = infos[place.parameter]
+        self._given: dict[int, tuple[str, ref[torch.Tensor]]] = {}
         self.state, self._is_watched = _HELD, False
         self._handles: list[Any] = []
 
     def ask(self, reading: Answers) -> None:
         """There is an engine: ask this of it, as long as it lives."""
-        self._reading = weakref.ref(reading)
+        self._reading = ref(reading)
 
     def keep(self, engine: Any) -> None:
         """Let an engine live as long as the model."""
@@ -170,7 +168,7 @@ class ModelOwnership:
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
-        _HOLDS.add(weakref.ref(self, _HOLDS.discard))
+        _HOLDS.add(ref(self, _HOLDS.discard))
 
     def overlap(self, model: nn.Module) -> str | None:
         """Return what of a model the engine has or had modules or parameters of, or None."""
@@ -179,7 +177,7 @@ class ModelOwnership:
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
-            if shared or weakref.ref(module) in self._names:
+            if shared or ref(module) in self._names:
                 return f"{name or 'the model'} ({type(module).__name__})"
         return None
 
@@ -229,7 +227,7 @@ class ModelOwnership:
         """The model has its weights back, and is anybody's."""
         for handle in self._handles:
             handle.remove()
-        _HOLDS.discard(weakref.ref(self))
+        _HOLDS.discard(ref(self))
         self.state, self.engine = _RETURNED, None
         self._reading = lambda: None
 
@@ -248,19 +246,19 @@ class ModelOwnership:
         if keep_vars:  # what hangs there, itself
             return
         self._check_module(module)
-        infos = {info.index: info for each in module.modules() for info in self._places.get(weakref.ref(each), {}).values()}
+        infos = {info.index: info for each in module.modules() for info in self._places.get(ref(each), {}).values()}
         num_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in infos.values())
         free = memory().get("available_bytes", num_bytes)
         if num_bytes > free:
             raise DoesNotFitError(
-                f"state_dict() of {self._names.get(weakref.ref(module)) or 'the model'} holds {format_bytes(num_bytes)} of weights, "
-                f"and {format_bytes(free)} of the host's memory are free. engine.export(folder) writes them as a "
+                f"state_dict() of {self._name_of(module)} holds {format_bytes(num_bytes)} of weights, and "
+                f"{format_bytes(free)} of the host's memory are free. engine.export(folder) writes them as a "
                 "Hugging Face folder, a piece at a time, and engine.named_parameters() gives one after the other."
             )
 
     def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
         """Put true values where a module has put what stands for them: one and the same tensor under tied names."""
-        for key, info in self._places.get(weakref.ref(module), {}).items():
+        for key, info in self._places.get(ref(module), {}).items():
             name, hangs = f"{prefix}{key}", module._parameters.get(key)
             found = saved.get(name)
             if found is None or found is hangs:
@@ -269,20 +267,20 @@ class ModelOwnership:
             value = given()
             if value is None or saved.get(first) is not value:
                 value = self.values_of(info)
-                self._given[info.index] = name, weakref.ref(value)
+                self._given[info.index] = name, ref(value)
             saved[name] = value
 
     def _check_module(self, module: nn.Module) -> None:
         """Raise ConfigError where a parameter of the engine's, or a module with some, was replaced: what hangs there
         now is not what is trained.
         """
-        known = weakref.ref(module)
+        known = ref(module)
         for key, info in self._places.get(known, {}).items():
             if not self._is_own(info, hangs := module._parameters.get(key)):
                 name = f"{self._names[known]}.{key}".lstrip(".")
                 refuse_change(name, "was removed" if hangs is None else "was replaced")
         for key, child in module._modules.items() if known in self._names else ():
-            if child is not None and weakref.ref(child) not in self._names and next(child.parameters(), None) is not None:
+            if child is not None and ref(child) not in self._names and next(child.parameters(), None) is not None:
                 refuse_change(f"{self._names[known]}.{key}".lstrip("."), f"became another {type(child).__name__}")
 
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
@@ -292,11 +290,14 @@ class ModelOwnership:
         units = filter(None, (known() for known in self._units))
         return any(unit.has(parameter, DTYPES[info.compute]) for unit in units)
 
+    def _name_of(self, module: nn.Module) -> str:
+        return self._names.get(ref(module)) or "the model"
+
     def _on_load(self, *_: Any) -> None:
         refuse_copy("load_state_dict()")
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
-        raise ConfigError(f"{self._names.get(weakref.ref(module)) or 'the model'} ({type(module).__name__}) {self.state}")
+        raise ConfigError(f"{self._name_of(module)} ({type(module).__name__}) {self.state}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
         refuse_copy("pickle (torch.save) or copy.deepcopy")

@@ -175,16 +175,13 @@ class UnitRunner:
 
     @contextmanager
     def undone(self, unit: Unit) -> Iterator[None]:
-        """Within, a unit is tried out: its weights hang in its modules, also for a backward that runs a part of them
-        again, and generators and its modules are put back in the end.
-        """
+        """Within, a unit is tried out, its weights in its modules; these and generators are put back in the end."""
         before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
-        hung = unit.hang()
+        unit.hang()  # also for a backward that runs a part of the unit again
         try:
             yield
         finally:
-            if hung:
-                unit.install(unit.resting)
+            unit.install(unit.resting)
             before.put_back()
 
     def finish(self, claim: Claim) -> None:
