@@ -20,7 +20,7 @@ from offload.errors import DoesNotFitError
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import Block, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 from tests.matrix import matrix
 
@@ -229,6 +229,23 @@ def test_forwards_without_a_backward_are_compiled_too() -> None:
     for seed in range(3):
         engine.step(tokens(seed))
     assert engine.compiled_graphs == 1
+
+
+def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
+    """A trial within a pass leaves the weights of that pass where they hang."""
+    losses = []
+    for compiles in ("never", "auto"):
+        engine = Engine(build(llama), MeZO(lr=1e-3, eps=0.1), compile=compiles)
+        losses.append([engine.step(tokens(seed)).loss for seed in range(2)])
+        assert bool(engine.compiled_classes) == (compiles == "auto")
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:compile is auto, and ScalesItsInput")
+def test_a_trial_leaves_inputs_alone() -> None:
+    engines = [Engine(build(partial(Stack, ScalesItsInput)), compile=compiles) for compiles in ("never", "auto")]
+    plain, tried = (engine.evaluate(words(0), loss_fn=cross_entropy) for engine in engines)
+    assert torch.equal(plain, tried)
 
 
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

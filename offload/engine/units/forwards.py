@@ -220,9 +220,8 @@ def _kind(unit: Unit, use: _Use) -> Hashable:
 def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the results of a use, and the gradients of half the sum of their squares."""
     with use.runner.undone(unit), torch.set_grad_enabled(has_graph):
-        leaves = use.tensors
-        if has_graph and use.needs is not None:
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(leaves, use.needs, strict=True)]
+        needs = use.needs if has_graph and use.needs is not None else [False] * len(use.tensors)
+        leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
         results = [
             t for t in use.runner.run(unit, use.arguments, leaves, use.others, forward).tensors if t.is_floating_point()
         ]
@@ -232,6 +231,8 @@ def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[lis
         if inputs:
             gradients = torch.autograd.grad(roots, inputs, [t.detach() for t in roots], allow_unused=True)
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
+        if any(leaf._version for leaf in leaves):
+            raise RuntimeError("it changes its inputs in place")
         return [t.detach().clone() for t in results], filled
 
 

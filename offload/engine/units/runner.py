@@ -177,11 +177,10 @@ class UnitRunner:
     def undone(self, unit: Unit) -> Iterator[None]:
         """Within, a unit is tried out, its weights in its modules; these and generators are put back in the end."""
         before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
-        unit.hang()  # also for a backward that runs a part of the unit again
         try:
-            yield
+            with unit.up():  # also for a backward that runs a part of the unit again
+                yield
         finally:
-            unit.install(unit.resting)
             before.put_back()
 
     def finish(self, claim: Claim) -> None:

@@ -216,6 +216,16 @@ class Unit:
             self.install(self.live())
         return num_resting > 0
 
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        """Within, the weights hang in the module, or what hung there before in their place."""
+        hung = self.hang()
+        try:
+            yield
+        finally:
+            if hung:
+                self.install(self.resting)
+
     @property
     def forward(self) -> Callable[..., Any]:
         """The module's original forward."""
