@@ -93,6 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="ranks have a GPU each, and there is one"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is collected stays, and to look through it again and again took each worker a quarter of this time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What is here before the first test stays: a garbage collection looks through what a test made, and takes
     milliseconds."""

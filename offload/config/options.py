@@ -152,5 +152,6 @@ def _command_line(own: _Own) -> type:
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__
-        options.append((name, mirror, dataclasses.field(default_factory=mirror)))
+        told = tyro.conf.arg(help=section.__doc__)  # else tyro reads this file's source for a comment on it
+        options.append((name, Annotated[mirror, told], dataclasses.field(default_factory=mirror)))
     return dataclasses.make_dataclass("CommandLine", options)

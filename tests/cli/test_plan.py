@@ -115,25 +115,27 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fix"),
+    ("model", "settings", "fix"),
     [
         pytest.param(
+            "8b",
             ("--data.sequence_length", "4096", "--train.batch_size", "16"),
             "--train.micro_batch_size 1 --offload.nvme_dir FOLDER",
             marks=pytest.mark.slow,
         ),
         (
-            ("--offload.parameters", "cpu", "--offload.optimizer", "cpu"),
+            "1b",
+            ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.host_memory", "8GiB"),
             "--offload.optimizer nvme --offload.nvme_dir FOLDER",
         ),
     ],
     ids=["open", "placed"],
 )
 def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(
-    capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], fix: str
+    capsys: pytest.CaptureFixture[str], model: str, settings: tuple[str, ...], fix: str
 ) -> None:
     """The smallest: where tiers are open, a folder is enough, and what goes there is for the search to say."""
-    words = ("--model.preset", "8b", "--hardware", "rtx-4090", *settings)
+    words = ("--model.preset", model, "--hardware", "rtx-4090", *settings)
     code, found = told(capsys, *words)
     assert (code, found["fits"]) == (3, False)
     assert found["shortfalls"]["cpu"] > 0
@@ -230,8 +232,8 @@ def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture
         assert taken["tiers"].keys() == given["tiers"].keys()
         assert taken["step_seconds"] == pytest.approx(given["step_seconds"])
         assert taken["placement"] is None, "there is nothing faster left"
-        main([*words])
-        assert f"placement, by search: {given['placement']}, " in capsys.readouterr().out
+    main([*tight])
+    assert f"placement, by search: {given['placement']}, " in capsys.readouterr().out
 
 
 def test_where_all_fits_the_device_nothing_is_searched_as_in_train(capsys: pytest.CaptureFixture[str]) -> None:

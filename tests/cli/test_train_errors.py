@@ -81,7 +81,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.lr", "1"], ["train.lr", "did you mean optimizer.lr?"]),
         (["--train.max_grad_norm", "inf"], ["train.max_grad_norm", "'inf'", "finite"]),
         (["--optimizer.groups", "{bias: {lr_scale: .inf}}"], ["optimizer.groups", "finite"]),
-        (["--offload.throttle", "[" * 3000], ["offload.throttle", "nested too deeply"]),
+        (["--offload.throttle", "[" * 1500], ["offload.throttle", "nested too deeply"]),
         (["--offload.throttle", "!!timestamp x"], ["offload.throttle", "not YAML that can be read"]),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("train: {steps: 5", ["YAML"]),
         ("train: [1]", ["train is [1]", "section"]),
         ("bogus:", ["bogus"]),
-        ("[" * 3000, ["nested too deeply"]),
+        ("[" * 1500, ["nested too deeply"]),
         ("train: {steps: &a [*a]}", ["train.steps", "integer"]),
         ("!!int x", ["not YAML that can be read"]),
         ("train: {steps: 2}\n\ntrain: {batch_size: 4}", ["train stands twice", "line 1", "line 3"]),
@@ -180,10 +180,9 @@ def test_every_familiar_name_leads_to_a_key() -> None:
 
 
 def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, folder: Path) -> None:
+    """Here of a file; tests/cli/test_start.py has one of the command line."""
     (folder / "wrong.yaml").write_text("train: {stpes: 5}")
     assert "did you mean train.steps?" in paragraph(train("--config", "wrong.yaml"), 2)
-    assert "did you mean train.steps?" in paragraph(train("--train.stpes", "5"), 2)
-    assert "'many'" in paragraph(train("--train.steps", "many"), 2)
 
 
 @pytest.mark.parametrize(

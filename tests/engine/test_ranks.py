@@ -6,7 +6,7 @@ What each group is to catch, by a break that was, or is to be, tried, is in its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -268,7 +268,7 @@ def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
     """
     rows = ROWS["even"][:size]
     common = {"case": "experts", "rows": rows, **MODES["deferred"]}
-    runs = [{**common, "num_steps": n, "zero_stage": stage} for stage in STAGES for n in (1, 2, 4)]
+    runs = [{**common, "num_steps": n, "zero_stage": stage} for stage in (0, 3) for n in (1, 2, 4)]
     found = train(size, *runs)
     start = {name: value.detach() for name, value in build(CASES["experts"].make).named_parameters()}
     names = [f"blocks.0.experts.{number}.weight" for number in range(3)]
@@ -427,9 +427,13 @@ def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tm
     """Break: divide by the number of ranks; return this rank's mean of losses; reduce at every backward what is to be
     rounded once."""
     wanted = plain_own_loop(case, size, 3)
-    placements: Sequence[Mapping[str, Any]] = ({}, PLACEMENTS["all on nvme"], {}, PLACEMENTS["activations on the cpu"])
+    places: Mapping[int, Mapping[str, Any]] = {
+        0: {},
+        1: PLACEMENTS["all on nvme"],
+        3: PLACEMENTS["activations on the cpu"],
+    }
     first: Found | None = None
-    for stage, placement in zip(STAGES, placements, strict=True):
+    for stage, placement in places.items():
         settings = {"zero_stage": stage, "placement": placement, "folder": str(tmp_path), "delays": stage}
         found = run(size, own_loop, case=case, num_steps=3, **settings)
         first = first or found[0]

@@ -368,7 +368,9 @@ def test_throttled_work_takes_its_latency_and_its_bytes(open_threads):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
-    """Neither the random delays nor a thread that wakes up late make a link slower."""
+    """Neither the random delays nor a thread that wakes up late make a link slower. A piece whose thread came only when
+    its time was over ends then; that this happens to each of forty is beyond what a busy machine does.
+    """
     lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6, latency_s=0.005)}, seed)
     gate = Gate()
     lanes.h2d.submit(gate)
@@ -377,8 +379,8 @@ def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
     within(lanes.h2d.drain)
     for before, after in itertools.pairwise(tickets):
         assert after.begin == before.end
-    total = tickets[-1].end - tickets[0].begin
-    assert 40 * 0.01 - 1e-9 <= total < 40 * 0.01 * 1.5
+    took = [ticket.end - ticket.begin for ticket in tickets]
+    assert min(took) == pytest.approx(0.01, abs=1e-9), "counted from when its thread woke up, each would take longer"
 
 
 def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
