@@ -17,9 +17,12 @@ import pytest
 
 from tests import forks
 from tests.forks import MINUTES, ROOT
+from tests.integrations import test_examples
 
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
+RUN_ELSEWHERE = ("index", "trainer")
+"""Pages whose commands other tests run: README's own, and the examples."""
 README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
 
 
@@ -86,8 +89,16 @@ def test_the_site_has_no_warning(tmp_path: Path, capfd: Any) -> None:
     assert not fetched
 
 
+def test_what_is_not_run_here_is_run_elsewhere() -> None:
+    start, train, trainer = (
+        "".join(blocks(ROOT / page, "sh")) for page in ("docs/index.md", "README.md", "docs/how-to/trainer.md")
+    )
+    assert start.replace("/tmp/start-run", "/tmp/readme-run") in train
+    assert trainer == "".join(f"python examples/{name}.py\n" for name in test_examples.AS_WRITTEN)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in RUN if path.stem not in RUN_ELSEWHERE], ids=lambda path: path.stem)
 def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     """All `sh` blocks of a page one after the other, in the project's folder, with /tmp for a folder of the test's own;
     and its `python` blocks, of which one that is `continued` follows on the one before.

@@ -323,6 +323,8 @@ def is_same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 _SERIAL: dict[str, list[Any]] = {}
+_SOUND: set[str] = set()
+"""Settings that were seen to give, with all waits, what they give in memory one thing after another."""
 
 
 def serial(settings: Mapping[str, Any]) -> list[Any]:
@@ -352,7 +354,9 @@ def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypa
     wanted = serial(CHANGES[name][1])
     if on_disk is not None:
         settings["placement"] = Placement(**on_disk, nvme_dir=tmp_path)
-    assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
+    if (key := repr(sorted(CHANGES[name][1].items()))) not in _SOUND:
+        assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
+        _SOUND.add(key)
     monkeypatch.setattr(Judge, "_compare", lambda *_, **__: "")  # which would find some of this: a plainer way
     change(monkeypatch)
     for seed in range(20):

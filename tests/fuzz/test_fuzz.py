@@ -17,7 +17,8 @@ from tests.fuzz.workers import Crew, signature
 
 FEW = {"engine": 3, "loops": 2, "saves": 1, "interrupts": 1, "commands": 4}
 """How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
-MANY = {"engine": 24, "loops": 8, "saves": 8, "interrupts": 10, "ranks2": 6, "ranks3": 2, "commands": 24}
+MANY = {"engine": 16, "loops": 6, "saves": 5, "interrupts": 6, "ranks2": 4, "ranks3": 2, "commands": 12}
+"""How many the long run adds, enough to see that each kind runs: to look for what is wrong is for `make fuzz`."""
 
 
 @pytest.fixture(scope="module")

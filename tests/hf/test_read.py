@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
 
 from offload.errors import ConfigError, DiskError
@@ -36,12 +38,17 @@ def edit(folder: Path, change) -> None:
     save_file(change(tensors) or tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes())
+@pytest.mark.parametrize(("name", "dtype"), [one for one in names_and_dtypes() if not one.marks])
 def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of all other families test_write.py sees it, before it writes what was read."""
     model = families()[name].build(dtype=dtype)
     model.save_pretrained(tmp_path)
     wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
-    found, weights = read(type(model), tmp_path)
+    assert_read(*read(type(model), tmp_path), wanted, info)
+
+
+def assert_read(found: nn.Module, weights: FolderWeights, wanted: nn.Module, info: dict[str, Any]) -> None:
+    """Fill a model by parts: it is then as `from_pretrained` gave it."""
     assert [n for n, _ in found.named_parameters()] == [n for n, _ in wanted.named_parameters()]
     assert [p.dtype for p in found.parameters()] == [p.dtype for p in wanted.parameters()]
     fill_by_parts(found, weights)

@@ -21,7 +21,7 @@ from offload.errors import ConfigError, DiskError, OffloadError
 from offload.hf.names import CannotStream
 from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
-from tests.hf.test_read import make_large, peak_of
+from tests.hf.test_read import assert_read, make_large, peak_of
 from tests.zoo.families import families
 
 
@@ -69,13 +69,14 @@ def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "dtype"), names_and_dtypes())
 def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The files equal those of `save_pretrained` and those that were read: weights, configuration, generation."""
+    """The files equal those of `save_pretrained` and those that were read: weights, configuration, generation. What was
+    read is what `from_pretrained` reads."""
     model = families()[name].build(dtype=dtype)
     model.save_pretrained(tmp_path / "given")
-    loaded = type(model).from_pretrained(tmp_path / "given", dtype="auto")
-    loaded.save_pretrained(tmp_path / "theirs")
+    loaded, info = type(model).from_pretrained(tmp_path / "given", dtype="auto", output_loading_info=True)
     found, weights = read(type(model), tmp_path / "given")
-    fill_by_parts(found, weights)
+    assert_read(found, weights, loaded, info)
+    loaded.save_pretrained(tmp_path / "theirs")
     done = write_model(found, rest(found), tmp_path / "ours")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     given, ours = tensors(tmp_path / "given"), tensors(tmp_path / "ours")
@@ -83,8 +84,9 @@ def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dty
     assert all(same(given[key], ours[key]) or given[key].dtype != ours[key].dtype for key in given)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [one for one in names() if one.values[0] in list(families())[::4] or not one.marks])
 def test_a_model_that_was_never_loaded_is_written_and_loads_with_equal_logits(name: str, tmp_path: Path) -> None:
+    """Of all other families tests/zoo/test_folders.py compares logits, after an engine had them in fp32."""
     family = families()[name]
     model = family.build(calm=True).eval()
     batch = {

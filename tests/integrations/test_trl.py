@@ -93,6 +93,8 @@ CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] 
     "lora": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "loss_type": "nll"}),
 }
 
+ACCUMULATED = ("sft chunked_nll", "sft padding_free", "dpo", "kto", "grpo")
+"""Of each kind of loss and of batch one: the number of rows in a step is the same matter to the others."""
 FEW = ("sft chunked_nll", "dpo", "grpo", "lora")
 """Of each kind: a head of its own, a second model, a text that is drawn, adapters."""
 
@@ -114,7 +116,7 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
     ("name", "accumulation"),
     [
         *(pytest.param(n, 1, marks=[] if n in FEW else pytest.mark.slow) for n in CASES),
-        *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in CASES),
+        *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in ACCUMULATED),
     ],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulation: int) -> None:

@@ -59,13 +59,17 @@ def test_a_step_that_recorded_is_left_out_and_uses_take_what_the_device_was_busy
 
 @pytest.mark.slow
 def test_a_played_device_gives_every_row_its_ideal() -> None:
+    """Of one way of clipping, which has the most on its lanes: how a row is made of them is the same for all."""
     words = ["--layers", "6", "--rounds", "1", "--steps", "2", "--tokens", "4096", "--devices", "H200, PCIe 5"]
+    words += ["--modes", "speculative"]
     command = [sys.executable, "-m", "benchmarks.played", *words]
     done = subprocess.run(command, cwd=forks.ROOT, capture_output=True, text=True, check=False)
     if "CannotBuildError" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
-    for row in json.loads(done.stdout)["results"]:
+    rows = json.loads(done.stdout)["results"]
+    assert len(rows) == 1
+    for row in rows:
         assert 0 < row["compute_seconds"] <= row["ideal_seconds"]
         assert row["step_seconds"] >= row["largest_lane_seconds"]
         assert row["launches"] > 500
