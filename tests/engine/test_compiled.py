@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,29 @@ class Counts(Block):
 def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="compile is auto, and Breaks"):
         train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
+
+
+class Scaled(Block):
+    """Reads a number that is another one in each step."""
+
+    scale = 1.0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(h) * self.scale
+
+
+def test_a_block_that_cannot_be_compiled_any_more_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "_MOST_GRAPHS", 1)
+    losses = []
+    for compiles in ("never", "auto"):
+        model = build(partial(Stack, Scaled))
+        engine = Engine(model, compile=compiles)
+        with nullcontext() if compiles == "never" else pytest.warns(UserWarning, match=r"Scaled .*RecompileLimit"):
+            for seed in range(4):
+                for block in model.blocks:
+                    block.scale = 1.0 + seed / 8
+                losses.append(engine.step(words(seed), loss_fn=cross_entropy).loss)
+    torch.testing.assert_close(losses[:4], losses[4:], rtol=1e-4, atol=0.0)
 
 
 class Checkpoints(Block):

@@ -106,6 +106,7 @@ class CompiledForwards(OwnForwards):
         self._functions: dict[type, dict[Hashable, Forward]] = {}
         self._chosen: dict[tuple[int, Hashable], Forward | None] = {}
         self._refused: set[type] = set()
+        self._failed: set[type] = set()
         self._is_paused = False
         self.num_graphs = 0
 
@@ -118,7 +119,7 @@ class CompiledForwards(OwnForwards):
         others: Sequence[Any],
         needs: Sequence[bool] | None = None,
     ) -> Forward:
-        if self._is_paused or not unit.is_block:
+        if self._is_paused or not unit.is_block or type(unit.module) in self._failed:
             return unit.forward
         use = _Use(runner, arguments, tensors, others, needs)
         key = unit.number, _kind(unit, use)
@@ -155,15 +156,30 @@ class CompiledForwards(OwnForwards):
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
+                refusal = _shown(error)
         if not refusal:
-            return function
+            return partial(self._used, unit, function)
+        self._refuse(unit, refusal)
+        return None
+
+    def _refuse(self, unit: Unit, why: str) -> None:
+        owner = type(unit.module)
         self._refused.add(owner)
         warnings.warn(
-            f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {refusal}.",
-            stacklevel=2,
+            f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {why}.", stacklevel=2
         )
-        return None
+
+    def _used(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a compiled forward, or the module's own from where torch cannot compile it anew for what is other now."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith("torch._dynamo"):
+                raise
+            if type(unit.module) not in self._failed:
+                self._failed.add(type(unit.module))
+                self._refuse(unit, _shown(error))
+        return unit.forward(*args, **kwargs)
 
     def _counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
         before = _num_graphs()
@@ -220,7 +236,7 @@ def _kind(unit: Unit, use: _Use) -> Hashable:
 def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the results of a use, and the gradients of half the sum of their squares."""
     with use.runner.undone(unit), torch.set_grad_enabled(has_graph):
-        needs = use.needs if has_graph and use.needs is not None else [False] * len(use.tensors)
+        needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
         leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
         results = [
             t for t in use.runner.run(unit, use.arguments, leaves, use.others, forward).tensors if t.is_floating_point()
@@ -253,6 +269,10 @@ def _refusal(unit: Unit) -> str:
     if unit.traits.mutated or unit.traits.buffers:
         return "it changes its inputs or its buffers in place"
     return ""
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
 
 
 def _num_graphs() -> int:
