@@ -184,8 +184,12 @@ class StateAccess:
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
         self._own_loop.refuse_middle(f"engine.{name}")
         self._settle(name)
-        with self._recovery.working(), self.counters.unchanged():
-            return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, **how)
+        with ExitStack() as interrupted:  # it comes out where the work ends, and nobody would have what was made
+            with self._recovery.working(), self.counters.unchanged():
+                decided = self._steps.decided
+                saving = interrupted.enter_context(Saving(self._state, Path(path), decided, meta or {}, files, **how))
+            interrupted.pop_all()
+        return saving
 
     def load_checkpoint(self, path: str | Path, *, reset: bool = False) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
 from offload import LOMO, Engine, Placement
+from offload.engine import checkpoints
 from offload.errors import TornError
 from tests.disks import nameless
 from tests.engine.compare import same_bits, weights
@@ -186,6 +187,30 @@ def test_an_interrupted_recording_leaves_nothing_otherwise() -> None:
         if not engine.num_steps:
             assert step(engine) == wanted, lines.where
         engine.close()
+
+
+@pytest.mark.parametrize("save", [Engine.save_checkpoint, Engine.begin_checkpoint])
+def test_an_interrupted_save_leaves_no_folder(
+    save: Callable[[Engine, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while states are written is raised when they are, and nobody has the checkpoint then."""
+
+    def interrupted(*what: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(*what)
+
+    engine, write = make("deferred", "cpu", tmp_path), checkpoints._write
+    step(engine)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(checkpoints, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(engine, tmp_path / "run/saved")
+    monkeypatch.undo()
+    assert not list((tmp_path / "run").iterdir())
+    assert not [name for _, name, _ in engine.allocations if "checkpoint" in name]
+    engine.save_checkpoint(tmp_path / "run/saved")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["saved"]
+    engine.close()
 
 
 def test_an_interrupted_forward_gives_up_no_gradients() -> None:
