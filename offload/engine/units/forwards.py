@@ -157,10 +157,10 @@ class CompiledForwards(OwnForwards):
                 raise
             except Exception as error:
                 refusal = _shown(error)
-        if not refusal:
-            return partial(self._used, unit, function)
-        self._refuse(unit, refusal)
-        return None
+        if refusal or function is None:
+            self._refuse(unit, refusal)
+            return None
+        return partial(self._used, unit, function)
 
     def _refuse(self, unit: Unit, why: str) -> None:
         owner = type(unit.module)
