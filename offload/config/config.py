@@ -71,7 +71,7 @@ _OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is resumed."""
 _OF_THE_MACHINE = (
-    *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations")),
+    *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
     "offload.prefetch",
     "offload.zero_stage",
     "train.recompute",

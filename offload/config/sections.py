@@ -400,6 +400,10 @@ class OffloadSection(Section):
     """Tier where gradients wait for the update."""
     activations: StateTier = "auto"
     """Tier of the unit inputs that wait for backward."""
+    graphs: StateTier = "auto"
+    """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: none but
+    the device.
+    """
     device_memory: Size = None
     """Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on
     a CPU).

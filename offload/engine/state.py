@@ -20,7 +20,7 @@ from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
-from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
+from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS, ActivationOffload, OnDisk, OnHost
 from offload.engine.units.find import Candidate
 from offload.engine.units.forwards import open_forwards
 from offload.engine.units.recompute_policy import RecomputePolicy
@@ -142,8 +142,14 @@ class EngineState:
             SavedInputs(
                 self.device,
                 self.lanes,
-                RecomputePolicy(settings.recompute, self.device, self.slots.holds, self.way),
-                self._activation_offload(placement.activations, counters),
+                RecomputePolicy(
+                    settings.recompute,
+                    self.device,
+                    self.slots.holds,
+                    self.way,
+                    self._activation_offload(placement.graphs, counters, GRAPHS),
+                ),
+                self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),
             open_forwards(settings.compile),
             seed=settings.seed,
@@ -159,13 +165,13 @@ class EngineState:
         self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
-    def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload | None:
-        """Return where unit inputs wait for their backward; None for the device."""
+    def _activation_offload(self, tier: str, counters: Counters, name: str) -> ActivationOffload | None:
+        """Return where unit inputs, or graphs, wait for their backward; None for the device."""
         if tier == "nvme":
             assert self._nvme is not None
             return OnDisk(self.device, self.lanes, counters, self._nvme)
         if tier == "cpu":
-            return OnHost(self.device, self.lanes, counters, self.host)
+            return OnHost(self.device, self.lanes, counters, self.host, name)
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:

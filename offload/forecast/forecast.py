@@ -26,7 +26,10 @@ from offload.planning.machines import DescribedMachine, Machine
 
 DAY_S = 86400.0
 _SEARCHED = {
-    **{f"offload.{key}": f"placement.{key}" for key in ("parameters", "optimizer", "gradients", "activations")},
+    **{
+        f"offload.{key}": f"placement.{key}"
+        for key in ("parameters", "optimizer", "gradients", "activations", "graphs")
+    },
     "offload.update": "update",
     "offload.prefetch": "prefetch",
     "offload.zero_stage": "zero_stage",

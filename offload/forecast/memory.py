@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +10,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.engine.assemble import EnginePlan
+from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.engine.units.saved_graph import SMALLEST_BYTES
 from offload.forecast.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 
-INPUTS, KEPT, CHECKPOINTS = "unit inputs", "kept tensors", "activation checkpoints"
+INPUTS, KEPT = "unit inputs", "kept tensors"
 """As the engine's ledgers call them."""
 LASTING = "lasting gradients"
 OPERATIONS = "operations"
@@ -31,7 +34,7 @@ class Footprint:
     host_bytes: what there is of the host's memory, for whatever.
     is_one_memory: the device's is of it.
     loading_bytes: of it, for a while before the first step, when operations hold nothing yet.
-    kept: the uses, by number, whose graphs are kept instead of recomputed.
+    kept: the uses, by number, whose graphs are kept on the device instead of recomputed.
     """
 
     allocations: tuple[Allocation, ...]
@@ -125,19 +128,26 @@ class StepMemory:
         """The most that the device holds at once, with the least for slots and the gradient buffer."""
         return self._planned_bytes + self._on_device(self.kept)
 
-    def bytes_away(self, number: int) -> int:
-        """Return how many bytes of the inputs of a use, by its number, wait elsewhere than on the device."""
-        return self._waits(self.workload.calls[number], number in self.kept)[1] if self._has_backward else 0
+    def bytes_away(self, number: int) -> tuple[int, int]:
+        """Return how many bytes of the inputs of a use, by its number, and of its graph wait elsewhere than on the
+        device: one of both is 0.
+        """
+        if not self._has_backward:
+            return 0, 0
+        call = self.workload.calls[number]
+        if number in self.below:
+            return 0, self._graph_bytes(call)
+        return self._waits(call, number in self.kept)[1], 0
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """The uses, by number, whose graphs are kept instead of recomputed: as `RecomputePolicy` chooses."""
+        """The uses, by number, whose graphs are kept on the device: as `RecomputePolicy` chooses."""
         calls, mode = self.workload.calls, self.settings.recompute
         budget = device_budget(self.plan, self.hardware)
         if not self._has_backward:
             return frozenset()
         always = frozenset(n for n, call in enumerate(calls) if call.keeps_graph or call.name is None)
-        if mode == "always":
+        if mode == "always" or (mode == "never" and self._graphs_leave):
             return always
         if mode == "never" or budget is None:
             return frozenset(range(len(calls)))
@@ -146,6 +156,37 @@ class StepMemory:
         # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
+
+    @cached_property
+    def below(self) -> frozenset[int]:
+        """The uses, by number, whose graphs wait below the device: the last ones, as far as there is room."""
+        if not self._graphs_leave or not self._has_backward:
+            return frozenset()
+        calls, never = self.workload.calls, self.settings.recompute == "never"
+        room, found = self._room_below, set()
+        for number, call in reversed(list(enumerate(calls))):
+            if number not in self.kept and call.is_cut and (never or self._graph_bytes(call) <= room):
+                found.add(number)
+                room -= self._graph_bytes(call)
+        return frozenset(found)
+
+    @property
+    def _graphs_leave(self) -> bool:
+        return self.settings.placement.graphs in ("cpu", "nvme")
+
+    @property
+    def _room_below(self) -> int:
+        tier, placement = self.settings.placement.graphs, self.settings.placement
+        budget = budget_bytes(placement.host_memory if tier == "cpu" else placement.nvme_memory)
+        there = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
+        most = min((each for each in (budget, there) if each is not None), default=sys.maxsize)
+        return most - bytes_on(tier, self.plan.allocations)
+
+    def _graph_bytes(self, call: UnitWork) -> int:
+        """Return what leaves the device of the graph of a use, its input included."""
+        inputs = call.input_bytes - call.staying_bytes
+        inputs = inputs if inputs >= SMALLEST_BYTES else 0
+        return (call.leaving_bytes + inputs) * self.workload.num_micro_batches
 
     @cached_property
     def _planned_bytes(self) -> int:
@@ -161,8 +202,13 @@ class StepMemory:
             yield Allocation(of_operations, OPERATIONS, self._of_forwards())
             return
         on_device: Counter[str] = Counter()
-        away = 0
+        away = of_graphs = 0
         for number, call in self._each():
+            if number in self.below:
+                graph_bytes = self._graph_bytes(call)
+                on_device[KEPT] += _over_all(call, call.input_bytes + call.saved_bytes, work) - graph_bytes
+                of_graphs += graph_bytes
+                continue
             name, bytes_away = self._waits(call, number in kept)
             on_device[name] += _over_all(call, call.input_bytes, work) - bytes_away
             away += bytes_away
@@ -172,6 +218,8 @@ class StepMemory:
             yield Allocation("device", name, on_device[name])
         if away:
             yield Allocation(self.settings.placement.activations, CHECKPOINTS, away)
+        if of_graphs:
+            yield Allocation(self.settings.placement.graphs, GRAPHS, of_graphs)
         yield Allocation(of_operations, OPERATIONS, self._operations(kept, sum(on_device.values())))
 
     def _each(self) -> Iterator[tuple[int, UnitWork]]:
@@ -199,8 +247,9 @@ class StepMemory:
         last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
         hidden = sum(last) * parts if work.num_chunks > 1 else 0
         for number, call in self._each():
-            is_kept = number in kept
-            held += _over_all(call, call.input_bytes, work) - self._waits(call, is_kept)[1]
+            is_kept, leaves = number in kept, number in self.below
+            of_input = self._graph_bytes(call) if leaves else self._waits(call, is_kept)[1]
+            held += _over_all(call, call.input_bytes + (call.saved_bytes if leaves else 0), work) - of_input
             if call.name is None:
                 held += call.saved_bytes * parts
                 most = max(most, held + max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts)
@@ -217,7 +266,10 @@ class StepMemory:
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
             graph = call.saved_bytes if is_kept else 0
             backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
-            if self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
+            if leaves:  # the graph goes once the forward is through, and comes back while another is there
+                forward += call.saved_bytes
+                backward += call.input_bytes + self._graph_bytes(call) // parts
+            elif self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
                 backward += min(2, parts) * call.input_bytes
             backward += self._gradient_bytes(call)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)

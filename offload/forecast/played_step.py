@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -55,6 +56,7 @@ class Call:
     forward_host_s, backward_host_s: what the host takes to launch it, or, where the host computes, what it does beside.
     num_parts: micro-batches, over which the seconds are spread evenly.
     saved_bytes: of the inputs that wait for the backward below the device; 0 where they stay on it, or the graph does.
+    graph_bytes: of the graph, where that waits below the device, instead of the inputs.
     """
 
     regions: tuple[Region, ...]
@@ -64,6 +66,7 @@ class Call:
     backward_host_s: float = 0.0
     num_parts: int = 1
     saved_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -257,16 +260,15 @@ class _PlayedEngine:
         counted = _Place(place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
         self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
-        tier = settings.placement.activations
-        self._inputs: ActivationOffload | None = None
-        if tier == "cpu":
-            self._inputs = OnHost(device, lanes, self._counters, host)
-        elif tier == "nvme":
-            assert nvme is not None
-            self._inputs = OnDisk(device, lanes, self._counters, nvme)
-        largest = max((call.saved_bytes for call in calls), default=0)
+        of_tier = {"cpu": partial(OnHost, host=host), "nvme": partial(OnDisk, nvme=nvme)}
+
+        def pool(tier: str) -> ActivationOffload | None:
+            return of_tier[tier](device, lanes, self._counters) if tier in of_tier else None
+
+        self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
+        largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
         self._given = device.allocate("unit inputs", largest)
-        self._saved: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, tuple[ActivationOffload, torch.Tensor]] = {}
         self._coming: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
@@ -322,8 +324,8 @@ class _PlayedEngine:
         """As of `offload.engine.methods.forwards`: what its passes do side by side is in the forward of each call."""
         self._updates.begin_step(0.0, True, self._number)
         self._executor.begin("step")
-        for call in self._calls:
-            self._forward(call)
+        for number, call in enumerate(self._calls):
+            self._forward(number, call)
         self._lanes.wait(self._lanes.mark())  # for the losses
         trained = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
         works = {region: self._in_slot(region) for region in trained}
@@ -352,17 +354,21 @@ class _PlayedEngine:
 
     def _passes(self) -> None:
         for number, call in enumerate(self._calls):
-            if self._inputs is not None and call.saved_bytes:
-                self._saved[number] = self._inputs.put(self._given[: call.saved_bytes])
-            self._forward(call)
+            self._put(number, self._inputs, call.saved_bytes)
+            self._forward(number, call)
         for number in reversed(range(len(self._calls))):
             self._backward(number, self._calls[number])
 
-    def _forward(self, call: Call) -> None:
+    def _put(self, number: int, pool: ActivationOffload | None, num_bytes: int) -> None:
+        if pool is not None and num_bytes:
+            self._saved[number] = pool, pool.put(self._given[:num_bytes])
+
+    def _forward(self, number: int, call: Call) -> None:
         if call.regions:
             self._executor.enter(call.regions, False)
             self._pending.make(call.regions)
         self._lanes.compute(call.forward_s, call.forward_host_s)
+        self._put(number, self._graphs, call.graph_bytes)
         if call.regions:
             self._executor.leave(call.regions, self._lanes.mark())
 
@@ -390,8 +396,8 @@ class _PlayedEngine:
         self._lanes.compute_after(tickets)
         num_parts = self._calls[number].num_parts
         if part + 1 == num_parts:
-            assert self._inputs is not None
-            self._inputs.free(self._saved.pop(number).untyped_storage().data_ptr())
+            pool, saved = self._saved.pop(number)
+            pool.free(saved.untyped_storage().data_ptr())
         if not self._lanes.overlap:
             return
         if part + 1 < num_parts:
@@ -400,7 +406,7 @@ class _PlayedEngine:
             self._prepare(max((other for other in self._saved if other < number), default=-1), 0)
 
     def _prepare(self, number: int, part: int) -> None:
-        saved = self._saved.get(number)
-        if saved is not None and self._inputs is not None and (number, part) not in self._coming:
+        if number in self._saved and (number, part) not in self._coming:
+            pool, saved = self._saved[number]
             size = len(saved) // self._calls[number].num_parts
-            _, self._coming[number, part], _ = self._inputs.get(saved[part * size : (part + 1) * size])
+            _, self._coming[number, part], _ = pool.get(saved[part * size : (part + 1) * size])

@@ -175,9 +175,7 @@ class Placed:
         step, placement, hardware = self.step, self.settings.placement, self._hardware
         if step is None:
             return False
-        needs = {tier: bytes_on(tier, step.plan.allocations) for tier in ("cpu", "nvme")}
-        if placement.activations in needs:
-            needs[placement.activations] += step.waiting_bytes
+        needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in ("cpu", "nvme")}
         if needs["nvme"] and not hardware.rates.has_disk:
             return False
         budgets = {"cpu": budget_bytes(placement.host_memory), "nvme": budget_bytes(placement.nvme_memory)}
@@ -206,7 +204,7 @@ class Placed:
             return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
         weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in trained)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
-        waiting = self.step.waiting_bytes if self.settings.placement.activations in ("cpu", "nvme") else 0
+        waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting
         if self.step.plan.update == "device":
             moved = sum(
@@ -216,7 +214,7 @@ class Placed:
         on_disk = sum(
             region.plane(name).num_bytes(region.numel // ranges) for region in trained for name in layout.of(region)
         )
-        on_disk += waiting if self.settings.placement.activations == "nvme" else 0
+        on_disk += self.step.waiting_bytes("nvme")
         return max(
             forward + backward,
             forward + _rate(seconds["d2h"], gradients),

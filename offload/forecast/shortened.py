@@ -57,7 +57,9 @@ def _rows(calls: Sequence[Call], plan: PlayedPlan) -> list[list[int]]:
     for number, call in enumerate(calls):
         key = [(r.numel, r.compute, plan.layout.of(r), r.index in plan.layout.staying) for r in call.regions]
         is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
-        rows.setdefault((*key, call.backward_s, call.saved_bytes) if is_block else (number,), []).append(number)
+        rows.setdefault(
+            (*key, call.backward_s, call.saved_bytes, call.graph_bytes) if is_block else (number,), []
+        ).append(number)
     return [row for row in rows.values() if len(row) > FEW // 2]
 
 

@@ -108,7 +108,8 @@ class PlannedStep:
         found = []
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
-            again = [work.forward] if regions and number not in memory.kept else []
+            again = [work.forward] if regions and number not in memory.kept | memory.below else []
+            inputs, graph = memory.bytes_away(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
             found.append(
@@ -119,7 +120,8 @@ class PlannedStep:
                     (forward[1] + host[0]) * times,
                     (backward[1] + host[1]) * times,
                     num_parts=min(parts, _MOST_PARTS),
-                    saved_bytes=round(memory.bytes_away(number) * times),
+                    saved_bytes=round(inputs * times),
+                    graph_bytes=round(graph * times),
                 )
             )
         return found
@@ -171,10 +173,11 @@ class PlannedStep:
         """Bytes of the device that an engine may hold; None without end."""
         return device_budget(self.plan, self.hardware)
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of unit inputs that wait below the device, at most."""
-        return sum(call.saved_bytes for call in self.calls)
+    def waiting_bytes(self, *tiers: str) -> int:
+        """Return the bytes of unit inputs and of graphs that wait on some tiers, at most."""
+        placement = self.settings.placement
+        inputs = sum(call.saved_bytes for call in self.calls) if placement.activations in tiers else 0
+        return inputs + (sum(call.graph_bytes for call in self.calls) if placement.graphs in tiers else 0)
 
     @property
     def device_bytes(self) -> int:
@@ -201,15 +204,13 @@ class PlannedStep:
         layout, factor = _coarse(plan.layout, self.regions)
         slots, buffer = self._room()
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
-        activations = settings.placement.activations.replace("auto", "device")
+        waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
         if ACTIVATION_RING in rings:
             rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
         return PlayedPlan(
             regions=tuple(self.regions),
-            settings=replace(
-                settings, clip=self._clip(on_device), placement=replace(settings.placement, activations=activations)
-            ),
+            settings=replace(settings, clip=self._clip(on_device), placement=replace(settings.placement, **waiting)),
             layout=layout,
             rings=rings,
             buffer_bytes=buffer,
@@ -232,7 +233,7 @@ class PlannedStep:
 
     def _activation_ring(self, num_bytes: int) -> int:
         """Return the bytes of the ring for activations, larger where these would have more tiles than regions may."""
-        largest = max((call.saved_bytes // call.num_parts for call in self.calls), default=0)
+        largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
         return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
     def _clip(self, on_device: bool) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
+from offload.engine.units.saved_graph import SMALLEST_BYTES
 from offload.forecast.op_counter import OpCounter
 from offload.forecast.workload import NO_WORK, UnitWork
 
@@ -85,6 +86,7 @@ class SeenUses:
             forward=forward_cost,
             backward=counter.cost - cost,
             saved_bytes=sum(saved.values()),
+            leaving_bytes=sum(size for size in saved.values() if size >= SMALLEST_BYTES),
             forward_temporary_bytes=forward_bytes,
             backward_temporary_bytes=counter.peak_bytes - before,
             result_bytes=result_bytes,

@@ -167,7 +167,7 @@ def _make_plan(
 
     update_ring_bytes = 0
     tiers = _choose_tiers(placement, free, plan_for)
-    if placement.activations == "nvme":
+    if "nvme" in (placement.activations, placement.graphs):
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
@@ -268,7 +268,9 @@ def _host_bytes(placement: Placement, free: Free) -> int:
     budget = budget_bytes(placement.host_memory)
     if budget is None:
         return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    return 0 if placement.activations == "cpu" else budget  # how much will wait there depends on the batch
+    return (
+        0 if "cpu" in (placement.activations, placement.graphs) else budget
+    )  # how much will wait there depends on the batch
 
 
 def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[str, str], int | None]:

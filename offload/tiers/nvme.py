@@ -324,6 +324,11 @@ class Nvme:
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
         return record
 
+    def has_room(self, num_bytes: int) -> bool:
+        """True where the budget has room for so much more."""
+        budget = self._ledger.budget_bytes
+        return budget is None or self._ledger.current_bytes + num_bytes <= budget
+
     def extent(self, num_bytes: int) -> tuple[Stripes, int]:
         """Return new room for an activation checkpoint: its file, and where it begins there. Raises DoesNotFitError or
         DiskError.

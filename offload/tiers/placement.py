@@ -11,7 +11,7 @@ from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
 TIERS = ("device", "cpu", "nvme")
-_KINDS = ("parameters", "optimizer", "gradients", "activations")
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "graphs")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Placement:
     """
     activations: str = "device"
     """Where the inputs of units wait for their backward: device, cpu or nvme."""
+    graphs: str = "device"
+    """Where the graphs of units wait for their backward, instead of a recompute: on the device as far as `recompute`
+    says, and with cpu or nvme as far as memory reaches there.
+    """
     device_memory: float | str | None = None
     """The budget of the device."""
     host_memory: float | str | None = None

@@ -15,12 +15,15 @@ import torch
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import align
+from offload.machine.environment import memory
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
+CHECKPOINTS, GRAPHS = "activation checkpoints", "graphs"
+"""As the host's ledger calls what waits there: inputs of units, and what their graphs save."""
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 
@@ -125,6 +128,10 @@ class ActivationOffload(ABC):
         self._counters.count("h2d_bytes", copy.nbytes)
         return copy, self._up(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
+    @abstractmethod
+    def has_room(self, num_bytes: int) -> bool:
+        """True where so much more can be put away."""
+
     def free(self, storage: int) -> bool:
         """Give a buffer back to the pool; False where it is none of the pool's."""
         buffer = self.taken.get(storage)
@@ -159,19 +166,25 @@ class ActivationOffload(ABC):
 class OnHost(ActivationOffload):
     """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own."""
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters, host: Ledger) -> None:
+    def __init__(self, device: Device, lanes: Lanes, counters: Counters, host: Ledger, name: str = CHECKPOINTS) -> None:
         super().__init__(device, lanes, counters)
-        self._host = host
+        self._host, self._name = host, name
+
+    def has_room(self, num_bytes: int) -> bool:
+        if self._free and _size(self._free[-1]) >= num_bytes:
+            return True
+        free, budget = memory().get("available_bytes", num_bytes), self._host.budget_bytes
+        return num_bytes <= (free if budget is None else min(free, budget - self._host.current_bytes))
 
     def make(self, num_bytes: int) -> _Buffer:
-        self._host.reserve("activation checkpoints", num_bytes)
+        self._host.reserve(self._name, num_bytes)
         return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
 
     def _drop(self) -> None:
         # Unpinned as well. What a copy still needs goes with the copy.
         num_bytes = sum(map(_size, self._free))
         self._free.clear()
-        self._host.release("activation checkpoints", num_bytes)
+        self._host.release(self._name, num_bytes)
 
     def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.d2h.submit(
@@ -209,6 +222,9 @@ class OnDisk(ActivationOffload):
     def make(self, num_bytes: int) -> _Buffer:
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
         return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset)
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._nvme.has_room(num_bytes)
 
     def _drop(self) -> None:
         pass

@@ -17,8 +17,9 @@ from torch.utils._device import DeviceContext
 from offload.engine.units.arguments import Arguments, collectors, copies
 from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward
+from offload.engine.units.recompute_policy import BELOW
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_graph import Graph, TooMuchToKeepError, run_keeping_graph, run_with_graph
+from offload.engine.units.saved_graph import Graph, Root, TooMuchToKeepError, run_keeping_graph, run_with_graph
 from offload.engine.units.saved_inputs import Returning
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import Unit
@@ -123,12 +124,15 @@ class Call:
         """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
         unit, runner, traits = self.unit, self._runner, self.traits
         rows = runner.rows_of(unit)
-        keeps = runner.saved.policy.keeps(unit, self._shapes, self.trained)
+        policy = runner.saved.policy
+        where = policy.keeps(unit, self._shapes, self.trained)
         self._is_open = True
-        if not keeps:
+        if not where:
             self._save_inputs(tensors)
+        elif where == BELOW:
+            runner.saved.opened(self)
         runner.enter(unit)
-        still = [] if keeps else unit.still_buffers()
+        still = [] if where else unit.still_buffers()
         results: list[Arguments] = []
         # Ranks start from the same seed, and must not draw the same.
         draws_own = len(rows) > 1 or runner.has_peers
@@ -140,10 +144,10 @@ class Call:
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
                 forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
-                before = runner.moment(unit, not keeps or runner.saved.policy.mode == "auto")
+                before = runner.moment(unit, not where or policy.may_give_up(where))
                 micro_batch = MicroBatch(span, before, forward)
                 self._micro_batches.append(micro_batch)
-                result = self._forward_of(micro_batch, inputs, others, keeps)
+                result = self._forward_of(micro_batch, inputs, others, where)
                 result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
         finally:
@@ -161,12 +165,12 @@ class Call:
         return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
 
     def _forward_of(
-        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
+        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], where: str
     ) -> Arguments:
         use = self.unit, self._runner, self._arguments, inputs, others, micro_batch.forward, self._needs
-        if keeps:
+        if where:
             try:
-                micro_batch.graph, result = run_keeping_graph(*use, self._claim)
+                micro_batch.graph, result = run_keeping_graph(*use, self._claim, is_below=where == BELOW)
                 return result
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
@@ -245,37 +249,41 @@ class Call:
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
     ) -> list[torch.Tensor | None]:
         """Run the backward of one micro-batch; return the gradients of its inputs."""
+        self._look_ahead(number)
         graph, micro_batch.graph = micro_batch.graph, None
         with nullcontext() if graph else micro_batch.before.condition.values_again(self.traits.buffers):
-            leaves, results = graph or self._recompute(number)
+            leaves, roots = (graph.leaves, graph.roots) if graph else self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
-            pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+            pairs = [(r, g) for r, g in zip(roots, pieces, strict=True) if g is not None and r is not None]
             inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=inputs)
         return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
 
+    def _look_ahead(self, number: int) -> None:
+        """Start to bring back what a micro-batch has put away, and what is wanted after that."""
+        saved = self._runner.saved
+        self.prepare(number)
+        if number + 1 == len(self._micro_batches):
+            saved.look_back(self)
+        elif saved.looks_back:
+            self.prepare(number + 1)
+
     def prepare(self, number: int = 0) -> None:
-        """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
-        if (
-            number < len(self._micro_batches)
-            and self._micro_batches[number].graph is None
-            and number not in self._coming
-        ):
+        """Start to bring back the saved inputs of a micro-batch, ahead of its recompute, or its graph."""
+        graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
+        if graph is not None:
+            graph.prepare()
+        elif number < len(self._micro_batches) and number not in self._coming:
             self._coming[number] = self._runner.saved.bring_back(
                 self.traits.cut_inputs(self._inputs, self._micro_batches[number].rows)
             )
 
-    def _recompute(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _recompute(self, number: int) -> tuple[Sequence[torch.Tensor], Sequence[Root]]:
         """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
         come in for.
         """
         unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
-        self.prepare(number)
         saved = runner.saved.wait(self._coming.pop(number))
-        if number + 1 == len(self._micro_batches):
-            runner.saved.look_back(self)
-        elif runner.saved.looks_back:
-            self.prepare(number + 1)
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         before = micro_batch.before
@@ -293,7 +301,8 @@ class Call:
                 lambda: runner.run(unit, self._arguments, inputs, others, micro_batch.forward)
             ).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
-        return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
+        found = [*results, *(t for t in dirty if all(t is not other for other in results))]
+        return leaves, [t if t.requires_grad else None for t in found]
 
     def close(self) -> None:
         """Let go of what the backward needed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.units.activation_offload import ActivationOffload
 from offload.engine.units.traits import Trained
 from offload.engine.units.unit import Unit
 from offload.engine.units.way import Way
@@ -19,12 +20,15 @@ _COPIED_SHARE = 10
 the streaming.
 """
 
+DEVICE, BELOW = "device", "below"
+"""Where a graph waits for its backward."""
 _NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 class RecomputePolicy:
-    """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for.
+    """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for. Where graphs may
+    wait below the device, those for which the device has no room do, as far as memory reaches there.
 
     A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For
     `auto`, the first step of every shape recomputes and measures what a graph would hold beside the unit's inputs; the
@@ -32,10 +36,21 @@ class RecomputePolicy:
     is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
     """
 
-    def __init__(self, mode: str, device: Device, is_weight: Callable[[torch.Tensor], bool], way: Way) -> None:
+    def __init__(
+        self,
+        mode: str,
+        device: Device,
+        is_weight: Callable[[torch.Tensor], bool],
+        way: Way,
+        below: ActivationOffload | None = None,
+    ) -> None:
+        self.below = below
+        """Where graphs wait for which the device has no room; None for nowhere."""
         self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
+        self._whole_sizes: dict[tuple[Any, ...], int] = {}
         self._kept: set[tuple[Any, ...]] = set()
+        self._below: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
         self._others_peak_bytes = 0
         self._step_peak_bytes = 0
@@ -47,15 +62,25 @@ class RecomputePolicy:
         """always, never or auto: where a graph that turns out too large is dropped, and the unit recomputed."""
         return self._mode if self._way.recomputes else "never"
 
-    def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> bool:
-        """Decide for one use of a unit with inputs of these shapes, of which this takes gradients."""
+    def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> str:
+        """Return where a use of a unit with inputs of these shapes, of which this takes gradients, keeps its graph:
+        DEVICE, BELOW, or, for a recompute, an empty string.
+        """
         traits = unit.traits
         if traits.graph(trained).keeps_nothing:
-            return True
-        mode, copied = self.mode, traits.copied_bytes * _COPIED_SHARE
-        if mode == "always" or traits.mutated or traits.buffers or copied > unit.weight_bytes:
-            return False
-        return mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
+            return DEVICE
+        mode, key = self.mode, (unit.name, *shapes)
+        if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
+            return ""
+        if mode == "never":
+            return BELOW if self.below is not None else DEVICE
+        if mode == "auto" and (self._ledger.budget_bytes is None or key in self._kept):
+            return DEVICE
+        return BELOW if key in self._below else ""
+
+    def may_give_up(self, where: str) -> bool:
+        """True where a graph that turns out too large is dropped, and the unit recomputed."""
+        return self.mode == "auto" or (self.mode == "always" and where == BELOW)
 
     def has_room(self, num_bytes: int) -> bool:
         """True where a graph may hold `num_bytes` more."""
@@ -73,7 +98,8 @@ class RecomputePolicy:
     ) -> AbstractContextManager[None]:
         """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
         key = (unit.name, *shapes)
-        is_asked = self.mode == "auto" and self._ledger.budget_bytes is not None and key not in self._sizes
+        may_keep = self.below is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
+        is_asked = may_keep and self.mode != "never" and key not in self._sizes
         return self._measured(key, inputs, num_parts) if is_asked else _NOTHING
 
     @contextmanager
@@ -81,19 +107,23 @@ class RecomputePolicy:
         self._look(self._held_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
+        whole: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is not torch.strided:
                 return tensor.detach()
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known and not self._is_weight(tensor):
-                storages[storage.data_ptr()] = storage.nbytes()
+            if not self._is_weight(tensor):
+                whole[storage.data_ptr()] = storage.nbytes()
+                if storage.data_ptr() not in known:
+                    storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self._recomputed_bytes = sum(storages.values())
         self._sizes[key] = self._recomputed_bytes * num_parts
+        self._whole_sizes[key] = sum(whole.values()) * num_parts
         self._new.append(key)
 
     @contextmanager
@@ -114,13 +144,16 @@ class RecomputePolicy:
     def end_step(self) -> int:
         """Choose among what this step has measured. Return the most that the device held at once, for whatever."""
         self._look(self._step_peak_bytes)
-        if self._new and self._ledger.budget_bytes is not None:
-            room = self._ledger.budget_bytes - self._others_peak_bytes - self._step_peak_bytes
-            for key in self._new:  # backward order: the last unit comes first
-                if self._sizes[key] <= room:
-                    self._kept.add(key)
-                    room -= self._sizes[key]
-            self._new.clear()
+        budget, num_below = self._ledger.budget_bytes, 0
+        room = 0 if budget is None or self.mode != "auto" else budget - self._others_peak_bytes - self._step_peak_bytes
+        for key in self._new:  # backward order: the last unit comes first
+            if self._sizes[key] <= room:
+                self._kept.add(key)
+                room -= self._sizes[key]
+            elif self.below is not None and self.below.has_room(num_below + self._whole_sizes[key]):
+                self._below.add(key)
+                num_below += self._whole_sizes[key]
+        self._new.clear()
         return self._device_peak_bytes
 
     def _look(self, kept_bytes: int) -> None:

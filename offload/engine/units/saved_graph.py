@@ -1,28 +1,121 @@
-"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot, the
-rest stays on the device.
+"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot; the rest
+stays on the device, or goes below it and comes back ahead of the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
 from offload.engine.units.forwards import Forward
+from offload.engine.units.recompute_policy import BELOW, DEVICE
 from offload.engine.units.runner import UnitRunner
+from offload.engine.units.saved_inputs import Returning, SavedInputs
 from offload.engine.units.unit import Unit
 
-Graph = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""The leaves of a graph, and the tensors that gradients come in for."""
+Root = torch.Tensor | GradientEdge | None
+"""What a gradient comes in for: a result, or, where the result itself is not to be held, its edge; None for a result
+without a gradient.
+"""
 _Packed = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 """dtype, bytes into the cargo, shape, stride"""
+SMALLEST_BYTES = 4096
+"""What is smaller stays on the device: moving it takes longer than a page does."""
 
 
 class TooMuchToKeepError(Exception):
-    """The device's budget has no room for a graph that may be given up."""
+    """Memory has no room for a graph that may be given up."""
+
+
+class _Below:
+    """A stretch of memory that a graph saves, and that went below the device from the forward to the backward."""
+
+    def __init__(self, stretch: torch.Tensor, stands: torch.Tensor, saved: SavedInputs) -> None:
+        self.memory: torch.Tensor | None = stretch
+        """The stretch, as long as the forward runs: no address means two of them."""
+        self._begin = stretch.data_ptr()
+        self._stands, self._saved = stands, saved
+        self._num_uses = 0
+        self._returning: Returning | None = None
+
+    def pack(self, tensor: torch.Tensor) -> _PackedBelow:
+        """Return what is kept of a tensor in the stretch."""
+        self._num_uses += 1
+        offset = (tensor.data_ptr() - self._begin) // tensor.itemsize
+        return _PackedBelow(self, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def prepare(self) -> None:
+        """Start to bring the stretch back, unless nobody asks for it any more."""
+        if self._returning is None and self._num_uses:
+            self._returning = self._saved.bring_back([self._stands], of_graph=True)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device; the last who asks for them has them alone."""
+        self.prepare()
+        assert self._returning is not None, "asked for more often than packed"
+        (found,) = self._saved.wait(self._returning)
+        self._num_uses -= 1
+        if not self._num_uses:
+            self._returning = None
+        return found
+
+
+@dataclass(frozen=True)
+class _PackedBelow:
+    """What is kept of a tensor that autograd saves, where its memory went below the device."""
+
+    stretch: _Below
+    """The memory."""
+    dtype: torch.dtype
+    """The type of the tensor's elements."""
+    offset: int
+    """Where the tensor begins in the stretch, in elements."""
+    shape: torch.Size
+    """The shape of the tensor."""
+    stride: tuple[int, ...]
+    """The strides of the tensor, in elements."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, on the device again."""
+        flat = self.stretch.take()
+        whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+@dataclass
+class Graph:
+    """The graph of one micro-batch of a use, from its forward to its backward."""
+
+    leaves: list[torch.Tensor]
+    """What the gradients of the inputs come to."""
+    roots: list[Root]
+    """What gradients come in for."""
+    below: list[_Below] = field(default_factory=list)
+    """What went below the device, in the order in which it went."""
+
+    def prepare(self) -> None:
+        """Start to bring back what went below the device: what went last is wanted first."""
+        for stretch in reversed(self.below):
+            stretch.prepare()
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets an input into a graph that does not hold its memory, but for what operations save of it."""
+
+    @staticmethod
+    def forward(_ctx: Any, _leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 def run_with_graph(
@@ -33,17 +126,27 @@ def run_with_graph(
     others: Sequence[Any],
     forward: Forward,
     needs: Sequence[bool],
+    leaving: Sequence[int] | None = None,
 ) -> tuple[Graph, Arguments]:
     """Run a unit with a graph of its own; return that, and the result as a caller may have it, who must not be held by
-    the graph: outputs hold it.
+    the graph: outputs hold it. With a list of inputs that are `leaving`, by number, the graph does not hold these, nor
+    the results.
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    for i in leaving or ():
+        leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
     with torch.enable_grad():
-        result = runner.run(unit, arguments, leaves, others, forward)
-    graph = leaves, list(result.tensors)
-    original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
+        given = [
+            _Entrance.apply(leaf, t.detach()) if i in (leaving or ()) else leaf
+            for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
+        ]
+        result = runner.run(unit, arguments, given, others, forward)
+    roots: list[Root] = [
+        None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
+    ]
+    original = {id(leaf): t for leaf, t in zip(given, inputs, strict=True)}
     result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
-    return graph, result
+    return Graph(leaves, roots), result
 
 
 def run_keeping_graph(
@@ -55,29 +158,44 @@ def run_keeping_graph(
     forward: Forward,
     needs: Sequence[bool],
     claim: Claim,
+    *,
+    is_below: bool,
 ) -> tuple[Graph, Arguments]:
-    """Run a unit as `run_with_graph`; the graph of one micro-batch is alive from its forward to its backward. Raises
-    TooMuchToKeepError.
+    """Run a unit as `run_with_graph`; the graph of one micro-batch is alive from its forward to its backward, and where
+    it `is_below`, what it saves is below the device meanwhile. Raises TooMuchToKeepError.
 
     A tensor that autograd saves and that lies in the unit's slot is packed as its place in the cargo, and rebuilt over
-    the slot into which the unit was fetched again. Any other is kept, and entered in the device's ledger. It is packed
-    detached: handing back the tensor itself would tie a reference cycle through its own graph.
+    the slot into which the unit was fetched again. Any other is kept, and entered in the device's ledger, or its whole
+    storage is put away, once: strides come back as they were, by which kernels are chosen. A tensor is packed detached:
+    handing back the tensor itself would tie a reference cycle through its own graph.
     """
     saved, slots, num_before = runner.saved, runner.slots, len(claim.entries)
-    may_give_up = saved.policy.mode == "auto"
+    may_give_up = saved.policy.may_give_up(BELOW if is_below else DEVICE)
     # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
-    free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and saved.inputs_stay else set()
+    counts = may_give_up and saved.inputs_stay and not is_below
+    free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
+    leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
+    staying = {t.untyped_storage().data_ptr() for i, t in enumerate(inputs) if i not in (leaving or ())}
+    below: dict[tuple[int, int], _Below] = {}
     cargo = slots.cargo_of(unit.regions)
     weights = slots.addresses(cargo)
     seen: set[int] = set()
 
-    def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
             return tensor.detach().clone()
         address = tensor.data_ptr()
         if address in weights:
             return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
         storage = tensor.untyped_storage().data_ptr()
+        if leaving is not None and storage not in staying and _can_leave(tensor, runner):
+            stretch = _stretch(tensor)
+            key = stretch.data_ptr(), stretch.nbytes
+            if key not in below:
+                if may_give_up and not saved.has_room_below(stretch.nbytes):
+                    raise TooMuchToKeepError
+                below[key] = _Below(stretch, saved.put_below(stretch, claim), saved)
+            return below[key].pack(tensor)
         if storage not in seen:
             seen.add(storage)
             if not slots.holds(tensor):
@@ -86,12 +204,41 @@ def run_keeping_graph(
                 saved.hold(tensor, "unit inputs" if storage in free else "kept tensors", claim)
         return tensor.detach()
 
-    def unpack(packed: _Packed | torch.Tensor) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else slots.view(cargo, *packed)
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return packed.unpack() if isinstance(packed, _PackedBelow) else slots.view(cargo, *packed)
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return run_with_graph(unit, runner, arguments, inputs, others, forward, needs)
+            graph, result = run_with_graph(unit, runner, arguments, inputs, others, forward, needs, leaving)
     except TooMuchToKeepError:
         saved.let_go(claim, num_before)
         raise
+    graph.below = list(below.values())
+    for stretch in graph.below:
+        stretch.memory = None
+    return graph, result
+
+
+def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:
+    """Return which inputs a graph that goes below the device need not hold there: not those that other units get too,
+    nor those whose gradient would lie in another way than they do.
+    """
+    shared = unit.traits.shared
+    return [i for i, t in enumerate(inputs) if needs[i] and i not in shared and t.is_contiguous()]
+
+
+def _can_leave(tensor: torch.Tensor, runner: UnitRunner) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
+    is_large = tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
+    return is_plain and is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
+
+
+def _stretch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, as bytes: all of its storage, or, of one that is much larger, its own part."""
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    if tensor.is_contiguous() and 2 * tensor.nbytes <= storage.nbytes:
+        begin = tensor.storage_offset() * tensor.itemsize
+        return storage[begin : begin + tensor.nbytes]
+    return storage

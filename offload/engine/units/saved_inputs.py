@@ -51,12 +51,14 @@ class SavedInputs:
         self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
     ) -> None:
         self._device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
+        self._pools = [pool for pool in (offload, policy.below) if pool is not None]
         self._held: dict[int, tuple[int, str]] = {}
-        self._is_trial = False
+        self.is_trial = False
+        """True where passes are tried, whose inputs and graphs stay on the device."""
         self._calls: list[weakref.ref[Returns]] = []
         self.inputs_stay = offload is None
         """True where the inputs of units wait for their backward on the device."""
-        self.looks_back = offload is not None and lanes.overlap
+        self.looks_back = bool(self._pools) and lanes.overlap
 
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True where the device's budget has room to hold a tensor."""
@@ -65,15 +67,27 @@ class SavedInputs:
 
     def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
-        return self._offload.put(tensor) if self._offload is not None and movable and not self._is_trial else tensor
+        return self._offload.put(tensor) if self._offload is not None and movable and not self.is_trial else tensor
 
-    def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
-        """Start to bring saved inputs, or a micro-batch of them, back to the device."""
-        if self._offload is None:
+    def has_room_below(self, num_bytes: int) -> bool:
+        """True where so much more of graphs can wait below the device."""
+        return self.policy.below is not None and self.policy.below.has_room(num_bytes)
+
+    def put_below(self, stretch: torch.Tensor, claim: Claim) -> torch.Tensor:
+        """Put a part of a graph away, bytes; return what stands for it."""
+        assert self.policy.below is not None
+        stands = self.policy.below.put(stretch)
+        claim.entries.append((stands.data_ptr(), stands.nbytes))
+        return stands
+
+    def bring_back(self, tensors: Sequence[torch.Tensor], *, of_graph: bool = False) -> Returning:
+        """Start to bring saved inputs, or a micro-batch of them, or a part `of_graph`s back to the device."""
+        pool = self.policy.below if of_graph else self._offload
+        if pool is None:
             return Returning(list(tensors), [], [])
         returning = Returning([], [], [])
         for tensor in tensors:
-            found, tickets, layout = self._offload.get(tensor)
+            found, tickets, layout = pool.get(tensor)
             returning.tensors.append(found)
             returning.tickets.extend(tickets)
             returning.layouts.append(layout)
@@ -106,7 +120,7 @@ class SavedInputs:
         """Enter a tensor that waits for the backward in the device's ledger; one that many units receive counts
         once.
         """
-        if self._is_trial:
+        if self.is_trial:
             return
         storage = tensor.untyped_storage()
         key, num_bytes = storage.data_ptr(), storage.nbytes()
@@ -122,7 +136,7 @@ class SavedInputs:
         """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
-            if self._offload is not None and self._offload.free(key):
+            if any(pool.free(key) for pool in self._pools):
                 continue
             count, name = self._held[key]
             if count > 1:
@@ -138,11 +152,11 @@ class SavedInputs:
     def tried(self) -> Iterator[None]:
         """Within, passes are tried on a few rows, whose inputs stay on the device and are in no ledger."""
         with self.policy.unmoved():
-            self._is_trial = True
+            self.is_trial = True
             try:
                 yield
             finally:
-                self._is_trial = False
+                self.is_trial = False
 
     def begin_step(self) -> None:
         """Start a step."""
@@ -154,5 +168,5 @@ class SavedInputs:
         self._held.clear()
         for name in _FIXES:
             self._device.ledger.drop(name)
-        if self._offload is not None:
-            self._offload.reset()
+        for pool in self._pools:
+            pool.reset()
