@@ -1,0 +1,242 @@
+"""Graphs that wait below the device: the bits of kept graphs, of recompute and of plain PyTorch; one forward for each
+unit; nothing on the device meanwhile, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import Engine, Placement
+from offload.engine.units import saved_graph
+from offload.errors import DoesNotFitError
+from tests.engine.compare import train_both, weights
+from tests.engine.families import (
+    batches,
+    bert,
+    build,
+    gemma2,
+    gpt2,
+    gpt_neox,
+    llama,
+    llama4,
+    mamba,
+    mixtral,
+    opt,
+    qwen3,
+    t5,
+    tokens,
+)
+from tests.engine.handmade import Block, Normalised, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
+from tests.engine.sizes import tier_bytes
+from tests.matrix import matrix
+
+FAMILIES = [llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba, bert, t5]
+SLOW = {"d2h": {"latency_seconds": 0.002}, "h2d": {"latency_seconds": 0.002}}
+
+
+@pytest.fixture(autouse=True)
+def move_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the models here save is smaller than a page."""
+    monkeypatch.setattr(saved_graph, "SMALLEST_BYTES", 1)
+
+
+def placed(tier: str, folder: Path, **more: Any) -> Placement:
+    return Placement(graphs=tier, nvme_dir=str(folder) if tier == "nvme" else None, **more)
+
+
+def graph_bytes(engine: Engine) -> int:
+    """Return what the host holds, or has held, of graphs."""
+    return parts_of(engine).host.allocations.get("graphs", 0)
+
+
+@matrix(strength=1, make=FAMILIES, precision=["fp32", "bf16"], recompute=["never", "always"])
+def test_families_are_bit_equal(make: Callable[[], nn.Module], precision: str, recompute: str) -> None:
+    settings = {"precision": precision, "recompute": recompute, "debug": True}
+    engine, _ = train_both(build(make), batches(3), placement=Placement(graphs="cpu"), **settings)
+    assert graph_bytes(engine) or make is mamba, "mamba's blocks have more in them than a graph may copy"
+
+
+@matrix(strength=1, block=[Stack, Normalised], recompute=["never", "always"])
+def test_handmade_models_are_bit_equal(block: Callable[[], nn.Module], recompute: str) -> None:
+    some = [words(seed) for seed in range(3)]
+    train_both(build(block), some, loss_fn=cross_entropy, placement=Placement(graphs="cpu"), recompute=recompute)
+
+
+@matrix(
+    strength=1,
+    tier=["cpu", "nvme"],
+    recompute=["never", "always", "auto"],
+    settings=[
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 3, "throttle": SLOW},
+        {"prefetch": 0, "debug": 7},
+        {"update": "device", "debug": 8},
+        {"clip": "speculative", "max_grad_norm": 0.1},
+    ],
+    make=[llama, gpt2, t5],
+)
+def test_settings_change_no_bit(
+    tier: str, recompute: str, settings: dict[str, Any], make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    placement = placed(tier, tmp_path, device_memory="1MiB" if recompute == "auto" else None)
+    train_both(build(make), batches(3), placement=placement, recompute=recompute, **settings)
+
+
+def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
+    placement = Placement(activations="nvme", graphs="cpu", nvme_dir=str(tmp_path), host_memory="1MiB")
+    train_both(build(llama), batches(3), placement=placement, recompute="always")
+
+
+class Counting(Block):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(h)
+
+
+def test_a_forward_is_made_once() -> None:
+    """Of `always` from the second step on: the first one finds out what graphs take."""
+    model = build(lambda: Stack(Counting))
+    engine = Engine(model, placement=Placement(graphs="cpu"), recompute="always")
+    numbers = []
+    for seed in range(3):
+        before = model.blocks[0].num_calls
+        engine.step(words(0), loss_fn=cross_entropy)
+        numbers.append(model.blocks[0].num_calls - before)
+    assert numbers[1:] == [1, 1]
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Take a step; return what the device holds between its forward and its backward, of graphs and of inputs."""
+    found: dict[str, int] = {}
+
+    def loss_fn(outputs: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        if outputs.requires_grad:
+            found.clear()
+            found.update(tier_bytes(engine, "device"))
+        return cross_entropy(outputs, rows)
+
+    engine.step(words(0), loss_fn=loss_fn)
+    return {name: found.get(name, 0) for name in ("kept tensors", "unit inputs")}
+
+
+def test_the_device_holds_none_of_them() -> None:
+    here, below = (
+        Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs=tier), recompute="never")
+        for tier in ("device", "cpu")
+    )
+    of_blocks, left = held(here), held(below)
+    assert sum(left.values()) < sum(of_blocks.values()) / 8, (of_blocks, left)
+    assert graph_bytes(below) >= sum(of_blocks.values()) * 7 // 8
+
+
+def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
+    """Nothing that the graph holds on keeps a storage alive that went below: neither inputs nor results."""
+    engine = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    engine.step(words(0), loss_fn=cross_entropy)
+    alive = []
+
+    def loss_fn(outputs: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        gc.collect()
+        alive.append(sum(isinstance(o, Tensor) and o.shape == hidden for o in gc.get_objects()))
+        return cross_entropy(outputs, rows)
+
+    rows = words(0)
+    hidden = torch.Size([*next(iter(rows.values())).shape, build(Stack).head.in_features])
+    engine.step(rows, loss_fn=loss_fn)
+    deep = Engine(build(lambda: Stack(depth=16)), placement=Placement(graphs="cpu"), recompute="never")
+    deep.step(rows, loss_fn=cross_entropy)
+    deep.step(rows, loss_fn=loss_fn)
+    assert alive[-1] <= alive[0] + 16, "leaves have the shape, and no memory of their own"
+
+
+def test_a_budget_of_the_host_takes_the_last_units(tmp_path: Path) -> None:
+    whole = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    whole.step(words(0), loss_fn=cross_entropy)
+    most, other = graph_bytes(whole), sum(parts_of(whole).host.allocations.values()) - graph_bytes(whole)
+    placement = Placement(graphs="cpu", host_memory=other + most // 2)
+    engine, _ = train_both(
+        build(lambda: Stack(depth=8)),
+        [words(seed) for seed in range(3)],
+        loss_fn=cross_entropy,
+        placement=placement,
+        recompute="always",
+    )
+    assert 0 < graph_bytes(engine) <= most // 2
+    with pytest.raises(DoesNotFitError, match=r"graphs.*recompute"):
+        never = Engine(build(lambda: Stack(depth=8)), placement=placement, recompute="never")
+        never.step(words(0), loss_fn=cross_entropy)
+
+
+def test_lengths_may_change() -> None:
+    """Buffers of one length are of no use to the next; what was measured of it is not either."""
+    some = [tokens(seed, rows, length) for seed, (rows, length) in enumerate([(4, 10), (2, 16), (4, 10), (1, 3)])]
+    engine, _ = train_both(build(llama), some, placement=Placement(graphs="cpu"), recompute="always")
+    assert not parts_of(engine).runner.saved.policy.below.taken, "a buffer that nobody gave back"
+
+
+def test_a_forward_without_a_backward_gives_its_room_back() -> None:
+    engine = Engine(build(llama), placement=Placement(graphs="cpu"), recompute="never")
+    engine.step(tokens(0))
+    before = weights(engine)
+    loss = engine.model(**tokens(1)).loss
+    pool = parts_of(engine).runner.saved.policy.below
+    assert pool.taken
+    del loss
+    gc.collect()
+    plain = Engine(build(llama), recompute="never")
+    plain.step(tokens(0))
+    assert all(torch.equal(value, before[name]) for name, value in weights(plain).items())
+    assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
+    assert not pool.taken
+
+
+class Checkpoints(Block):
+    """Runs a part of itself again in its backward."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return checkpoint(super().forward, h, use_reentrant=False)
+
+
+class Slices(Block):
+    """Saves parts of one tensor, of which one is read twice."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        wide = torch.cat([h, super().forward(h), h.tanh()], -1)
+        one, two, three = wide.chunk(3, -1)
+        return one * two + three * two + wide[:, :1].mean() * one.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Complex(Block):
+    """Saves a tensor that is a conjugate."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        turned = torch.fft.fft(super().forward(h), dim=-1)
+        return h + (turned.conj() * turned).real / h.shape[-1]
+
+
+@pytest.mark.parametrize("block", [Checkpoints, Slices, Complex])
+def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
+    some = [words(seed) for seed in range(3)]
+    train_both(
+        build(lambda: Stack(block)),
+        some,
+        loss_fn=cross_entropy,
+        placement=Placement(graphs="cpu"),
+        recompute="never",
+        debug=True,
+    )
