@@ -31,8 +31,9 @@ from offload.distributed.comm import Comm, ImaginedRanks
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
+from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.memory import CHECKPOINTS, INPUTS, KEPT, OPERATIONS, footprint
+from offload.forecast.memory import INPUTS, KEPT, OPERATIONS, footprint
 from offload.machine.hardware import Hardware, Rates
 from offload.optim.rules import make_rule
 from offload.planning.machines import DescribedMachine
@@ -83,6 +84,7 @@ class Case:
     parameters: str = "cpu"
     optimizer: str = "cpu"
     activations: str = "device"
+    graphs: str = "device"
     device_memory: str | None = None
     micro_batch_size: int | None = None
     recompute: str = "always"
@@ -116,6 +118,7 @@ class Case:
             parameters=self.parameters,
             optimizer=self.optimizer,
             activations=self.activations,
+            graphs=self.graphs,
             device_memory=self.device_memory,
             host_memory="64GiB",
             nvme_dir=folder,
@@ -153,6 +156,8 @@ CASES = [
     Case(recompute="never"),
     Case(recompute="auto", device_memory="24MiB"),
     Case(activations="cpu"),
+    Case(graphs="cpu"),
+    Case(graphs="cpu", family="gpt2", precision="bf16", recompute="never", micro_batch_size=2),
     Case(activations="nvme", precision="bf16"),
     Case(parameters="device", optimizer="device"),
     Case(parameters="nvme", optimizer="nvme"),
@@ -284,7 +289,7 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
                 engine.step(case.batch(rank))
         held.operations = alive.peak_bytes
     for (_, name), num_bytes in peaks.items():
-        if name in (INPUTS, KEPT, CHECKPOINTS):
+        if name in (INPUTS, KEPT, CHECKPOINTS, GRAPHS):
             held.waiting[name] = num_bytes
     return held
 
@@ -297,7 +302,7 @@ def planned(case: Case, folder: str) -> Held:
     work = measure(model, BatchSpec(case.kind, case.rows // case.ranks, case.length), prepared)
     found = footprint(prepared, work, HERE, case.ranks)
     held = Held({(a.tier, a.name): a.num_bytes for a in found.allocations if a.name not in (INPUTS, KEPT, OPERATIONS)})
-    held.waiting = {a.name: a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, CHECKPOINTS)}
+    held.waiting = {a.name: a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, CHECKPOINTS, GRAPHS)}
     of_device = (a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, OPERATIONS))
     held.operations = sum(of_device)
     return held
@@ -308,7 +313,7 @@ def compare(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         told = planned(case, folder)
         was = actual(case, folder) if case.ranks == 1 else _over_ranks(case, folder)
-    waits = {INPUTS, KEPT, CHECKPOINTS}
+    waits = {INPUTS, KEPT, CHECKPOINTS, GRAPHS}
     names = sorted({key for key in (*told.allocations, *was.allocations) if key[1] not in waits})
     ratios = {f"{t}: {n}": _ratio(told.allocations.get((t, n), 0), was.allocations.get((t, n), 0)) for t, n in names}
     worst = max(ratios, key=lambda name: abs(ratios[name] - 1))

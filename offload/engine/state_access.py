@@ -21,6 +21,7 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
+from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, nearest
 from offload.hf.safetensors_file import reader
 from offload.hf.write import SHARD_BYTES
@@ -123,6 +124,11 @@ class StateAccess:
             found.update(info.name.encode())
             found.update(self._read(info, _MARKED).numpy().tobytes())
         return found.hexdigest()
+
+    @property
+    def graphs_on_host_bytes(self) -> int:
+        """The bytes of the host's memory in which graphs wait for their backward (`Placement(graphs="cpu")`)."""
+        return self._state.host.allocations.get(GRAPHS, 0)
 
     @property
     def allocations(self) -> list[tuple[str, str, int]]:

@@ -135,7 +135,7 @@ class StepMemory:
         if not self._has_backward:
             return 0, 0
         call = self.workload.calls[number]
-        if number in self.below:
+        if number in self.below(self.kept):
             return 0, self._graph_bytes(call)
         return self._waits(call, number in self.kept)[1], 0
 
@@ -157,15 +157,16 @@ class StepMemory:
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
 
-    @cached_property
-    def below(self) -> frozenset[int]:
-        """The uses, by number, whose graphs wait below the device: the last ones, as far as there is room."""
+    def below(self, kept: frozenset[int]) -> frozenset[int]:
+        """Return the uses, by number, whose graphs wait below the device where these are `kept` on it: the last of the
+        others, as far as there is room.
+        """
         if not self._graphs_leave or not self._has_backward:
             return frozenset()
         calls, never = self.workload.calls, self.settings.recompute == "never"
         room, found = self._room_below, set()
         for number, call in reversed(list(enumerate(calls))):
-            if number not in self.kept and call.is_cut and (never or self._graph_bytes(call) <= room):
+            if number not in kept and call.is_cut and (never or self._graph_bytes(call) <= room):
                 found.add(number)
                 room -= self._graph_bytes(call)
         return frozenset(found)
@@ -184,7 +185,7 @@ class StepMemory:
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return what leaves the device of the graph of a use, its input included."""
-        inputs = call.input_bytes - call.staying_bytes
+        inputs = call.input_bytes - call.staying_bytes - call.unsaved_bytes
         inputs = inputs if inputs >= SMALLEST_BYTES else 0
         return (call.leaving_bytes + inputs) * self.workload.num_micro_batches
 
@@ -202,11 +203,12 @@ class StepMemory:
             yield Allocation(of_operations, OPERATIONS, self._of_forwards())
             return
         on_device: Counter[str] = Counter()
-        away = of_graphs = 0
+        away, of_graphs, below = 0, 0, self.below(kept)
         for number, call in self._each():
-            if number in self.below:
+            if number in below:
                 graph_bytes = self._graph_bytes(call)
-                on_device[KEPT] += _over_all(call, call.input_bytes + call.saved_bytes, work) - graph_bytes
+                waits = _over_all(call, call.input_bytes + call.saved_bytes - call.unsaved_bytes, work)
+                on_device[KEPT] += waits - graph_bytes
                 of_graphs += graph_bytes
                 continue
             name, bytes_away = self._waits(call, number in kept)
@@ -241,13 +243,13 @@ class StepMemory:
 
     def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
         """Return the most that is held on the device at once, less what waits at the end of the forward."""
-        work = self.workload
+        work, below = self.workload, self.below(kept)
         parts, held, most = work.num_micro_batches, 0, 0
         # The head in pieces has a whole gradient of the hidden states, which stay as well.
         last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
         hidden = sum(last) * parts if work.num_chunks > 1 else 0
         for number, call in self._each():
-            is_kept, leaves = number in kept, number in self.below
+            is_kept, leaves = number in kept, number in below
             of_input = self._graph_bytes(call) if leaves else self._waits(call, is_kept)[1]
             held += _over_all(call, call.input_bytes + (call.saved_bytes if leaves else 0), work) - of_input
             if call.name is None:

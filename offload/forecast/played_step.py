@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -260,10 +259,12 @@ class _PlayedEngine:
         counted = _Place(place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
         self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
-        of_tier = {"cpu": partial(OnHost, host=host), "nvme": partial(OnDisk, nvme=nvme)}
 
         def pool(tier: str) -> ActivationOffload | None:
-            return of_tier[tier](device, lanes, self._counters) if tier in of_tier else None
+            if tier == "nvme":
+                assert nvme is not None
+                return OnDisk(device, lanes, self._counters, nvme)
+            return OnHost(device, lanes, self._counters, host) if tier == "cpu" else None
 
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)

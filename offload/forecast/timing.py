@@ -102,13 +102,14 @@ class PlannedStep:
     def calls(self) -> list[Call]:
         """Return the uses of a step, in the order of the forward."""
         memory, parts = self._memory, self.workload.num_micro_batches
+        in_graphs = memory.kept | memory.below(memory.kept)
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
             return list(self._forwards(its))
         found = []
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
-            again = [work.forward] if regions and number not in memory.kept | memory.below else []
+            again = [work.forward] if regions and number not in in_graphs else []
             inputs, graph = memory.bytes_away(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])

@@ -61,11 +61,13 @@ class SeenUses:
         gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
 
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        unsaved = {counter.storage_of(t): t.nbytes for t in leaves if t.requires_grad}
         known = {counter.storage_of(t) for t in (*leaves, *unit.module.parameters())}
         saved: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = counter.storage_of(tensor)
+            unsaved.pop(storage, None)
             if storage not in known:
                 saved[storage] = tensor.untyped_storage().nbytes()
             return tensor
@@ -86,6 +88,7 @@ class SeenUses:
             forward=forward_cost,
             backward=counter.cost - cost,
             saved_bytes=sum(saved.values()),
+            unsaved_bytes=sum(unsaved.values()),
             leaving_bytes=sum(size for size in saved.values() if size >= SMALLEST_BYTES),
             forward_temporary_bytes=forward_bytes,
             backward_temporary_bytes=counter.peak_bytes - before,

@@ -76,6 +76,8 @@ class UnitWork:
     """Of `staying_bytes`, what does not grow with the rows, and is there once for all micro-batches."""
     leaving_bytes: int = 0
     """Of `saved_bytes`, what leaves the device where graphs wait below it."""
+    unsaved_bytes: int = 0
+    """Of the inputs that take a gradient, what the graph does not save."""
     keeps_graph: bool = False
     """True if the graph saves nothing but inputs and weights, so that it is kept always, and nothing is recomputed."""
     is_cut: bool = True

@@ -181,6 +181,8 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         }
     if config.train.compile != "never":
         fields["compiled_graphs"] = engine.compiled_graphs
+    if config.offload.graphs == "cpu":
+        fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip == "speculative":

@@ -34,12 +34,12 @@ from tests.engine.families import (
     t5,
     tokens,
 )
-from tests.engine.handmade import Block, Normalised, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.sizes import tier_bytes
 from tests.matrix import matrix
 
-FAMILIES = [llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba, bert, t5]
+FAMILIES = [llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba, bert]
 SLOW = {"d2h": {"latency_seconds": 0.002}, "h2d": {"latency_seconds": 0.002}}
 
 
@@ -65,12 +65,6 @@ def test_families_are_bit_equal(make: Callable[[], nn.Module], precision: str, r
     assert graph_bytes(engine) or make is mamba, "mamba's blocks have more in them than a graph may copy"
 
 
-@matrix(strength=1, block=[Stack, Normalised], recompute=["never", "always"])
-def test_handmade_models_are_bit_equal(block: Callable[[], nn.Module], recompute: str) -> None:
-    some = [words(seed) for seed in range(3)]
-    train_both(build(block), some, loss_fn=cross_entropy, placement=Placement(graphs="cpu"), recompute=recompute)
-
-
 @matrix(
     strength=1,
     tier=["cpu", "nvme"],
@@ -87,8 +81,21 @@ def test_handmade_models_are_bit_equal(block: Callable[[], nn.Module], recompute
 def test_settings_change_no_bit(
     tier: str, recompute: str, settings: dict[str, Any], make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    placement = placed(tier, tmp_path, device_memory="1MiB" if recompute == "auto" else None)
-    train_both(build(make), batches(3), placement=placement, recompute=recompute, **settings)
+    found = []
+    for placement, how in (
+        (Placement(), "always"),
+        (Placement(), "never"),
+        (placed(tier, tmp_path, device_memory="1MiB" if recompute == "auto" else None), recompute),
+    ):
+        with Engine(build(make), placement=placement, recompute=how, **settings) as engine:
+            results = []
+            for seed in range(3):
+                torch.manual_seed(seed)
+                results.append(engine.step(tokens(seed)))
+            found.append(([(one.loss.item(), one.grad_norm) for one in results], weights(engine)))
+    for other in found[:2]:
+        assert other[0] == found[2][0]
+        assert all(torch.equal(value, found[2][1][name]) for name, value in other[1].items())
 
 
 def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
@@ -113,7 +120,7 @@ def test_a_forward_is_made_once() -> None:
     model = build(lambda: Stack(Counting))
     engine = Engine(model, placement=Placement(graphs="cpu"), recompute="always")
     numbers = []
-    for seed in range(3):
+    for _ in range(3):
         before = model.blocks[0].num_calls
         engine.step(words(0), loss_fn=cross_entropy)
         numbers.append(model.blocks[0].num_calls - before)
@@ -177,8 +184,8 @@ def test_a_budget_of_the_host_takes_the_last_units(tmp_path: Path) -> None:
         recompute="always",
     )
     assert 0 < graph_bytes(engine) <= most // 2
+    never = Engine(build(lambda: Stack(depth=8)), placement=placement, recompute="never")
     with pytest.raises(DoesNotFitError, match=r"graphs.*recompute"):
-        never = Engine(build(lambda: Stack(depth=8)), placement=placement, recompute="never")
         never.step(words(0), loss_fn=cross_entropy)
 
 

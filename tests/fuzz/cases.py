@@ -237,6 +237,7 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "optimizer": dice.choice(low),
         "gradients": dice.choice(["auto", "auto", "cpu", "nvme"]),
         "activations": dice.choice(["device", "device", "cpu", "nvme"]),
+        "graphs": dice.choice(["device", "device", "cpu", "nvme"]),
     }
     if layout["optimizer"] == "device":  # states above their parameters, or apart from gradients, are refused
         layout["gradients"] = "auto"

@@ -21,6 +21,7 @@ from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
 from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.units import forwards as compiled
+from offload.engine.units import saved_graph
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -61,7 +62,7 @@ RULES = {
 }
 """smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
-_PLACES = ("parameters", "optimizer", "gradients", "activations")
+_PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs")
 
 
 @dataclass
@@ -366,7 +367,11 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="offload-fuzz-") as name:
         folder = Path(comm.gather_objects(name, "folder of a case")[0])
         try:
-            with leaving_nothing(folder / "nvme"), mock.patch.object(compiled, "BACKEND", _BACKEND):
+            with (
+                leaving_nothing(folder / "nvme"),
+                mock.patch.object(compiled, "BACKEND", _BACKEND),
+                mock.patch.object(saved_graph, "SMALLEST_BYTES", 1),
+            ):
                 _run(case, comm, folder, outcome)
                 comm.barrier("end of the engines")  # all ranks use one folder
         except Refused as refused:

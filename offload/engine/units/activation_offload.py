@@ -24,6 +24,10 @@ from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
 CHECKPOINTS, GRAPHS = "activation checkpoints", "graphs"
 """As the host's ledger calls what waits there: inputs of units, and what their graphs save."""
+_FIXES = {
+    GRAPHS: "These are graphs that wait for their backward. Set --train.recompute always, with which only those wait "
+    "that have room, or raise --offload.host_memory."
+}
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 
@@ -177,7 +181,7 @@ class OnHost(ActivationOffload):
         return num_bytes <= (free if budget is None else min(free, budget - self._host.current_bytes))
 
     def make(self, num_bytes: int) -> _Buffer:
-        self._host.reserve(self._name, num_bytes)
+        self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
         return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
 
     def _drop(self) -> None:

@@ -254,9 +254,11 @@ class Call:
         with nullcontext() if graph else micro_batch.before.condition.values_again(self.traits.buffers):
             leaves, roots = (graph.leaves, graph.roots) if graph else self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
-            pairs = [(r, g) for r, g in zip(roots, pieces, strict=True) if g is not None and r is not None]
+            pairs: list[tuple[Any, torch.Tensor]] = [
+                (root, g) for root, g in zip(roots, pieces, strict=True) if g is not None and root is not None
+            ]
             inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=inputs)
+            torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
         return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
 
     def _look_ahead(self, number: int) -> None:

@@ -21,7 +21,7 @@ _FIXES = {
     "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations "
     "cpu, lower --train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
     "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto "
-    "or always, or raise --offload.device_memory.",
+    "or always, move them with --offload.graphs cpu, or raise --offload.device_memory.",
 }
 
 
