@@ -401,8 +401,11 @@ class OffloadSection(Section):
     activations: StateTier = "auto"
     """Tier of the unit inputs that wait for backward."""
     graphs: StateTier = "auto"
-    """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: none but
-    the device.
+    """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: cpu where a
+    GPU's step is foretold to be faster by it, else none but the device.
+    """
+    graphs_memory: Size = None
+    """Most that graphs take there, per machine, same forms as of host_memory. none: as far as memory reaches.
     """
     device_memory: Size = None
     """Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on

@@ -148,6 +148,7 @@ class EngineState:
                     self.slots.holds,
                     self.way,
                     self._activation_offload(placement.graphs, counters, GRAPHS),
+                    budget_bytes(placement.graphs_memory),
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.config.rules import OFFERS
+from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.machine.hardware import Hardware
@@ -19,6 +20,8 @@ _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
 """Stands for a folder on a disk that nobody named."""
 _SMALL_CHUNK_BYTES = 32 << 20
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the graphs that have room on the host, those with which a step is played."""
 _WORTH = 0.02
 """By which part of its step the placement that the search finds has to be faster than the one that is given, and by
 which part of its tokens a second another way has to differ."""
@@ -84,13 +87,34 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
     one that is given, where that does not pay. Without the `times`, the first placement that fits.
     """
     change = forecaster.choose(found, times=times) if is_open(found) else {}
-    other = _told(forecaster, found, change, times=times) if change else None
+    chosen = _better(found, _told(forecaster, found, change, times=times) if change else None, change, times=times)
+    if not times or chosen.config.offload.graphs != "auto" or chosen.hardware.device == "cpu":
+        return chosen
+    change = change if chosen is not found else {}
+    for graphs in _graphs(forecaster, chosen):
+        chosen = _better(chosen, _told(forecaster, found, change | graphs), change | graphs)
+    return chosen
+
+
+def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True) -> Forecast:
+    """Return another forecast, of a change, where that fits and pays; else the one that was found."""
     if other is None or not other.fits or (times and other.timing is None):
         return found
     before = found.timing.step_seconds if found.fits and found.timing else None
     if before is not None and other.timing and other.timing.step_seconds > (1 - _WORTH) * before:
         return found
-    return replace(other, placed=flags(change), unplaced_seconds=before)
+    return replace(other, placed=flags(change), unplaced_seconds=found.unplaced_seconds or before)
+
+
+def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield more and more graphs of units that wait on the host, as far as its memory reaches."""
+    whole: dict[str, Any] = {"offload.graphs": "cpu"}
+    other = _told(forecaster, found, whole, times=False)
+    if other is None or not other.fits:
+        return
+    num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * found.num_ranks
+    for share in _SHARES if num_bytes else ():
+        yield {**whole, "offload.graphs_memory": int(share * num_bytes)}
 
 
 def _told(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
@@ -192,6 +216,8 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     yield from wider(found)
     if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
         yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
+    if found.hardware.device != "cpu" and config.offload.graphs in ("auto", "device"):
+        yield {"offload.graphs": "cpu"}
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size

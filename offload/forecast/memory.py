@@ -11,6 +11,7 @@ from functools import cached_property
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.engine.units.recompute_policy import spread
 from offload.engine.units.saved_graph import SMALLEST_BYTES
 from offload.forecast.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware
@@ -158,18 +159,19 @@ class StepMemory:
         return always.union(more[fewer:])
 
     def below(self, kept: frozenset[int]) -> frozenset[int]:
-        """Return the uses, by number, whose graphs wait below the device where these are `kept` on it: the last of the
-        others, as far as there is room.
+        """Return the uses, by number, whose graphs wait below the device where these are `kept` on it: of the others as
+        many as there is room for.
         """
         if not self._graphs_leave or not self._has_backward:
             return frozenset()
-        calls, never = self.workload.calls, self.settings.recompute == "never"
-        room, found = self._room_below, set()
-        for number, call in reversed(list(enumerate(calls))):
-            if number not in kept and call.is_cut and (never or self._graph_bytes(call) <= room):
-                found.add(number)
-                room -= self._graph_bytes(call)
-        return frozenset(found)
+        calls = [
+            (number, call) for number, call in enumerate(self.workload.calls) if number not in kept and call.is_cut
+        ]
+        if self.settings.recompute == "never":
+            return frozenset(number for number, _ in calls)
+        calls.reverse()
+        chosen = spread([self._graph_bytes(call) for _, call in calls], self._room_below)
+        return frozenset(calls[number][0] for number in chosen)
 
     @property
     def _graphs_leave(self) -> bool:
@@ -180,8 +182,9 @@ class StepMemory:
         tier, placement = self.settings.placement.graphs, self.settings.placement
         budget = budget_bytes(placement.host_memory if tier == "cpu" else placement.nvme_memory)
         there = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
-        most = min((each for each in (budget, there) if each is not None), default=sys.maxsize)
-        return most - bytes_on(tier, self.plan.allocations)
+        left = [each - bytes_on(tier, self.plan.allocations) for each in (budget, there) if each is not None]
+        most = budget_bytes(placement.graphs_memory)
+        return min([*left, *([] if most is None else [most])], default=sys.maxsize)
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return what leaves the device of the graph of a use, its input included."""

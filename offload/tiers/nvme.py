@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -324,10 +325,11 @@ class Nvme:
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
         return record
 
-    def has_room(self, num_bytes: int) -> bool:
-        """True where the budget has room for so much more."""
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that the budget has room for beside what is on disk."""
         budget = self._ledger.budget_bytes
-        return budget is None or self._ledger.current_bytes + num_bytes <= budget
+        return sys.maxsize if budget is None else budget - self._ledger.current_bytes
 
     def extent(self, num_bytes: int) -> tuple[Stripes, int]:
         """Return new room for an activation checkpoint: its file, and where it begins there. Raises DoesNotFitError or

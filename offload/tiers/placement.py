@@ -37,6 +37,8 @@ class Placement:
     """Where the graphs of units wait for their backward, instead of a recompute: on the device as far as `recompute`
     says, and with cpu or nvme as far as memory reaches there.
     """
+    graphs_memory: float | str | None = None
+    """The most of it that graphs take there."""
     device_memory: float | str | None = None
     """The budget of the device."""
     host_memory: float | str | None = None
@@ -48,7 +50,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))
-        for key in ("device_memory", "host_memory", "nvme_memory"):
+        for key in ("device_memory", "host_memory", "nvme_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:
             value, allowed = getattr(self, key), ("auto", *TIERS)
@@ -81,8 +83,9 @@ class Placement:
 
     def share(self, num_ranks: int) -> Placement:
         """Return what one of so many ranks of a machine has: an equal part of the budgets that are the machine's."""
-        host, disk = (None if size is None else int(size) // num_ranks for size in (self.host_memory, self.nvme_memory))
-        return replace(self, host_memory=host, nvme_memory=disk)
+        budgets = (self.host_memory, self.nvme_memory, self.graphs_memory)
+        host, disk, graphs = (None if size is None else int(size) // num_ranks for size in budgets)
+        return replace(self, host_memory=host, nvme_memory=disk, graphs_memory=graphs)
 
     @property
     def dirs(self) -> Sequence[str]:

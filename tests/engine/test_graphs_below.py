@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Engine, Placement
 from offload.engine.units import saved_graph
+from offload.engine.units.recompute_policy import spread
 from offload.errors import DoesNotFitError
 from tests.engine.compare import train_both, weights
 from tests.engine.families import (
@@ -247,3 +250,16 @@ def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
         recompute="never",
         debug=True,
     )
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 3000))
+def test_what_has_room_is_spread_evenly(sizes: list[int], room: int) -> None:
+    chosen = spread(sizes, room)
+    taken = sum(sizes[number] for number in chosen)
+    assert taken <= room
+    assert len(chosen) == len(sizes) or room < sum(sizes)
+    for end in range(1, len(sizes) + 1):  # at no point more of the room than of what there is
+        so_far = sum(sizes[number] for number in chosen if number < end)
+        assert so_far * sum(sizes) <= room * sum(sizes[:end])
+    most = max(sizes)
+    assert taken > min(room, sum(sizes)) - 2 * most, "room is left for more than one of them"

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.plan_memory import CASES, Case, compare
 from offload.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
-from offload.forecast.alternatives import forecast
+from offload.forecast.alternatives import forecast, place
 from offload.forecast.forecast import Forecaster
 from offload.forecast.here import slow_precision
 from offload.forecast.memory import StepMemory
@@ -164,3 +164,22 @@ def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found.to_dict()["step_seconds"] is None
     assert "X asks for a value" in found.notes[0]
     assert "unit inputs" not in names(found.memory.allocations, "device")
+
+
+def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise() -> None:
+    where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 4096, "train.batch_size": 8}
+    where |= {"train.precision": "bf16", "train.recompute": "always"}
+    where |= {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.update": "cpu"}
+    large = GPU.with_(host_bytes=256 << 30)
+    forecaster = Forecaster(config(**where), 1)
+    given, left = (config(**where, **{"offload.graphs": tier}) for tier in ("auto", "device"))
+    found, other = (place(forecaster, forecaster.tell(each, large)) for each in (given, left))
+    assert found.config.offload.graphs == "cpu"
+    assert found.timing is not None
+    assert other.timing is not None
+    assert found.timing.step_seconds < 0.98 * other.timing.step_seconds
+    assert found.memory.total("pinned") > other.memory.total("pinned")
+    assert "--offload.graphs cpu --offload.graphs_memory" in found.placed
+    slow = large.with_(rates=replace(large.rates, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, both_ways_bytes_per_s=2e9))
+    assert place(forecaster, forecaster.tell(given, slow)).config.offload.graphs == "auto", "a link that has no time"
+    assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=24 << 30))).config.offload.graphs == "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator, Sequence
@@ -132,9 +133,14 @@ class ActivationOffload(ABC):
         self._counters.count("h2d_bytes", copy.nbytes)
         return copy, self._up(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
+    @property
     @abstractmethod
+    def room_bytes(self) -> int:
+        """The bytes that can be put away beside what is."""
+
     def has_room(self, num_bytes: int) -> bool:
-        """True where so much more can be put away."""
+        """True where so much more can be put away at once."""
+        return (bool(self._free) and _size(self._free[-1]) >= num_bytes) or num_bytes <= self.room_bytes
 
     def free(self, storage: int) -> bool:
         """Give a buffer back to the pool; False where it is none of the pool's."""
@@ -174,11 +180,10 @@ class OnHost(ActivationOffload):
         super().__init__(device, lanes, counters)
         self._host, self._name = host, name
 
-    def has_room(self, num_bytes: int) -> bool:
-        if self._free and _size(self._free[-1]) >= num_bytes:
-            return True
-        free, budget = memory().get("available_bytes", num_bytes), self._host.budget_bytes
-        return num_bytes <= (free if budget is None else min(free, budget - self._host.current_bytes))
+    @property
+    def room_bytes(self) -> int:
+        free, budget = memory().get("available_bytes", sys.maxsize), self._host.budget_bytes
+        return free if budget is None else min(free, budget - self._host.current_bytes)
 
     def make(self, num_bytes: int) -> _Buffer:
         self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
@@ -227,8 +232,9 @@ class OnDisk(ActivationOffload):
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
         return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset)
 
-    def has_room(self, num_bytes: int) -> bool:
-        return self._nvme.has_room(num_bytes)
+    @property
+    def room_bytes(self) -> int:
+        return self._nvme.room_bytes
 
     def _drop(self) -> None:
         pass

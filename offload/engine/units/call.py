@@ -197,7 +197,8 @@ class Call:
             saved.hold(kept, "unit inputs", self._claim)
             inputs.append(kept)
         self._inputs, self._versions = inputs, [t._version for t in inputs]
-        saved.opened(self)
+        if not saved.inputs_stay:
+            saved.opened(self)
 
     # -- backward --------------------------------------------------------------------------------------------
 

@@ -26,6 +26,19 @@ _NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
+def spread(sizes: Sequence[int], room: int) -> list[int]:
+    """Return which of some graphs have room below the device, by number, evenly over all: a link that has not the time
+    for every graph has it for each of these, while the units between them compute.
+    """
+    total, seen, taken, found = sum(sizes), 0, 0, []
+    for number, size in enumerate(sizes):
+        seen += size
+        if taken + size <= room and (taken + size) * total <= room * seen:
+            found.append(number)
+            taken += size
+    return found
+
+
 class RecomputePolicy:
     """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for. Where graphs may
     wait below the device, those for which the device has no room do, as far as memory reaches there.
@@ -43,8 +56,9 @@ class RecomputePolicy:
         is_weight: Callable[[torch.Tensor], bool],
         way: Way,
         below: ActivationOffload | None = None,
+        most_below_bytes: int | None = None,
     ) -> None:
-        self.below = below
+        self.below, self._most_below_bytes = below, most_below_bytes
         """Where graphs wait for which the device has no room; None for nowhere."""
         self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
@@ -144,15 +158,20 @@ class RecomputePolicy:
     def end_step(self) -> int:
         """Choose among what this step has measured. Return the most that the device held at once, for whatever."""
         self._look(self._step_peak_bytes)
-        budget, num_below = self._ledger.budget_bytes, 0
+        budget, others = self._ledger.budget_bytes, []
         room = 0 if budget is None or self.mode != "auto" else budget - self._others_peak_bytes - self._step_peak_bytes
         for key in self._new:  # backward order: the last unit comes first
             if self._sizes[key] <= room:
                 self._kept.add(key)
                 room -= self._sizes[key]
-            elif self.below is not None and self.below.has_room(num_below + self._whole_sizes[key]):
-                self._below.add(key)
-                num_below += self._whole_sizes[key]
+            else:
+                others.append(key)
+        if self.below is not None and others:
+            room = self.below.room_bytes
+            if self._most_below_bytes is not None:
+                room = min(room, self._most_below_bytes - sum(self._whole_sizes[key] for key in self._below))
+            chosen = spread([self._whole_sizes[key] for key in others], room)
+            self._below.update(others[number] for number in chosen)
         self._new.clear()
         return self._device_peak_bytes
 
