@@ -156,8 +156,6 @@ CASES = [
     Case(recompute="never"),
     Case(recompute="auto", device_memory="24MiB"),
     Case(activations="cpu"),
-    Case(graphs="cpu"),
-    Case(graphs="cpu", family="gpt2", precision="bf16", recompute="never", micro_batch_size=2),
     Case(activations="nvme", precision="bf16"),
     Case(parameters="device", optimizer="device"),
     Case(parameters="nvme", optimizer="nvme"),

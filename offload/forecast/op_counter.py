@@ -28,7 +28,8 @@ _aten = torch.ops.aten
 _ITEMS = (_aten._local_scalar_dense.default,)
 _COPIES = (_aten._to_copy.default,)
 _EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided))
-"""What computes nothing, beside views."""
+_NOTHING = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
+"""What computes nothing, beside views: what only makes memory, and what is a view under another name."""
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
 """What reads as much as it makes, of a table that may be larger."""
 
@@ -82,7 +83,7 @@ class OpCounter(WatchingMode):
 
     def count(self, flops: float, num_bytes: float) -> None:
         """Add a kernel that no operation stands for."""
-        self.cost += Cost(flops, num_bytes, 1)
+        self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return what tells a tensor's memory from that of others that live."""
@@ -116,7 +117,7 @@ class OpCounter(WatchingMode):
                 self._remember(self._own, tensor, key, num_bytes)
                 self.live_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if not func.is_view and func.overloadpacket not in _EMPTY and any(t.is_meta for t in made):
+        if not func.is_view and func.overloadpacket not in _NOTHING and any(t.is_meta for t in made):
             if func.overloadpacket in _GATHERS:
                 given = [*made, *given[1:]]
             num_bytes = sum(map(_touched_bytes, given)) + sum(map(_touched_bytes, made))

@@ -275,9 +275,10 @@ class Placer:
     @cached_property
     def compute_s(self) -> float:
         """The seconds of the model's own forward and backward, whatever is placed where."""
-        work, precision = self.workload, self.prepared.settings.precision
+        work, settings = self.workload, self.prepared.settings
+        parts, fuses = work.num_micro_batches, settings.compile == "auto"
         return sum(
-            max(compute_seconds(call, [cost], work.num_micro_batches, precision, self.hardware))
+            max(compute_seconds(call, [cost], parts, settings.precision, self.hardware, fuses=fuses))
             for call in work.calls
             for cost in (call.forward, call.backward)
         )

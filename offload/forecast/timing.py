@@ -23,6 +23,10 @@ from offload.planning.settings import Settings
 from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
 _USE_HOST_S = 0.05e-3, 0.1e-3
+_FUSED_SHARE = 0.43
+"""Of the bytes that operations beside products move, those that are left where torch.compile fuses them: by the 15.7 %
+that torchtitan tells of an 8B Llama on H100s (arXiv:2410.06511, section 3), of whose eager blocks they are 24 %.
+"""
 _PART_HOST_S = 0.15e-3, 0.35e-3
 """What a unit's use costs the thread of compute beyond plain PyTorch, in its forward and its backward: once, and for
 each micro-batch; with one 0.65 ms a step (benchmarks/overhead.py).
@@ -161,7 +165,9 @@ class PlannedStep:
         return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
-        return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings.precision, self.hardware)
+        parts, settings = self.workload.num_micro_batches, self.settings
+        fuses = settings.compile == "auto"
+        return compute_seconds(work, costs, parts, settings.precision, self.hardware, fuses=fuses)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -305,15 +311,23 @@ def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
 
 
 def compute_seconds(
-    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware, *, fuses: bool
 ) -> tuple[float, float]:
     """Return the seconds of some costs of a use on the device, over all micro-batches, and those that the host takes to
-    launch them. On a CPU, which does both, the larger of them and nothing.
+    launch them. On a CPU, which does both, the larger of them and nothing. `fuses`: blocks are compiled.
+
+    A product takes what it computes or what it reads and writes, whichever is longer; everything else comes beside the
+    products in turn, each operation over memory, for as long as its bytes take.
     """
     rates = hardware.rates
     flops = rates.flops_per_s[precision]
-    num_runs = work.num_runs(num_micro_batches)
-    device = num_runs * sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
+    num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if fuses and work.is_block else 1.0
+    seconds = [
+        max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s)
+        + share * cost.moved_bytes / rates.device_bytes_per_s
+        for cost in costs
+    ]
+    device = num_runs * sum(seconds)
     host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
     return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
 

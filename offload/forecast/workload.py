@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -10,21 +10,21 @@ class Cost:
     """Work of the device.
 
     flops: floating point operations of matrix products and attention.
-    num_bytes: memory that the operations read and write.
+    num_bytes: memory that these read and write, while they compute.
     num_operations: operations that are launched.
+    moved_bytes: memory that all other operations read and write, one after the other.
     """
 
     flops: float
     num_bytes: float
     num_operations: int
+    moved_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops, self.num_bytes + other.num_bytes, self.num_operations + other.num_operations
-        )
+        return Cost(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: Cost) -> Cost:
-        return self + Cost(-other.flops, -other.num_bytes, -other.num_operations)
+        return self + Cost(*(-its for its in astuple(other)))
 
     def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
         """Return the cost with so many rows more, by that with one more: what reads weights reads them once."""
@@ -32,6 +32,7 @@ class Cost:
             self,
             flops=self.flops + num_rows * (of_one_more.flops - self.flops),
             num_bytes=self.num_bytes + num_rows * (of_one_more.num_bytes - self.num_bytes),
+            moved_bytes=self.moved_bytes + num_rows * (of_one_more.moved_bytes - self.moved_bytes),
         )
 
 

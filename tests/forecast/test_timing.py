@@ -115,8 +115,18 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
-    assert compute_seconds(use, [cost], 4, "fp32", gpu) == (2.0 * runs, 1.5 * runs)
-    assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
+    assert compute_seconds(use, [cost], 4, "fp32", gpu, fuses=False) == (2.0 * runs, 1.5 * runs)
+    assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu"), fuses=False) == (2.0 * runs, 0.0)
+
+
+@pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
+def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
+    """Fewer of them where blocks are compiled."""
+    machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=4.0))
+    use = replace(work("x", 0.0, 0.0), is_block=is_block)
+    cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
+    assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=False)[0] == 2.0 + 2.0
+    assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=True)[0] == pytest.approx(2.0 + 2.0 * share)
 
 
 def test_each_run_of_a_use_costs_the_host() -> None:
