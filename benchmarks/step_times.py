@@ -86,8 +86,6 @@ CASES = (
     Case("4 micro-batches, bf16", {"micro_batch_size": ROWS // 4, "precision": "bf16"}),
     Case("kept graphs", {"recompute": "never"}),
     Case("kept graphs, 2 micro-batches", {"recompute": "never", "micro_batch_size": ROWS // 2}),
-    Case("graphs on cpu", {"recompute": "never"}, {"graphs": "cpu"}),
-    Case("graphs on cpu, 2 micro-batches", {"recompute": "never", "micro_batch_size": ROWS // 2}, {"graphs": "cpu"}),
     Case("inputs on cpu", {}, {"activations": "cpu"}),
     Case("inputs on cpu, 2 micro-batches", {"micro_batch_size": ROWS // 2}, {"activations": "cpu"}),
     Case("inputs on nvme", {}, {"activations": "nvme"}),
