@@ -21,6 +21,7 @@ from offload.engine.units import saved_graph
 from offload.engine.units.recompute_policy import spread
 from offload.errors import DoesNotFitError
 from tests.engine.compare import train_both, weights
+from tests.engine.device import cpu_only
 from tests.engine.families import (
     batches,
     bert,
@@ -239,7 +240,67 @@ class Complex(Block):
         return h + (turned.conj() * turned).real / h.shape[-1]
 
 
-@pytest.mark.parametrize("block", [Checkpoints, Slices, Complex])
+class Changing(Block):
+    """Saves a tensor for an operation that has no backward, changes it in place, and saves it again."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        a = 2 * super().forward(h)
+        is_rising = a.sin().detach() > 0
+        a.mul_(3)
+        return h + a.cos() * is_rising
+
+
+class Splits(Block):
+    """Saves parts of which some have no rows, as of experts that nobody asked."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = super().forward(h).flatten(0, 1)
+        parts = rows.split([0, len(rows) - 1, 0, 1])
+        return h + torch.cat([part * part.sin() for part in parts]).view(h.shape)
+
+
+class Product(torch.autograd.Function):
+    """Asks for what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0] * ctx.saved_tensors[1], gradients[0] * ctx.saved_tensors[0]
+
+
+class AsksTwice(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + Product.apply(super().forward(h), h.tanh())
+
+
+class Rounded(torch.autograd.Function):
+    """Saves a quantised tensor, which is its bytes and a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.quantize_per_tensor(tensor, 0.1, 10, torch.quint8))
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].dequantize()
+
+
+class Quantised(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + Rounded.apply(super().forward(h))
+
+
+KINDS = [Checkpoints, Slices, Complex, Changing, Splits, AsksTwice]
+ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("block", [*KINDS, ON_CPU])
 def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
     some = [words(seed) for seed in range(3)]
     train_both(

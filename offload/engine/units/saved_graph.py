@@ -52,19 +52,22 @@ class _Below:
         return _PackedBelow(self, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def prepare(self) -> None:
-        """Start to bring the stretch back, unless nobody asks for it any more."""
-        if self._returning is None and self._num_uses:
-            self._returning = self._saved.bring_back([self._stands], of_graph=True)
+        """Start to bring the stretch back, unless nobody is expected to ask for it any more."""
+        if self._returning is None and self._num_uses > 0:
+            self._returning = self._bring_back()
 
     def take(self) -> torch.Tensor:
-        """Return the bytes on the device; the last who asks for them has them alone."""
-        self.prepare()
-        assert self._returning is not None, "asked for more often than packed"
-        (found,) = self._saved.wait(self._returning)
+        """Return the bytes on the device; the last who asks for them has them alone. A backward may ask more often than
+        it saved (`ctx.saved_tensors` brings all of them each time), and gets them once more.
+        """
+        returning = self._returning or self._bring_back()
+        (found,) = self._saved.wait(returning)
         self._num_uses -= 1
-        if not self._num_uses:
-            self._returning = None
+        self._returning = returning if self._num_uses > 0 else None
         return found
+
+    def _bring_back(self) -> Returning:
+        return self._saved.bring_back([self._stands], of_graph=True)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def run_keeping_graph(
     free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
     leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
     staying = {t.untyped_storage().data_ptr() for i, t in enumerate(inputs) if i not in (leaving or ())}
-    below: dict[tuple[int, int], _Below] = {}
+    below: dict[tuple[int, int, int], _Below] = {}
     cargo = slots.cargo_of(unit.regions)
     weights = slots.addresses(cargo)
     seen: set[int] = set()
@@ -189,8 +192,11 @@ def run_keeping_graph(
             return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
         storage = tensor.untyped_storage().data_ptr()
         if leaving is not None and storage not in staying and _can_leave(tensor, runner):
+            if not tensor.numel():
+                return torch.empty_like(tensor)  # a view of nothing would hold all of its storage
             stretch = _stretch(tensor)
-            key = stretch.data_ptr(), stretch.nbytes
+            # What was changed in place between two operations is other bytes, whether or not the first has a backward.
+            key = stretch.data_ptr(), stretch.nbytes, tensor._version
             if key not in below:
                 if may_give_up and not saved.has_room_below(stretch.nbytes):
                     raise TooMuchToKeepError
@@ -230,9 +236,10 @@ def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) 
 
 
 def _can_leave(tensor: torch.Tensor, runner: UnitRunner) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False  # it is more than its bytes
     is_large = tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
-    return is_plain and is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
+    return is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
 
 
 def _stretch(tensor: torch.Tensor) -> torch.Tensor:
