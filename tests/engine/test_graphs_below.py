@@ -5,6 +5,7 @@ unit; nothing on the device meanwhile, and nothing left behind.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import Engine, Placement
 from offload.engine.units import saved_graph
 from offload.engine.units.recompute_policy import spread
-from offload.errors import DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError
 from tests.engine.compare import train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import (
@@ -107,28 +108,33 @@ def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
     train_both(build(llama), batches(3), placement=placement, recompute="always")
 
 
+RUNS = Counter[nn.Module]()
+"""The forwards of `Counting`: what a module itself counts is put back by a recompute."""
+
+
 class Counting(Block):
     """Counts its forwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
     def forward(self, h: Tensor) -> Tensor:
-        self.num_calls += 1
+        RUNS[self] += 1
         return super().forward(h)
+
+
+def runs(engine: Engine, **batch: int) -> list[int]:
+    """Take a step; return how often each block ran in it."""
+    RUNS.clear()
+    engine.step(words(0, **batch), loss_fn=cross_entropy)
+    found = [RUNS[block] for block in engine.model.blocks]
+    RUNS.clear()
+    return found
 
 
 def test_a_forward_is_made_once() -> None:
     """Of `always` from the second step on: the first one finds out what graphs take."""
-    model = build(lambda: Stack(Counting))
-    engine = Engine(model, placement=Placement(graphs="cpu"), recompute="always")
-    numbers = []
-    for _ in range(3):
-        before = model.blocks[0].num_calls
-        engine.step(words(0), loss_fn=cross_entropy)
-        numbers.append(model.blocks[0].num_calls - before)
-    assert numbers[1:] == [1, 1]
+    for tier, num_runs in (("cpu", 1), ("device", 2)):
+        engine = Engine(build(lambda: Stack(Counting)), placement=Placement(graphs=tier), recompute="always")
+        found = [runs(engine) for _ in range(3)]
+        assert {number for step in found[1:] for number in step} == {num_runs}
 
 
 def held(engine: Engine) -> dict[str, int]:
@@ -191,6 +197,26 @@ def test_a_budget_of_the_host_takes_the_last_units(tmp_path: Path) -> None:
     never = Engine(build(lambda: Stack(depth=8)), placement=placement, recompute="never")
     with pytest.raises(DoesNotFitError, match=r"graphs.*recompute"):
         never.step(words(0), loss_fn=cross_entropy)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: int | None, tmp_path: Path) -> None:
+    """Of every shape of inputs; and a micro-batch counts what it has of the batch, not all of it."""
+
+    whole = Engine(build(lambda: Stack(Counting, depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    whole.step(words(0), loss_fn=cross_entropy)
+    most, parts = graph_bytes(whole) // 2, 4 if rows else 1
+    placement = placed(tier, tmp_path, graphs_memory=most)
+    engine = Engine(
+        build(lambda: Stack(Counting, depth=8)), placement=placement, recompute="always", micro_batch_size=rows
+    )
+    found = [[runs(engine, length=length).count(parts) for length in (6, 5)] for _ in range(3)]
+    assert found[1:] == [[4, 4], [4, 4]]
+    if tier == "cpu":
+        assert most * 3 // 4 < graph_bytes(engine) <= most
+    with pytest.raises(ConfigError, match=r"graphs_memory.*never.*recompute"):
+        Engine(build(Stack), placement=placement, recompute="never")
 
 
 def test_lengths_may_change() -> None:

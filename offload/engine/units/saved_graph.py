@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from offload.engine.units.activation_offload import stretch_of
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
 from offload.engine.units.forwards import Forward
@@ -194,7 +195,7 @@ def run_keeping_graph(
         if leaving is not None and storage not in staying and _can_leave(tensor, runner):
             if not tensor.numel():
                 return torch.empty_like(tensor)  # a view of nothing would hold all of its storage
-            stretch = _stretch(tensor)
+            stretch = stretch_of(tensor)
             # What was changed in place between two operations is other bytes, whether or not the first has a backward.
             key = stretch.data_ptr(), stretch.nbytes, tensor._version
             if key not in below:
@@ -240,12 +241,3 @@ def _can_leave(tensor: torch.Tensor, runner: UnitRunner) -> bool:
         return False  # it is more than its bytes
     is_large = tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
     return is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
-
-
-def _stretch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor, as bytes: all of its storage, or, of one that is much larger, its own part."""
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    if tensor.is_contiguous() and 2 * tensor.nbytes <= storage.nbytes:
-        begin = tensor.storage_offset() * tensor.itemsize
-        return storage[begin : begin + tensor.nbytes]
-    return storage
