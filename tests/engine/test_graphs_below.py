@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import Engine, Placement
 from offload.engine.units import saved_graph
 from offload.engine.units.recompute_policy import spread
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError, OffloadError
 from tests.engine.compare import train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import (
@@ -337,6 +337,30 @@ def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
         recompute="never",
         debug=True,
     )
+
+
+class ChangesLater(Block):
+    """Changes its input in place from the second step on."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self in RUNS:
+            h.mul_(2)
+        return h + super().forward(h)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_an_input_that_was_not_changed_in_place_before_may_not_be(recompute: str) -> None:
+    """The leaf of the graph does not tell torch so."""
+    engine = Engine(build(lambda: Stack(ChangesLater)), placement=Placement(graphs="cpu"), recompute=recompute)
+    engine.step(words(0), loss_fn=cross_entropy)
+    before = weights(engine)
+    RUNS.update(engine.model.blocks)
+    try:
+        with pytest.raises(OffloadError, match=r"blocks\.0: an input.*changed in place"):
+            engine.step(words(0), loss_fn=cross_entropy)
+    finally:
+        RUNS.clear()
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 3000))

@@ -20,6 +20,7 @@ from offload.engine.units.recompute_policy import BELOW, DEVICE
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import Returning, SavedInputs
 from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
 
 Root = torch.Tensor | GradientEdge | None
 """What a gradient comes in for: a result, or, where the result itself is not to be held, its edge; None for a result
@@ -110,6 +111,15 @@ class Graph:
             stretch.prepare()
 
 
+def refuse_changed(unit: Unit, tensor: torch.Tensor, version: int) -> None:
+    """Raise OffloadError where an input of a unit, once of this version, was changed in place."""
+    if tensor._version != version:
+        raise OffloadError(
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
+            "the recording pass; use an out-of-place operation there."
+        )
+
+
 class _Entrance(torch.autograd.Function):
     """Lets an input into a graph that does not hold its memory, but for what operations save of it."""
 
@@ -139,12 +149,15 @@ def run_with_graph(
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     for i in leaving or ():
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
+    versions = {i: inputs[i]._version for i in leaving or ()}
     with torch.enable_grad():
         given = [
             _Entrance.apply(leaf, t.detach()) if i in (leaving or ()) else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = runner.run(unit, arguments, given, others, forward)
+    for i, version in versions.items():  # of another one torch refuses it, since that is a leaf in there
+        refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [
         None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
     ]
