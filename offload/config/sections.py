@@ -405,7 +405,8 @@ class OffloadSection(Section):
     GPU's step is foretold to be faster by it, else none but the device.
     """
     graphs_memory: Size = None
-    """Most that graphs take there, per machine, same forms as of host_memory. none: as far as memory reaches.
+    """Most memory that graphs take there, per machine, same forms as of host_memory; the other units recompute. none:
+    as far as memory reaches.
     """
     device_memory: Size = None
     """Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on

@@ -147,8 +147,7 @@ class EngineState:
                     self.device,
                     self.slots.holds,
                     self.way,
-                    self._activation_offload(placement.graphs, counters, GRAPHS),
-                    budget_bytes(placement.graphs_memory),
+                    self._activation_offload(placement.graphs, counters, GRAPHS, budget_bytes(placement.graphs_memory)),
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),
@@ -166,13 +165,15 @@ class EngineState:
         self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
-    def _activation_offload(self, tier: str, counters: Counters, name: str) -> ActivationOffload | None:
+    def _activation_offload(
+        self, tier: str, counters: Counters, name: str, most_bytes: int | None = None
+    ) -> ActivationOffload | None:
         """Return where unit inputs, or graphs, wait for their backward; None for the device."""
         if tier == "nvme":
             assert self._nvme is not None
-            return OnDisk(self.device, self.lanes, counters, self._nvme)
+            return OnDisk(self.device, self.lanes, counters, self._nvme, most_bytes)
         if tier == "cpu":
-            return OnHost(self.device, self.lanes, counters, self.host, name)
+            return OnHost(self.device, self.lanes, counters, self.host, name, most_bytes)
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:

@@ -112,6 +112,9 @@ def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]
     other = _told(forecaster, found, whole, times=False)
     if other is None or not other.fits:
         return
+    if found.config.train.recompute == "never":  # all of them or none
+        yield whole
+        return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * found.num_ranks
     for share in _SHARES if num_bytes else ():
         yield {**whole, "offload.graphs_memory": int(share * num_bytes)}

@@ -103,6 +103,12 @@ class Settings:
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
+        below = self.placement.graphs in ("cpu", "nvme")
+        if self.recompute == "never" and below and self.placement.graphs_memory is not None:
+            raise ConfigError(
+                "offload.graphs_memory is set and train.recompute is never, with which all graphs wait below the "
+                "device: set --train.recompute always or auto, or leave offload.graphs_memory out."
+            )
         _check(self.compile, ("never", "auto"), "train.compile")
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")

@@ -38,7 +38,7 @@ class Placement:
     says, and with cpu or nvme as far as memory reaches there.
     """
     graphs_memory: float | str | None = None
-    """The most of it that graphs take there."""
+    """The most memory that graphs take there, of this machine's; the other units recompute."""
     device_memory: float | str | None = None
     """The budget of the device."""
     host_memory: float | str | None = None

@@ -139,10 +139,11 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     """
     sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
     has_disk = last.get("nvme_read_bytes", 0) > 0
-    if not last.get("d2h_bytes") or not (has_disk or last["peak_host_bytes"] > last["peak_device_bytes"]):
+    host_bytes = last["peak_host_bytes"] - last.get("graphs_on_host_bytes", 0)
+    if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
         return []
     disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""
-    states = "the host and disk" if has_disk else f"{sizes['peak_host_bytes']} of states on the host"
+    states = "the host and disk" if has_disk else f"{format_bytes(host_bytes)} of states on the host"
     return [
         f"streamed: from {states}, through a device that held {sizes['peak_device_bytes']}",
         f"moved: {sizes['h2d_bytes']} up and {sizes['d2h_bytes']} down{disk}, in the last step",

@@ -5,6 +5,7 @@ unit; nothing on the device meanwhile, and nothing left behind.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from offload import Engine, Placement
 from offload.engine.units import saved_graph
 from offload.engine.units.recompute_policy import spread
-from offload.errors import DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError, OffloadError
 from tests.engine.compare import train_both, weights
+from tests.engine.device import cpu_only
 from tests.engine.families import (
     batches,
     bert,
@@ -106,28 +108,33 @@ def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
     train_both(build(llama), batches(3), placement=placement, recompute="always")
 
 
+RUNS = Counter[nn.Module]()
+"""The forwards of `Counting`: what a module itself counts is put back by a recompute."""
+
+
 class Counting(Block):
     """Counts its forwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
     def forward(self, h: Tensor) -> Tensor:
-        self.num_calls += 1
+        RUNS[self] += 1
         return super().forward(h)
+
+
+def runs(engine: Engine, **batch: int) -> list[int]:
+    """Take a step; return how often each block ran in it."""
+    RUNS.clear()
+    engine.step(words(0, **batch), loss_fn=cross_entropy)
+    found = [RUNS[block] for block in engine.model.blocks]
+    RUNS.clear()
+    return found
 
 
 def test_a_forward_is_made_once() -> None:
     """Of `always` from the second step on: the first one finds out what graphs take."""
-    model = build(lambda: Stack(Counting))
-    engine = Engine(model, placement=Placement(graphs="cpu"), recompute="always")
-    numbers = []
-    for _ in range(3):
-        before = model.blocks[0].num_calls
-        engine.step(words(0), loss_fn=cross_entropy)
-        numbers.append(model.blocks[0].num_calls - before)
-    assert numbers[1:] == [1, 1]
+    for tier, num_runs in (("cpu", 1), ("device", 2)):
+        engine = Engine(build(lambda: Stack(Counting)), placement=Placement(graphs=tier), recompute="always")
+        found = [runs(engine) for _ in range(3)]
+        assert {number for step in found[1:] for number in step} == {num_runs}
 
 
 def held(engine: Engine) -> dict[str, int]:
@@ -192,6 +199,26 @@ def test_a_budget_of_the_host_takes_the_last_units(tmp_path: Path) -> None:
         never.step(words(0), loss_fn=cross_entropy)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: int | None, tmp_path: Path) -> None:
+    """Of every shape of inputs; and a micro-batch counts what it has of the batch, not all of it."""
+
+    whole = Engine(build(lambda: Stack(Counting, depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    whole.step(words(0), loss_fn=cross_entropy)
+    most, parts = graph_bytes(whole) // 2, 4 if rows else 1
+    placement = placed(tier, tmp_path, graphs_memory=most)
+    engine = Engine(
+        build(lambda: Stack(Counting, depth=8)), placement=placement, recompute="always", micro_batch_size=rows
+    )
+    found = [[runs(engine, length=length).count(parts) for length in (6, 5)] for _ in range(3)]
+    assert found[1:] == [[4, 4], [4, 4]]
+    if tier == "cpu":
+        assert most * 3 // 4 < graph_bytes(engine) <= most
+    with pytest.raises(ConfigError, match=r"graphs_memory.*never.*recompute"):
+        Engine(build(Stack), placement=placement, recompute="never")
+
+
 def test_lengths_may_change() -> None:
     """Buffers of one length are of no use to the next; what was measured of it is not either."""
     some = [tokens(seed, rows, length) for seed, (rows, length) in enumerate([(4, 10), (2, 16), (4, 10), (1, 3)])]
@@ -239,7 +266,67 @@ class Complex(Block):
         return h + (turned.conj() * turned).real / h.shape[-1]
 
 
-@pytest.mark.parametrize("block", [Checkpoints, Slices, Complex])
+class Changing(Block):
+    """Saves a tensor for an operation that has no backward, changes it in place, and saves it again."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        a = 2 * super().forward(h)
+        is_rising = a.sin().detach() > 0
+        a.mul_(3)
+        return h + a.cos() * is_rising
+
+
+class Splits(Block):
+    """Saves parts of which some have no rows, as of experts that nobody asked."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = super().forward(h).flatten(0, 1)
+        parts = rows.split([0, len(rows) - 1, 0, 1])
+        return h + torch.cat([part * part.sin() for part in parts]).view(h.shape)
+
+
+class Product(torch.autograd.Function):
+    """Asks for what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0] * ctx.saved_tensors[1], gradients[0] * ctx.saved_tensors[0]
+
+
+class AsksTwice(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + Product.apply(super().forward(h), h.tanh())
+
+
+class Rounded(torch.autograd.Function):
+    """Saves a quantised tensor, which is its bytes and a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.quantize_per_tensor(tensor, 0.1, 10, torch.quint8))
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].dequantize()
+
+
+class Quantised(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + Rounded.apply(super().forward(h))
+
+
+KINDS = [Checkpoints, Slices, Complex, Changing, Splits, AsksTwice]
+ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("block", [*KINDS, ON_CPU])
 def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
     some = [words(seed) for seed in range(3)]
     train_both(
@@ -250,6 +337,30 @@ def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
         recompute="never",
         debug=True,
     )
+
+
+class ChangesLater(Block):
+    """Changes its input in place from the second step on."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self in RUNS:
+            h.mul_(2)
+        return h + super().forward(h)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_an_input_that_was_not_changed_in_place_before_may_not_be(recompute: str) -> None:
+    """The leaf of the graph does not tell torch so."""
+    engine = Engine(build(lambda: Stack(ChangesLater)), placement=Placement(graphs="cpu"), recompute=recompute)
+    engine.step(words(0), loss_fn=cross_entropy)
+    before = weights(engine)
+    RUNS.update(engine.model.blocks)
+    try:
+        with pytest.raises(OffloadError, match=r"blocks\.0: an input.*changed in place"):
+            engine.step(words(0), loss_fn=cross_entropy)
+    finally:
+        RUNS.clear()
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 3000))

@@ -91,14 +91,25 @@ class _Buffer:
 _size = attrgetter("memory.nbytes")
 
 
+def stretch_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, as bytes: all of its storage, or, of one that is much larger, its own part."""
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    if tensor.is_contiguous() and 2 * tensor.nbytes <= storage.nbytes:
+        begin = tensor.storage_offset() * tensor.itemsize
+        return storage[begin : begin + tensor.nbytes]
+    return storage
+
+
 class ActivationOffload(ABC):
     """A pool of buffers, grown to what a step needs and used again by every step after it: the smallest that is large
     enough. Those that are too small go before a larger one is made, so that there are never more than were in use at
     once, none larger than what was put.
     """
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters) -> None:
+    def __init__(self, device: Device, lanes: Lanes, counters: Counters, most_bytes: int | None = None) -> None:
         self._device, self._lanes, self._counters = device, lanes, counters
+        self._most_bytes = sys.maxsize if most_bytes is None else most_bytes
+        self._made_bytes = 0
         self._free: list[_Buffer] = []  # by size
         self.taken: dict[int, _Buffer] = {}
         """The buffers in use, by the address of their storage."""
@@ -114,7 +125,9 @@ class ActivationOffload(ABC):
             self._drop()
         buffer = self.make(num_bytes) if is_new else self._free[number]
         self.taken[buffer.memory.data_ptr()] = buffer
-        if not is_new:
+        if is_new:
+            self._made_bytes += num_bytes
+        else:
             del self._free[number]
         buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
@@ -134,13 +147,13 @@ class ActivationOffload(ABC):
         return copy, self._up(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
     @property
-    @abstractmethod
     def room_bytes(self) -> int:
         """The bytes that can be put away beside what is."""
+        return self._new_bytes
 
     def has_room(self, num_bytes: int) -> bool:
         """True where so much more can be put away at once."""
-        return (bool(self._free) and _size(self._free[-1]) >= num_bytes) or num_bytes <= self.room_bytes
+        return (bool(self._free) and _size(self._free[-1]) >= num_bytes) or num_bytes <= self._new_bytes
 
     def free(self, storage: int) -> bool:
         """Give a buffer back to the pool; False where it is none of the pool's."""
@@ -160,6 +173,15 @@ class ActivationOffload(ABC):
     def make(self, num_bytes: int) -> _Buffer:
         """Make one more buffer."""
 
+    @property
+    @abstractmethod
+    def _new_bytes(self) -> int:
+        """The bytes that there is room for in new buffers."""
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(map(_size, self._free))
+
     @abstractmethod
     def _drop(self) -> None:
         """Let go of the buffers that nobody uses, where that gives anything back."""
@@ -176,14 +198,24 @@ class ActivationOffload(ABC):
 class OnHost(ActivationOffload):
     """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own."""
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters, host: Ledger, name: str = CHECKPOINTS) -> None:
-        super().__init__(device, lanes, counters)
+    def __init__(
+        self,
+        device: Device,
+        lanes: Lanes,
+        counters: Counters,
+        host: Ledger,
+        name: str = CHECKPOINTS,
+        most_bytes: int | None = None,
+    ) -> None:
+        super().__init__(device, lanes, counters, most_bytes)
         self._host, self._name = host, name
 
     @property
-    def room_bytes(self) -> int:
-        free, budget = memory().get("available_bytes", sys.maxsize), self._host.budget_bytes
-        return free if budget is None else min(free, budget - self._host.current_bytes)
+    def _new_bytes(self) -> int:
+        there, budget = memory().get("available_bytes", sys.maxsize), self._host.budget_bytes
+        if budget is not None:
+            there = min(there, budget - self._host.current_bytes)
+        return min(there, self._most_bytes - self._made_bytes) + self._free_bytes  # which goes before a new one comes
 
     def make(self, num_bytes: int) -> _Buffer:
         self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
@@ -193,6 +225,7 @@ class OnHost(ActivationOffload):
         # Unpinned as well. What a copy still needs goes with the copy.
         num_bytes = sum(map(_size, self._free))
         self._free.clear()
+        self._made_bytes -= num_bytes
         self._host.release(self._name, num_bytes)
 
     def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
@@ -222,8 +255,10 @@ class OnDisk(ActivationOffload):
     takes no room back from its midst.
     """
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters, nvme: Nvme) -> None:
-        super().__init__(device, lanes, counters)
+    def __init__(
+        self, device: Device, lanes: Lanes, counters: Counters, nvme: Nvme, most_bytes: int | None = None
+    ) -> None:
+        super().__init__(device, lanes, counters, most_bytes)
         self._nvme, self._channel = nvme, nvme.activations
         # A part may begin and end within a page.
         self._tile_bytes = nvme.activations.num_bytes // RING_TILES - 2 * _PAGE_BYTES
@@ -234,7 +269,11 @@ class OnDisk(ActivationOffload):
 
     @property
     def room_bytes(self) -> int:
-        return self._nvme.room_bytes
+        return self._new_bytes + self._free_bytes
+
+    @property
+    def _new_bytes(self) -> int:
+        return min(self._nvme.room_bytes, self._most_bytes - self._made_bytes)
 
     def _drop(self) -> None:
         pass

@@ -19,7 +19,14 @@ from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward
 from offload.engine.units.recompute_policy import BELOW
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_graph import Graph, Root, TooMuchToKeepError, run_keeping_graph, run_with_graph
+from offload.engine.units.saved_graph import (
+    Graph,
+    Root,
+    TooMuchToKeepError,
+    refuse_changed,
+    run_keeping_graph,
+    run_with_graph,
+)
 from offload.engine.units.saved_inputs import Returning
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import Unit
@@ -182,11 +189,7 @@ class Call:
 
     def _check_inputs(self) -> None:
         for tensor, version in zip(self._inputs, self._versions, strict=True):
-            if tensor._version != version:
-                raise OffloadError(
-                    f"unit {self.unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did "
-                    "not happen in the recording pass; use an out-of-place operation there."
-                )
+            refuse_changed(self.unit, tensor, version)
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         traits = self.traits

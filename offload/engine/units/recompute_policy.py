@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload.engine.units.activation_offload import ActivationOffload
+from offload.engine.units.activation_offload import ActivationOffload, stretch_of
 from offload.engine.units.traits import Trained
 from offload.engine.units.unit import Unit
 from offload.engine.units.way import Way
@@ -56,15 +56,15 @@ class RecomputePolicy:
         is_weight: Callable[[torch.Tensor], bool],
         way: Way,
         below: ActivationOffload | None = None,
-        most_below_bytes: int | None = None,
     ) -> None:
-        self.below, self._most_below_bytes = below, most_below_bytes
+        self.below = below
         """Where graphs wait for which the device has no room; None for nowhere."""
         self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._whole_sizes: dict[tuple[Any, ...], int] = {}
         self._kept: set[tuple[Any, ...]] = set()
         self._below: set[tuple[Any, ...]] = set()
+        self._used: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
         self._others_peak_bytes = 0
         self._step_peak_bytes = 0
@@ -90,6 +90,7 @@ class RecomputePolicy:
             return BELOW if self.below is not None else DEVICE
         if mode == "auto" and (self._ledger.budget_bytes is None or key in self._kept):
             return DEVICE
+        self._used.add(key)
         return BELOW if key in self._below else ""
 
     def may_give_up(self, where: str) -> bool:
@@ -121,14 +122,15 @@ class RecomputePolicy:
         self._look(self._held_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
-        whole: dict[int, int] = {}
+        whole: dict[tuple[int, int], int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is not torch.strided:
                 return tensor.detach()
             storage = tensor.untyped_storage()
             if not self._is_weight(tensor):
-                whole[storage.data_ptr()] = storage.nbytes()
+                stretch = stretch_of(tensor)
+                whole[stretch.data_ptr(), stretch.nbytes] = stretch.nbytes
                 if storage.data_ptr() not in known:
                     storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
@@ -154,6 +156,7 @@ class RecomputePolicy:
         """Start a step."""
         self._step_peak_bytes = self._held_bytes
         self._device_peak_bytes = 0
+        self._used.clear()
 
     def end_step(self) -> int:
         """Choose among what this step has measured. Return the most that the device held at once, for whatever."""
@@ -167,9 +170,8 @@ class RecomputePolicy:
             else:
                 others.append(key)
         if self.below is not None and others:
-            room = self.below.room_bytes
-            if self._most_below_bytes is not None:
-                room = min(room, self._most_below_bytes - sum(self._whole_sizes[key] for key in self._below))
+            # All buffers are free by now; of another shape, no graph waits beside those of this one.
+            room = self.below.room_bytes - sum(self._whole_sizes[key] for key in self._below & self._used)
             chosen = spread([self._whole_sizes[key] for key in others], room)
             self._below.update(others[number] for number in chosen)
         self._new.clear()

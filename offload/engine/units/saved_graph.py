@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from offload.engine.units.activation_offload import stretch_of
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
 from offload.engine.units.forwards import Forward
@@ -19,6 +20,7 @@ from offload.engine.units.recompute_policy import BELOW, DEVICE
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import Returning, SavedInputs
 from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
 
 Root = torch.Tensor | GradientEdge | None
 """What a gradient comes in for: a result, or, where the result itself is not to be held, its edge; None for a result
@@ -52,19 +54,22 @@ class _Below:
         return _PackedBelow(self, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def prepare(self) -> None:
-        """Start to bring the stretch back, unless nobody asks for it any more."""
-        if self._returning is None and self._num_uses:
-            self._returning = self._saved.bring_back([self._stands], of_graph=True)
+        """Start to bring the stretch back, unless nobody is expected to ask for it any more."""
+        if self._returning is None and self._num_uses > 0:
+            self._returning = self._bring_back()
 
     def take(self) -> torch.Tensor:
-        """Return the bytes on the device; the last who asks for them has them alone."""
-        self.prepare()
-        assert self._returning is not None, "asked for more often than packed"
-        (found,) = self._saved.wait(self._returning)
+        """Return the bytes on the device; the last who asks for them has them alone. A backward may ask more often than
+        it saved (`ctx.saved_tensors` brings all of them each time), and gets them once more.
+        """
+        returning = self._returning or self._bring_back()
+        (found,) = self._saved.wait(returning)
         self._num_uses -= 1
-        if not self._num_uses:
-            self._returning = None
+        self._returning = returning if self._num_uses > 0 else None
         return found
+
+    def _bring_back(self) -> Returning:
+        return self._saved.bring_back([self._stands], of_graph=True)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,15 @@ class Graph:
             stretch.prepare()
 
 
+def refuse_changed(unit: Unit, tensor: torch.Tensor, version: int) -> None:
+    """Raise OffloadError where an input of a unit, once of this version, was changed in place."""
+    if tensor._version != version:
+        raise OffloadError(
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
+            "the recording pass; use an out-of-place operation there."
+        )
+
+
 class _Entrance(torch.autograd.Function):
     """Lets an input into a graph that does not hold its memory, but for what operations save of it."""
 
@@ -135,12 +149,15 @@ def run_with_graph(
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     for i in leaving or ():
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
+    versions = {i: inputs[i]._version for i in leaving or ()}
     with torch.enable_grad():
         given = [
             _Entrance.apply(leaf, t.detach()) if i in (leaving or ()) else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = runner.run(unit, arguments, given, others, forward)
+    for i, version in versions.items():  # of another one torch refuses it, since that is a leaf in there
+        refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [
         None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
     ]
@@ -176,7 +193,7 @@ def run_keeping_graph(
     free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
     leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
     staying = {t.untyped_storage().data_ptr() for i, t in enumerate(inputs) if i not in (leaving or ())}
-    below: dict[tuple[int, int], _Below] = {}
+    below: dict[tuple[int, int, int], _Below] = {}
     cargo = slots.cargo_of(unit.regions)
     weights = slots.addresses(cargo)
     seen: set[int] = set()
@@ -189,8 +206,11 @@ def run_keeping_graph(
             return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
         storage = tensor.untyped_storage().data_ptr()
         if leaving is not None and storage not in staying and _can_leave(tensor, runner):
-            stretch = _stretch(tensor)
-            key = stretch.data_ptr(), stretch.nbytes
+            if not tensor.numel():
+                return torch.empty_like(tensor)  # a view of nothing would hold all of its storage
+            stretch = stretch_of(tensor)
+            # What was changed in place between two operations is other bytes, whether or not the first has a backward.
+            key = stretch.data_ptr(), stretch.nbytes, tensor._version
             if key not in below:
                 if may_give_up and not saved.has_room_below(stretch.nbytes):
                     raise TooMuchToKeepError
@@ -230,15 +250,7 @@ def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) 
 
 
 def _can_leave(tensor: torch.Tensor, runner: UnitRunner) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False  # it is more than its bytes
     is_large = tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
-    return is_plain and is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
-
-
-def _stretch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor, as bytes: all of its storage, or, of one that is much larger, its own part."""
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    if tensor.is_contiguous() and 2 * tensor.nbytes <= storage.nbytes:
-        begin = tensor.storage_offset() * tensor.itemsize
-        return storage[begin : begin + tensor.nbytes]
-    return storage
+    return is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)
