@@ -67,6 +67,11 @@ class Placement:
                     f"offload.{key} is nvme, and there is no folder for it: set --offload.nvme_dir to one on a local "
                     "disk, or to several on different disks."
                 )
+        if self.graphs_memory is not None and self.graphs == "device":
+            raise ConfigError(
+                f"offload.graphs_memory is {self.graphs_memory} and offload.graphs is device: it limits what graphs take "
+                "below the device. Set --offload.graphs cpu, or leave it out."
+            )
         if self.optimizer == "device" and self.parameters in ("cpu", "nvme"):
             raise ConfigError(
                 f"offload.optimizer is device and offload.parameters is {self.parameters}: states above their "

@@ -212,7 +212,7 @@ class OnHost(ActivationOffload):
 
     @property
     def _new_bytes(self) -> int:
-        there, budget = memory().get("available_bytes", sys.maxsize), self._host.budget_bytes
+        there, budget = memory().get("available_bytes", sys.maxsize) * 9 // 10, self._host.budget_bytes
         if budget is not None:
             there = min(there, budget - self._host.current_bytes)
         return min(there, self._most_bytes - self._made_bytes) + self._free_bytes  # which goes before a new one comes
