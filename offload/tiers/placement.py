@@ -69,8 +69,8 @@ class Placement:
                 )
         if self.graphs_memory is not None and self.graphs == "device":
             raise ConfigError(
-                f"offload.graphs_memory is {self.graphs_memory} and offload.graphs is device: it limits what graphs take "
-                "below the device. Set --offload.graphs cpu, or leave it out."
+                f"offload.graphs_memory is {self.graphs_memory} and offload.graphs is device: it limits what "
+                "graphs take below the device. Set --offload.graphs cpu, or leave it out."
             )
         if self.optimizer == "device" and self.parameters in ("cpu", "nvme"):
             raise ConfigError(
