@@ -139,7 +139,7 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     """
     sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
     has_disk = last.get("nvme_read_bytes", 0) > 0
-    host_bytes = last["peak_host_bytes"] - last.get("graphs_on_host_bytes", 0)
+    host_bytes = last.get("peak_host_bytes", 0) - last.get("graphs_on_host_bytes", 0)
     if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
         return []
     disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""
