@@ -262,6 +262,31 @@ def test_a_trial_leaves_inputs_alone() -> None:
     assert torch.equal(plain, tried)
 
 
+class Moves(Block):
+    """Moves a running mean in every forward that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(), alpha=0.1)
+        return super().forward(h) - self.mean
+
+
+@pytest.mark.filterwarnings("ignore:compile is auto, and Moves")
+def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
+    found = []
+    for compiles in ("never", "auto"):
+        engine = Engine(build(partial(Stack, Moves)), compile=compiles)
+        with torch.no_grad():
+            outputs = engine.model(**{key: value for key, value in words(0).items() if key == "x"})
+        found.append((outputs, torch.stack([block.mean for block in engine.model.blocks])))
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][0], found[1][0])
+
+
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The unit must not run as it is from then on, without a word."""
     full, distance = [True], forwards._distance

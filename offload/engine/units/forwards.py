@@ -235,7 +235,7 @@ def _kind(unit: Unit, use: _Use) -> Hashable:
 
 def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the results of a use, and the gradients of half the sum of their squares."""
-    with use.runner.undone(unit), torch.set_grad_enabled(has_graph):
+    with use.runner.undone(unit), _still_buffers(unit), torch.set_grad_enabled(has_graph):
         needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
         leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
         results = [
@@ -250,6 +250,23 @@ def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[lis
         if any(leaf._version for leaf in leaves):
             raise RuntimeError("it changes its inputs in place")
         return [t.detach().clone() for t in results], filled
+
+
+@contextmanager
+def _still_buffers(unit: Unit) -> Iterator[None]:
+    """Within, a unit is run that may change buffers in place, although no recording has seen it yet: they are put back.
+    Raises RuntimeError then.
+    """
+    buffers = [b for module in unit.modules for b in module._buffers.values() if b is not None]
+    before = [(b, b._version, b.clone()) for b in buffers]
+    try:
+        yield
+    finally:
+        changed = [(b, value) for b, version, value in before if b._version != version]
+        for buffer, value in changed:
+            buffer.copy_(value)
+    if changed:
+        raise RuntimeError("it changes its buffers in place")
 
 
 def _compiled(owner: Any) -> Forward:
