@@ -24,8 +24,9 @@ from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
 _USE_HOST_S = 0.05e-3, 0.1e-3
 _FUSED_SHARE = 0.43
-"""Of the bytes that operations beside products move, those that are left where torch.compile fuses them: by the 15.7 %
-that torchtitan tells of an 8B Llama on H100s (arXiv:2410.06511, section 3), of whose eager blocks they are 24 %.
+"""Of the bytes that operations beside products move, those that are left where torch.compile fuses them: by the tokens
+that torchtitan tells of an 8B Llama on H100s, 5,762 and 6,667 a second (its docs/performance.md, table 1), where 24 %
+of an eager block are such operations.
 """
 _PART_HOST_S = 0.15e-3, 0.35e-3
 """What a unit's use costs the thread of compute beyond plain PyTorch, in its forward and its backward: once, and for
