@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from offload import Engine
+from offload.benches.blocks import turned
 from offload.benches.report import Measured, Result
 from offload.engine.units.forwards import compile_modules
 
@@ -113,7 +114,7 @@ def measured(family: str) -> list[Result]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     graphs = []
     for number in range(WARM_STEPS + ROUNDS):
-        for name in [*ways][number % 3 :] + [*ways][: number % 3]:
+        for name in turned([*ways], number):
             rows, begin = batch(family, number), time.perf_counter()
             ways[name](rows)
             if number >= WARM_STEPS:

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
+from offload.benches.blocks import turned
 from offload.benches.report import Measured, Result
 
 ROUNDS, WARM_STEPS = 15, 3
@@ -48,7 +49,7 @@ def main() -> None:
     engines = {name: engine(*way) for name, way in WAYS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(WARM_STEPS + ROUNDS):
-        for name in [*WAYS][number % 3 :] + [*WAYS][: number % 3]:
+        for name in turned([*WAYS], number):
             begin = time.perf_counter()
             engines[name].step(batch)
             engines[name].finish()

@@ -136,7 +136,7 @@ class StepMemory:
         if not self._has_backward:
             return 0, 0
         call = self.workload.calls[number]
-        if number in self.below(self.kept):
+        if number in self.below:
             return 0, self._graph_bytes(call)
         return self._waits(call, number in self.kept)[1], 0
 
@@ -158,7 +158,12 @@ class StepMemory:
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
 
-    def below(self, kept: frozenset[int]) -> frozenset[int]:
+    @cached_property
+    def below(self) -> frozenset[int]:
+        """The uses, by number, whose graphs wait below the device."""
+        return self._below(self.kept)
+
+    def _below(self, kept: frozenset[int]) -> frozenset[int]:
         """Return the uses, by number, whose graphs wait below the device where these are `kept` on it: of the others as
         many as there is room for.
         """
@@ -206,7 +211,7 @@ class StepMemory:
             yield Allocation(of_operations, OPERATIONS, self._of_forwards())
             return
         on_device: Counter[str] = Counter()
-        away, of_graphs, below = 0, 0, self.below(kept)
+        away, of_graphs, below = 0, 0, self._below(kept)
         for number, call in self._each():
             if number in below:
                 graph_bytes = self._graph_bytes(call)
@@ -246,7 +251,7 @@ class StepMemory:
 
     def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
         """Return the most that is held on the device at once, less what waits at the end of the forward."""
-        work, below = self.workload, self.below(kept)
+        work, below = self.workload, self._below(kept)
         parts, held, most = work.num_micro_batches, 0, 0
         # The head in pieces has a whole gradient of the hidden states, which stay as well.
         last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]

@@ -107,7 +107,7 @@ class PlannedStep:
     def calls(self) -> list[Call]:
         """Return the uses of a step, in the order of the forward."""
         memory, parts = self._memory, self.workload.num_micro_batches
-        in_graphs = memory.kept | memory.below(memory.kept)
+        in_graphs = memory.kept | memory.below
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
             return list(self._forwards(its))

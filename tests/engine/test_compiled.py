@@ -13,7 +13,6 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
 
 from offload import Engine, MeZO, Placement
 from offload.engine.units import forwards
@@ -22,7 +21,7 @@ from offload.errors import DoesNotFitError
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
-from tests.engine.handmade import Block, ScalesItsInput, Stack, cross_entropy, words
+from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.reference import Reference
 from tests.matrix import quick
 
@@ -197,17 +196,10 @@ def test_a_block_that_cannot_be_compiled_any_more_runs_as_it_is(monkeypatch: pyt
     torch.testing.assert_close(losses[:4], losses[4:], rtol=1e-4, atol=0.0)
 
 
-class Checkpoints(Block):
-    """Runs a part of itself again in its backward, which reads its weights then."""
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, h, use_reentrant=False)
-
-
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_block_that_checkpoints_itself_is_compiled(recompute: str) -> None:
     engine, _ = train_both(
-        build(partial(Stack, Checkpoints)),
+        build(partial(Stack, CheckpointsItself)),
         [words(seed) for seed in range(2)],
         group=lambda model: compile_modules(model.blocks),
         loss_fn=cross_entropy,

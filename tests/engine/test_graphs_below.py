@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from offload import Engine, Placement
 from offload.engine.units import saved_graph
@@ -39,9 +38,9 @@ from tests.engine.families import (
     t5,
     tokens,
 )
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import Block, CheckpointsItself, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
-from tests.engine.sizes import tier_bytes
+from tests.engine.sizes import held_in_step
 from tests.matrix import matrix
 
 FAMILIES = [llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba, bert]
@@ -139,15 +138,7 @@ def test_a_forward_is_made_once() -> None:
 
 def held(engine: Engine) -> dict[str, int]:
     """Take a step; return what the device holds between its forward and its backward, of graphs and of inputs."""
-    found: dict[str, int] = {}
-
-    def loss_fn(outputs: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        if outputs.requires_grad:
-            found.clear()
-            found.update(tier_bytes(engine, "device"))
-        return cross_entropy(outputs, rows)
-
-    engine.step(words(0), loss_fn=loss_fn)
+    found = held_in_step(engine, words(0), cross_entropy)
     return {name: found.get(name, 0) for name in ("kept tensors", "unit inputs")}
 
 
@@ -181,7 +172,7 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     assert alive[-1] <= alive[0] + 16, "leaves have the shape, and no memory of their own"
 
 
-def test_a_budget_of_the_host_takes_the_last_units(tmp_path: Path) -> None:
+def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -> None:
     whole = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
     whole.step(words(0), loss_fn=cross_entropy)
     most, other = graph_bytes(whole), sum(parts_of(whole).host.allocations.values()) - graph_bytes(whole)
@@ -240,13 +231,6 @@ def test_a_forward_without_a_backward_gives_its_room_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in weights(plain).items())
     assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
     assert not pool.taken
-
-
-class Checkpoints(Block):
-    """Runs a part of itself again in its backward."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return checkpoint(super().forward, h, use_reentrant=False)
 
 
 class Slices(Block):
@@ -321,7 +305,7 @@ class Quantised(Block):
         return h + Rounded.apply(super().forward(h))
 
 
-KINDS = [Checkpoints, Slices, Complex, Changing, Splits, AsksTwice]
+KINDS = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
 ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
 
 

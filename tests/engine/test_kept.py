@@ -18,24 +18,10 @@ from tests.engine.compare import train_both
 from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama
 from tests.engine.handmade import WIDTH, Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
-from tests.engine.sizes import tier_bytes
+from tests.engine.sizes import held_in_step, tier_bytes
 from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
-
-
-def held_in_step(engine: Engine, batch: dict[str, Tensor]) -> dict[str, int]:
-    """Take a step; return what the device holds between its forward and its backward."""
-    held: dict[str, int] = {}
-
-    def loss_fn(outputs: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        if outputs.requires_grad:
-            held.clear()
-            held.update(tier_bytes(engine, "device"))
-        return cross_entropy(outputs, rows)
-
-    engine.step(batch, loss_fn=loss_fn)
-    return held
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -97,7 +83,7 @@ def test_what_is_kept_is_accounted_to_the_byte() -> None:
         model(words()["x"])
     wanted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     engine = Engine(model, recompute="never")
-    held = held_in_step(engine, words())
+    held = held_in_step(engine, words(), cross_entropy)
     assert held["kept tensors"] == wanted
     assert "unit inputs" not in held
     assert engine.counters.peak_device_bytes >= sum(held.values())

@@ -173,7 +173,7 @@ class ModelOwnership:
     def overlap(self, model: nn.Module) -> str | None:
         """Return what of a model the engine has or had modules or parameters of, or None."""
         mine = {id(parameter) for parameter in self.resting}
-        for unit in filter(None, (known() for known in self._units)):
+        for unit in _living(self._units):
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
@@ -287,7 +287,7 @@ class ModelOwnership:
         """True where a parameter is the engine's, and nobody's that has replaced it."""
         if parameter is None or parameter is self.resting[info.index]:
             return parameter is not None
-        units = filter(None, (known() for known in self._units))
+        units = _living(self._units)
         return any(unit.has(parameter, DTYPES[info.compute]) for unit in units)
 
     def _name_of(self, module: nn.Module) -> str:

@@ -147,12 +147,13 @@ def run_with_graph(
     the results.
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-    for i in leaving or ():
+    gone = leaving or ()
+    for i in gone:
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
-    versions = {i: inputs[i]._version for i in leaving or ()}
+    versions = {i: inputs[i]._version for i in gone}
     with torch.enable_grad():
         given = [
-            _Entrance.apply(leaf, t.detach()) if i in (leaving or ()) else leaf
+            _Entrance.apply(leaf, t.detach()) if i in gone else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = runner.run(unit, arguments, given, others, forward)
