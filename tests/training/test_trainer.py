@@ -15,7 +15,9 @@ from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.engine.gradients import policies
 from offload.errors import ConfigError, NonFiniteError
+from offload.forecast import here
 from offload.machine import environment
+from offload.machine.hardware import Hardware, Rates
 from offload.telemetry.timeline import Span, Timeline
 from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
@@ -305,8 +307,12 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's free memory is a budget")
 def test_the_written_configuration_says_how_far_it_fetches_ahead(
-    run: Any, settings: dict[str, Any], prefetch: int | str
+    run: Any, settings: dict[str, Any], prefetch: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Beside other work a link can be measured so slow that it pays to hold more units.
+    rates = Rates(1e10, 1e10, 2e10, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, 1e-5)
+    machine = Hardware("made up", "cpu", 1, None, 1 << 34, None, None, False, rates)
+    monkeypatch.setattr(here, "probe", lambda *_, **__: machine)
     result, _, _ = run("ahead", **settings, **STREAMED)
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
