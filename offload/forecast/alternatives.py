@@ -38,7 +38,9 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     forecaster = Forecaster(config, num_ranks)
     given = forecaster.tell(config, hardware)
     found = with_fix(forecaster, place(forecaster, given))
-    return replace(found, alternatives=tuple(alternatives(forecaster, given, found)))
+    others = list(alternatives(forecaster, given, found))
+    others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
+    return replace(found, alternatives=tuple(others))
 
 
 def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
@@ -221,6 +223,8 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
     if found.hardware.device != "cpu" and config.offload.graphs in ("auto", "device"):
         yield {"offload.graphs": "cpu"}
+    if found.hardware.device != "cpu" and config.train.compile == "never":
+        yield {"train.compile": "auto"}
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size

@@ -83,7 +83,7 @@ class Forecast:
     fix: str = ""
     """The smallest change that fits, as flags, where the run does not; empty where none is known."""
     alternatives: tuple[Alternative, ...] = ()
-    """What else could be done."""
+    """What else could be done, the fastest first."""
 
     @property
     def fits(self) -> bool:
