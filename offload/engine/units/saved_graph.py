@@ -236,6 +236,7 @@ def run_keeping_graph(
     except TooMuchToKeepError:
         saved.let_go(claim, num_before)
         raise
+    saved.policy.saw()
     graph.below = list(below.values())
     for stretch in graph.below:
         stretch.memory = None

@@ -128,7 +128,8 @@ class SavedInputs:
             count, first = self._held.get(key, (0, name))
             if not count:
                 self._device.ledger.reserve(name, num_bytes, _FIXES[name])
-                self.policy.saw()
+                if name != "kept tensors":  # of a graph, whose tensors are many, it is enough to look once
+                    self.policy.saw()
             self._held[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
 
@@ -136,14 +137,16 @@ class SavedInputs:
         """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
-            if any(pool.free(key) for pool in self._pools):
-                continue
-            count, name = self._held[key]
-            if count > 1:
-                self._held[key] = (count - 1, name)
+            for pool in self._pools:
+                if pool.free(key):
+                    break
             else:
-                del self._held[key]
-                released[name] = released.get(name, 0) + num_bytes
+                count, name = self._held[key]
+                if count > 1:
+                    self._held[key] = (count - 1, name)
+                else:
+                    del self._held[key]
+                    released[name] = released.get(name, 0) + num_bytes
         del claim.entries[since:]
         for name, num_bytes in released.items():
             self._device.ledger.release(name, num_bytes)
