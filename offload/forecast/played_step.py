@@ -56,6 +56,7 @@ class Call:
     num_parts: micro-batches, over which the seconds are spread evenly.
     saved_bytes: of the inputs that wait for the backward below the device; 0 where they stay on it, or the graph does.
     graph_bytes: of the graph, where that waits below the device, instead of the inputs.
+    reads_weights: the backward needs the weights.
     """
 
     regions: tuple[Region, ...]
@@ -66,6 +67,7 @@ class Call:
     num_parts: int = 1
     saved_bytes: int = 0
     graph_bytes: int = 0
+    reads_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -375,7 +377,7 @@ class _PlayedEngine:
 
     def _backward(self, number: int, call: Call) -> None:
         if call.regions:
-            self._executor.enter(call.regions, True)
+            self._executor.enter(call.regions, True, call.reads_weights)
         self._flow.open(call.regions)
         for part in range(call.num_parts):
             self._bring_back(number, part)

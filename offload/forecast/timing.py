@@ -128,6 +128,7 @@ class PlannedStep:
                     num_parts=min(parts, _MOST_PARTS),
                     saved_bytes=round(inputs * times),
                     graph_bytes=round(graph * times),
+                    reads_weights=work.reads_weights,
                 )
             )
         return found

@@ -10,7 +10,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
-from offload.engine.units.saved_graph import SMALLEST_BYTES
+from offload.engine.units.saved_graph import SMALLEST_BYTES, is_number, is_torchs_own
 from offload.forecast.op_counter import OpCounter
 from offload.forecast.workload import NO_WORK, UnitWork
 
@@ -62,13 +62,16 @@ class SeenUses:
 
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         unsaved = {counter.storage_of(t): t.nbytes for t in leaves if t.requires_grad}
-        known = {counter.storage_of(t) for t in (*leaves, *unit.module.parameters())}
+        weights = {counter.storage_of(t) for t in unit.module.parameters()}
+        known = weights.union(map(counter.storage_of, leaves))
         saved: dict[int, int] = {}
+        seen: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = counter.storage_of(tensor)
             unsaved.pop(storage, None)
-            if storage not in known:
+            seen.add(storage)
+            if storage not in known and not is_number(tensor):
                 saved[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -79,6 +82,7 @@ class SeenUses:
         cost = counter.cost
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
+        keeps_graph = not saved and is_torchs_own(again)
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:
@@ -94,7 +98,8 @@ class SeenUses:
             backward_temporary_bytes=counter.peak_bytes - before,
             result_bytes=result_bytes,
             gradient_bytes=sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None),
-            keeps_graph=not saved,
+            keeps_graph=keeps_graph,
+            reads_weights=not keeps_graph or not weights.isdisjoint(seen),
         )
         return SeenUse(work, result, sources, differentiable, likes)
 

@@ -81,6 +81,8 @@ class UnitWork:
     """Of the inputs that take a gradient, what the graph does not save."""
     keeps_graph: bool = False
     """True if the graph saves nothing but inputs and weights, so that it is kept always, and nothing is recomputed."""
+    reads_weights: bool = True
+    """False if that graph saves no weights either, so that none are brought up for the backward."""
     is_cut: bool = True
     """False if the use runs once, over all micro-batches (stretches, a head in chunks)."""
     is_block: bool = False

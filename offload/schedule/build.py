@@ -21,6 +21,8 @@ class Use(NamedTuple):
     """The number of the cargo; 0 for a unit of which nothing streams."""
     backward: bool
     """True for a backward."""
+    reads: bool = True
+    """False for a backward that reads no weights: what follows from it is their update alone."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ def build(
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []
-        ahead = {use.cargo}
+        ahead = {use.cargo if use.reads else 0}
         for serves in range(now, end):
-            cargo = uses[serves % len(uses)].cargo
-            if not room.sizes[cargo]:
+            cargo, _, reads = uses[serves % len(uses)]
+            if not room.sizes[cargo] or not reads:
                 continue
             if cargo not in ahead:
                 if len(ahead) > lookahead:
@@ -160,21 +162,23 @@ class _Calendar:
     def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
         self._length = len(uses)
         self._times: dict[int, list[int]] = {}
+        self._last = {use.cargo: time for time, use in enumerate(uses)}
         self._dying = {use.cargo for use in uses if use.backward and use.cargo in trained}
         for time, use in enumerate(uses):
-            self._times.setdefault(use.cargo, []).append(time)
+            if use.reads:
+                self._times.setdefault(use.cargo, []).append(time)
 
     def is_used(self, cargo: int, now: int) -> bool:
-        """True where a cargo is used at `now` or later in this pass."""
-        return self._times[cargo][-1] >= now
+        """True where a cargo is used at `now` or later in this pass, be it for its update alone."""
+        return self._last[cargo] >= now
 
     def renew(self, cargo: int) -> None:
         """A cargo was fetched after its update: it is good for the next pass."""
         self._dying.discard(cargo)
 
     def next_use(self, cargo: int, now: int) -> float:
-        """Return the first use at `now` or later, in the next pass where there is none in this and what lies there
-        is still good then; infinity where it is not.
+        """Return the first use at `now` or later that reads it, in the next pass where there is none in this and what
+        lies there is still good then; infinity where it is not.
         """
         times = self._times.get(cargo, [])
         for time in times:

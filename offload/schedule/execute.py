@@ -48,20 +48,22 @@ class Executor:
         self._kind, self._is_open = kind, True
         self._taken = []
 
-    def enter(self, regions: Sequence[Region], backward: bool) -> None:
-        """Let compute come after the fetch of what a unit needs."""
+    def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
+        """Let compute come after the fetch of what a unit needs. Where it does not read weights, there is none."""
         cargo = self._slots.cargo_of(regions)
-        use = Use(cargo, backward)
+        use = Use(cargo, backward, reads)
         if self._is_open:
             self._taken.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
                 self._depart()
         else:  # nobody's pass: what was brought up for the next one is taken as it is
             self._schedule = None
+        self._entered = cargo if reads else 0
+        if not reads:
+            return
         if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
             self._fetch_now(cargo)
         self._slots.wait(cargo, regions)
-        self._entered = cargo
 
     def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
         """The use that was entered last is over, up to these marks of compute: what comes next may take its place."""

@@ -65,8 +65,9 @@ class Elements:
     @property
     def fetched(self) -> int:
         """Of a step without lookahead: every unit before its forward and before its backward, but for the head, which
-        is still there; what stays on the device once. All is trained."""
-        return 2 * sum(self.trained) - self.trained[-1] + self.norm
+        is still there, and the embedding, whose backward reads no weights; what stays on the device once. All is
+        trained."""
+        return 2 * sum(self.trained) - self.trained[0] - self.trained[-1] + self.norm
 
 
 def train(size: int, **settings: Any) -> list[Found]:

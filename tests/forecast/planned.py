@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,5 +74,5 @@ def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001,
     parts = ROWS // (settings.micro_batch_size or ROWS)
     inputs = ROWS // parts * LENGTH * width * (2 if settings.precision == "bf16" else 4)
     blocks = [work(f"blocks.{number}", seconds, 2 * seconds, inputs, kept_bytes) for number in range(depth)]
-    first = work("embedding", seconds, seconds, ROWS // parts * LENGTH * 8)
+    first = replace(work("embedding", seconds, seconds, ROWS // parts * LENGTH * 8), reads_weights=False)
     return Workload((first, *blocks, work("head", seconds, seconds, inputs)), parts, ROWS * LENGTH)

@@ -123,6 +123,25 @@ def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> Non
     assert sum(c.backward.flops * c.num_runs(ROWS) for c in work.calls) == backward.get_total_flops()
 
 
+@pytest.mark.parametrize("make", [llama, gemma2, gpt2, t5])
+def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable[[], nn.Module]) -> None:
+    """Gemma's table has a scale; that of T5 is used twice."""
+    model, kind = build(make), "seq2seq" if make is t5 else "causal"
+    _, work = told(model, Settings(), kind)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    with Engine(model) as engine:
+        engine.step({"input_ids": tokens, "labels": tokens})
+        found = {
+            unit.name: graph.reads_weights
+            for unit in parts_of(engine).units
+            for variant in unit.known.values()
+            for graph in variant.graphs.values()
+            if not unit.resident
+        }
+    assert {call.name: call.reads_weights for call in work.calls if call.name is not None} == found
+    assert sorted(set(found.values())) == [False, True]
+
+
 def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
     """It runs once over all rows: its weights are read once for each chunk."""
 

@@ -59,8 +59,8 @@ def replay(asked: Pass, schedule: Schedule) -> dict[int, int]:
                 del lying[cargo]
             lying[fetch.cargo] = fetch.offset
         cargo = uses[now].cargo
-        assert cargo in lying or not room.sizes[cargo], "compute finds what it needs"
-        if now == last_use(uses, cargo) and cargo in asked.trained and Use(cargo, True) in uses:
+        assert cargo in lying or not room.sizes[cargo] or not uses[now].reads, "compute finds what it needs"
+        if needed(asked, cargo, now + 1) == math.inf:
             lying.pop(cargo, None)  # its update follows
     assert not {use.cargo for use in uses if use.backward} & asked.trained & set(lying)
     return lying
@@ -69,11 +69,12 @@ def replay(asked: Pass, schedule: Schedule) -> dict[int, int]:
 def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -> None:
     uses, room = asked.uses, asked.room
     assert uses[fetch.serves].cargo == fetch.cargo not in lying
+    assert uses[fetch.serves].reads
     assert room.sizes[fetch.cargo] > 0
-    window = [use.cargo for use in uses[now : fetch.serves]]
+    window = [use.cargo for use in uses[now : fetch.serves] if use.reads]
     assert all(cargo in lying or not room.sizes[cargo] for cargo in window), "what is needed earlier comes earlier"
     assert fetch.cargo not in window
-    assert len({*window, fetch.cargo} - {uses[now].cargo, 0}) <= asked.lookahead
+    assert len({*window, fetch.cargo} - {uses[now].cargo if uses[now].reads else 0, 0}) <= asked.lookahead
     begin, end = fetch.offset, fetch.offset + room.sizes[fetch.cargo]
     assert 0 <= begin < end <= room.capacity
     overwritten = {
@@ -93,16 +94,18 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
 
 def needed(asked: Pass, cargo: int, now: int) -> float:
     """Return when a cargo that lies there is needed next, counting on into the next pass."""
-    times = [time for time, use in enumerate(asked.uses) if use.cargo == cargo]
+    times = [time for time, use in enumerate(asked.uses) if use.cargo == cargo and use.reads]
     later = [time for time in times if time >= now]
     if later:
         return later[0]
-    stale = cargo in asked.trained and Use(cargo, True) in asked.uses
+    stale = cargo in asked.trained and any(use.cargo == cargo and use.backward for use in asked.uses)
     return math.inf if stale or not times else len(asked.uses) + times[0]
 
 
-def last_use(uses: Sequence[Use], cargo: int) -> int:
-    return max(time for time, use in enumerate(uses) if use.cargo == cargo)
+def uses_of(cargoes: st.SearchStrategy[int]) -> st.SearchStrategy[Use]:
+    """Forwards, backwards, and backwards that read no weights."""
+    kinds = st.sampled_from([(False, True), (True, True), (True, False)])
+    return st.builds(lambda cargo, kind: Use(cargo, *kind), cargoes, kinds)
 
 
 @st.composite
@@ -111,7 +114,7 @@ def passes(draw: st.DrawFn) -> Pass:
     num_cargoes = draw(st.integers(1, 6))
     sizes = (0, *(draw(st.integers(1, 5)) for _ in range(num_cargoes)))
     cargoes = st.integers(0, num_cargoes)
-    uses = tuple(draw(st.lists(st.builds(Use, cargoes, st.booleans()), max_size=16)))
+    uses = tuple(draw(st.lists(uses_of(cargoes), max_size=16)))
     capacity = max(sizes) + draw(st.integers(0, sum(sizes) + 2 - max(sizes)))
     most = draw(st.none() | st.integers(1, num_cargoes))
     held, end = {}, 0
@@ -173,7 +176,7 @@ def fewest(order: Sequence[int], num_places: int, held: Iterable[int] = ()) -> i
 def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
     """Draw a pass over cargoes of one size, and how many places they have: by bytes, or by count."""
     num_cargoes = draw(st.integers(1, 5))
-    uses = tuple(draw(st.lists(st.builds(Use, st.integers(1, num_cargoes), st.booleans()), min_size=1, max_size=14)))
+    uses = tuple(draw(st.lists(uses_of(st.integers(1, num_cargoes)), min_size=1, max_size=14)))
     num_places = draw(st.integers(1, num_cargoes))
     by_count = draw(st.booleans())
     capacity = SIZE * (num_places + by_count * draw(st.integers(0, 3))) + draw(st.integers(0, SIZE - 1))
@@ -193,7 +196,7 @@ def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
 def test_as_few_fetches_as_there_can_be_with_the_places_that_are_not_lookahead(case):
     asked, num_places = case
     num_fetches = len(fetches(asked.build()))
-    order = [use.cargo for use in asked.uses]
+    order = [use.cargo for use in asked.uses if use.reads]
     assert num_fetches >= fewest(order, num_places, asked.held)
     if asked.lookahead == 0:
         assert num_fetches == fewest(order, num_places, asked.held)
@@ -211,18 +214,20 @@ def test_a_fetch_is_issued_as_soon_as_there_is_room(case):
         for fetch in issued:
             lying = {cargo: offset for cargo, offset in lying.items() if cargo not in fetch.evicts}
             lying[fetch.cargo] = fetch.offset
-        missing = next((time for time in range(now, len(uses)) if uses[time].cargo not in lying), None)
-        if missing is not None and len({use.cargo for use in uses[now : missing + 1]}) <= asked.lookahead + 1:
+        reading = [time for time in range(now, len(uses)) if uses[time].reads]
+        missing = next((time for time in reading if uses[time].cargo not in lying), None)
+        ahead = {uses[time].cargo for time in reading if missing is not None and time <= missing}
+        if missing is not None and len(ahead) <= asked.lookahead + uses[now].reads:
             assert len(lying) == num_places
             assert all(needed(asked, cargo, now) < missing for cargo in lying)
         if needed(asked, uses[now].cargo, now + 1) == math.inf:
-            lying.pop(uses[now].cargo)
+            lying.pop(uses[now].cargo, None)
 
 
 @st.composite
 def roomy_passes(draw: st.DrawFn) -> Pass:
     sizes = (0, *draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)))
-    uses = tuple(draw(st.lists(st.builds(Use, st.integers(0, len(sizes) - 1), st.booleans()), max_size=14)))
+    uses = tuple(draw(st.lists(uses_of(st.integers(0, len(sizes) - 1)), max_size=14)))
     trained = frozenset(draw(st.sets(st.integers(1, len(sizes) - 1))))
     return Pass(uses, Room(sizes, sum(sizes), None), draw(st.integers(0, 6)), trained=trained)
 
@@ -231,13 +236,14 @@ def roomy_passes(draw: st.DrawFn) -> Pass:
 def test_what_holds_everything_fetches_everything_once(asked):
     schedule = asked.build()
     replay(asked, schedule)
-    assert sorted(fetch.cargo for fetch in fetches(schedule)) == sorted({use.cargo for use in asked.uses} - {0})
+    read = {use.cargo for use in asked.uses if use.reads}
+    assert sorted(fetch.cargo for fetch in fetches(schedule)) == sorted(read - {0})
 
 
 @given(roomy_passes())
 def test_what_holds_everything_fetches_later_what_an_update_changed_to_where_it_was(asked):
     forward = tuple(Use(cargo, False) for cargo in dict.fromkeys(use.cargo for use in asked.uses))
-    asked = replace(asked, uses=forward + asked.uses)
+    asked = replace(asked, uses=forward + forward + asked.uses)  # all lie there before any is read for the last time
     first = asked.build()
     asked = replace(asked, held=replay(asked, first), homes=dict(offsets(first)))
     second = asked.build()
@@ -366,6 +372,20 @@ def test_two_places_for_three_units():
         (Fetch(a, 0, (), 5),),  # c's backward is over, and it will be another by the next step
         (),
     )
+
+
+def test_what_a_backward_does_not_read_is_not_fetched_for_it():
+    """The first of three units is an embedding, and each is updated as soon as its backward is over: the third one
+    comes in the place of the embedding, whose weights nobody needs any more.
+    """
+    uses = (*sweep(3)[:-1], Use(1, True, reads=False))
+    for places in (2, 4):
+        room = rooms(3, places)[0]
+        first = build(uses, room, 2, held={}, homes={}, trained={1, 2, 3}, wraps=True)
+        served = [(fetch.cargo, fetch.serves) for fetch in fetches(first)]
+        assert served[:3] == [(1, 0), (2, 1), (3, 2)]
+        assert served[3:]
+        assert all(serves >= len(uses) and cargo != 1 for cargo, serves in served[3:])
 
 
 def test_a_place_costs_as_much_as_the_first_need_of_whom_it_takes():

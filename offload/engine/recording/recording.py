@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
-from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
+from offload.engine.units.condition import Condition, Moment, buffer_places
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.traits import GraphTraits, Trained, UnitTraits, Use
+from offload.engine.units.saved_graph import is_number, is_torchs_own, nodes_of
+from offload.engine.units.traits import GraphTraits, UnitTraits, Use
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
@@ -84,13 +86,16 @@ class Recording:
         try:
             without = None if self._before is None else self._run_without_graph(unit, arguments)
             live = list(unit.live().values())
-            fetched = [weight._version for weight in live]
+            fetched, next_hook = [weight._version for weight in live], RemovableHandle.next_id
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, unit.forward)
             self._refuse_changed_weights(unit, live, fetched)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
             own = [*leaves, *live]
+            # What a hook or a function of the model's own keeps of the weights lies where they were in the forward.
+            is_plain = RemovableHandle.next_id == next_hook and is_torchs_own(result.tensors)
+            reads = saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
         finally:
             self._runner.leave()
             self._inside = None
@@ -101,7 +106,11 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            self._learn(unit, unit.trained_of(arguments.tensors), result, mutated, condition.moved())
+            buffers, detached = condition.moved(), {i for i, t in enumerate(result.tensors) if not t.requires_grad}
+            keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and buffers)
+            graph = GraphTraits(frozenset(detached), keeps_nothing, reads or not keeps_nothing)
+            trained, is_first = unit.trained_of(arguments.tensors), self._is_first(traits)
+            traits.learn_use(trained, graph, mutated, buffers, is_first=is_first)
         elif without is not None:
             if not mutated and not all(map(same_bits, result.tensors, without.tensors)):
                 unit.traits.need_graph()
@@ -167,14 +176,17 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(
-        self, unit: Unit, trained: Trained, result: Arguments, mutated: set[int], buffers: set[BufferPlace]
-    ) -> None:
-        """Note what one use of a unit does; over several uses, what any of them does."""
-        traits, saved_bytes = unit.traits, self.uses[unit.name][-1].saved_bytes
-        detached = frozenset(i for i, t in enumerate(result.tensors) if not t.requires_grad)
-        graph = GraphTraits(detached, keeps_nothing=not mutated and not saved_bytes)
-        traits.learn_use(trained, graph, mutated, buffers, is_first=self._is_first(traits))
+    def _reads_weights(self, unit: Unit, result: Arguments, leaves: Sequence[torch.Tensor]) -> bool:
+        """True unless a backward of a use reads none of the unit's weights, as code that autograd runs for the model
+        may do (a checkpoint), though it has saved none of them: it is tried.
+        """
+        roots, wanted = ([t for t in some if t.requires_grad] for some in (result.tensors, leaves))
+        if not roots or not wanted:
+            return True
+        reads = _LiveReads(self._runner)
+        with unit.up(), reads:
+            torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
+        return reads.found
 
     def _is_first(self, traits: UnitTraits) -> bool:
         """True for the first use of a variant in this pass."""
@@ -243,11 +255,29 @@ class _Reads(WatchingMode):
         self._streaming, self._found = streaming, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for leaf in value if isinstance(value, list | tuple) else (value,):  # an operation's lists are flat
-                if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
-                    self._found.add(self._streaming[leaf.info.index])
+        for leaf in _operands(args, kwargs):
+            if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
+                self._found.add(self._streaming[leaf.info.index])
         return func(*args, **(kwargs or {}))
+
+
+class _LiveReads(WatchingMode):
+    """Notices operations on weights that are on the device."""
+
+    def __init__(self, runner: UnitRunner) -> None:
+        super().__init__()
+        self._runner, self.found = runner, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, torch.Tensor) and self._runner.is_weight(leaf) for leaf in _operands(args, kwargs)):
+            self.found = True
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
+    """Yield what an operation is given; its lists are flat."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 class _Saved:
@@ -257,13 +287,18 @@ class _Saved:
         self._runner = runner
         self._known = {t.untyped_storage().data_ptr() for t in inputs}
         self.num_bytes = 0
+        self.has_weights = self.has_numbers = False
 
     def hooks(self) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is not torch.strided:
                 return tensor.detach()
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._known and not self._runner.slots.holds(tensor):
+            if self._runner.slots.holds(tensor):
+                self.has_weights = True
+            elif is_number(tensor):
+                self.has_numbers = True
+            elif storage.data_ptr() not in self._known:
                 self._known.add(storage.data_ptr())
                 self.num_bytes += storage.nbytes()
             return tensor.detach()
@@ -277,19 +312,8 @@ def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves that require a gradient under `tensors`."""
-    seen: set[Any] = set()
-    nodes = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            nodes.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            yield tensor
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    yield from (tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None)
+    for node in nodes_of(tensors):
         variable = getattr(node, "variable", None)
         if variable is not None:
             yield variable
-        nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -231,9 +231,11 @@ class Call:
             )
         found: list[list[torch.Tensor | None]] = []
         ambient = runner.device.random_state()
+        reads = self._reads_weights
         try:
-            runner.enter(unit, backward=trains)
-            unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
+            runner.enter(unit, backward=trains, reads=reads)
+            if reads:  # a backward may run module code again (torch.utils.checkpoint inside a block)
+                unit.install(unit.live())
             with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(self._micro_batches):
                     found.append(self._backward_of(number, micro_batch, gradients, trains))
@@ -248,6 +250,13 @@ class Call:
             runner.leave()
             self.close()
         return self.traits.join_gradients(found, self._shapes)
+
+    @property
+    def _reads_weights(self) -> bool:
+        """True unless all graphs are there, and need no weights."""
+        graphs = [micro_batch.graph for micro_batch in self._micro_batches]
+        is_free = all(graph is not None and not graph.has_weights for graph in graphs)
+        return not is_free or self.traits.graph(self.trained).reads_weights
 
     def _backward_of(
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool

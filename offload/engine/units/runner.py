@@ -88,13 +88,13 @@ class UnitRunner:
         """A use of a unit begins that will have a backward; it ends with `finish`."""
         self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
 
-    def enter(self, unit: Unit, backward: bool = False) -> None:
-        """Bring the unit's weights up, and with `backward` make room for its gradients: both are its own until
-        `leave`.
+    def enter(self, unit: Unit, backward: bool = False, reads: bool = True) -> None:
+        """Bring the unit's weights up, if the use `reads` them, and with `backward` make room for its gradients: both
+        are its own until `leave`.
         """
         if torch.is_inference_mode_enabled():  # a caller's: tensors that are made in it are good for no later step
             with torch.inference_mode(False):
-                self.enter(unit, backward)
+                self.enter(unit, backward, reads)
             return
         interrupts.look()
         if self._inside is not None:
@@ -108,7 +108,7 @@ class UnitRunner:
             if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
                 for region in unit.regions:
                     self.gradients.make_lasting(region, for_good=False)
-            self._executor.enter(unit.regions, backward)
+            self._executor.enter(unit.regions, backward, reads)
             if backward:
                 self.gradients.open(unit.regions)
         except BaseException:

@@ -4,7 +4,7 @@ stays on the device, or goes below it and comes back ahead of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,8 @@ class Graph:
     """What gradients come in for."""
     below: list[_Below] = field(default_factory=list)
     """What went below the device, in the order in which it went."""
+    has_weights: bool = False
+    """True if autograd has saved weights of the unit, which its backward will read."""
 
     def prepare(self) -> None:
         """Start to bring back what went below the device: what went last is wanted first."""
@@ -191,6 +193,8 @@ def run_keeping_graph(
     may_give_up = saved.policy.may_give_up(BELOW if is_below else DEVICE)
     # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
     counts = may_give_up and saved.inputs_stay and not is_below
+    # Whether weights come up for a backward must not hang on the room of a rank.
+    may_give_up = may_give_up and unit.traits.graph((tuple(needs), unit.frozen)).reads_weights
     free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
     leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
     staying = {t.untyped_storage().data_ptr() for i, t in enumerate(inputs) if i not in (leaving or ())}
@@ -198,12 +202,15 @@ def run_keeping_graph(
     cargo = slots.cargo_of(unit.regions)
     weights = slots.addresses(cargo)
     seen: set[int] = set()
+    has_weights = False
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
             return tensor.detach().clone()
         address = tensor.data_ptr()
         if address in weights:
+            nonlocal has_weights
+            has_weights = True
             return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
         storage = tensor.untyped_storage().data_ptr()
         if leaving is not None and storage not in staying and _can_leave(tensor, runner):
@@ -237,10 +244,34 @@ def run_keeping_graph(
         saved.let_go(claim, num_before)
         raise
     saved.policy.saw()
-    graph.below = list(below.values())
+    graph.below, graph.has_weights = list(below.values()), has_weights
     for stretch in graph.below:
         stretch.memory = None
     return graph, result
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph behind tensors, each once."""
+    seen: set[Any] = set()
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def is_torchs_own(tensors: Iterable[torch.Tensor]) -> bool:
+    """True where the graph behind tensors has no function of its own, which may keep weights that autograd does not
+    know of.
+    """
+    return not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes_of(tensors))
+
+
+def is_number(tensor: torch.Tensor) -> bool:
+    """True for a tensor that is alone in its memory, and a single number: to save it is no cost."""
+    return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.itemsize
 
 
 def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:

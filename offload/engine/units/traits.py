@@ -74,6 +74,8 @@ class GraphTraits:
     """Results that require no gradient."""
     keeps_nothing: bool = False
     """True if the graph saves only inputs and weights, so that a recompute would save no memory."""
+    reads_weights: bool = True
+    """False if the graph saves no weights either, and its backward reads none."""
 
 
 _UNKNOWN = GraphTraits()
@@ -132,7 +134,11 @@ class UnitTraits:
         self.buffers |= buffers
         known = None if is_first else self.graphs.get(trained)
         if known is not None:
-            graph = GraphTraits(graph.detached & known.detached, graph.keeps_nothing and known.keeps_nothing)
+            graph = GraphTraits(
+                graph.detached & known.detached,
+                graph.keeps_nothing and known.keeps_nothing,
+                graph.reads_weights or known.reads_weights,
+            )
         self.graphs[trained] = graph
 
     def learn_rows(self, one: Use | None, two: Use, rows: tuple[int, int], *, is_first: bool) -> None:

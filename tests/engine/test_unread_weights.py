@@ -1,0 +1,238 @@
+"""Units whose backward reads no weights: their weights do not come up for it. Who reads them in any other way has them,
+and every gradient is plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import Engine
+from tests.engine.compare import train_both
+from tests.engine.families import build
+from tests.engine.handmade import WIDTH, WORDS, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
+from tests.matrix import quick
+
+
+class Scaled(nn.Embedding):
+    """As Gemma has it: by a number that lies in a buffer, and that the graph saves."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.register_buffer("scale", torch.tensor(WIDTH**0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.to(self.weight.dtype)
+
+
+class Added(nn.Embedding):
+    """The graph of a sum saves nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+class Rescaled(nn.Embedding):
+    """A weight is saved, but not that of the table."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class _KeepsWeights(torch.autograd.Function):
+    """Hides the weight from autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return h + weight.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        of_mean = gradient.flatten(0, -2).sum(0) / len(ctx.weight)
+        return gradient, of_mean.expand_as(ctx.weight) + 0.01 * ctx.weight
+
+
+class OwnFunction(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _KeepsWeights.apply(super().forward(x), self.weight)
+
+
+class OwnFunctionOfItsOwn(nn.Embedding):
+    """What the function keeps is not seen by whoever watches operations: it is read by NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ReadsPastTorch.apply(super().forward(x), self.weight.detach().float())
+
+
+class _ReadsPastTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.numbers = weight.cpu().numpy()
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * float(ctx.numbers.sum()), None
+
+
+class HookedLater(nn.Embedding):
+    """A hook reads the weights, in no batch that is tried. (One that always does is refused: plainly too, it reads them
+    where they are no more.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, h = self.weight, super().forward(x)
+        if h.requires_grad:
+            reads = bool(x[0, 0] < 0)
+            h.register_hook(lambda gradient: gradient * weight.detach().abs().mean() if reads else gradient)
+        return h
+
+
+class Checkpointed(nn.Embedding):
+    """Runs again in its backward, and saves before that what nobody is told of."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._scaled, x, use_reentrant=False)
+
+
+class Dropping(nn.Embedding):
+    """Its graph grows with the batch, so that it is recomputed, from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Tied(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class Twice(Stack):
+    """Two uses of the table in a pass, the second one behind the first block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.embedding(x)) + self.embedding(x.flip(1))
+        for block in self.blocks[1:]:
+            h = block(h)
+        return self.head(h)
+
+
+class Without(Stack):
+    """The table is of another kind."""
+
+    def __init__(self, embedding: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = embedding()
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
+    "embedding": (Stack, False),
+    "scaled": (lambda: Without(Scaled), False),
+    "added": (lambda: Without(Added), False),
+    "tied": (Tied, False),
+    "twice": (Twice, False),
+    "rescaled": (lambda: Without(Rescaled), True),
+    "own function": (lambda: Without(OwnFunction), True),
+    "own function, past torch": (lambda: Without(OwnFunctionOfItsOwn), True),
+    "hook": (lambda: Without(HookedLater), True),
+    "checkpoint": (lambda: Without(Checkpointed), True),
+    "recomputed": (lambda: Without(Dropping), True),
+}
+"""And whether the table's backward reads it."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
+    """Each step has the bits of plain PyTorch, and the bytes of a fetch for each use that needs one.
+
+    Break: take any of the three looks away (at what autograd saves, at functions and hooks, at a backward that is
+    tried); or let a unit that is recomputed go without.
+    """
+    make, reads = MODELS[name]
+    settings = {"prefetch": 0, "max_grad_norm": None, "debug": True, "recompute": recompute}
+    engine, _ = train_both(build(make), [words(s) for s in range(5)], loss_fn=cross_entropy, **settings)
+    assert engine.counters.h2d_bytes == fetched(engine, reads, num_uses=2 if name == "twice" else 1)
+
+
+def fetched(engine: Engine, reads: bool, num_uses: int) -> int:
+    """Return the bytes of a step in which one unit at a time has room, and the head is still there for its backward;
+    what stays goes up once.
+    """
+    sizes = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(engine).units}
+    staying = {unit.name for unit in parts_of(engine).units if unit.resident}
+    streaming = sum(size for name, size in sizes.items() if name not in staying)
+    table, stays = sizes["embedding"], sum(sizes[name] for name in staying)
+    return 2 * (streaming + (num_uses - 1) * table) - sizes["head"] - (not reads) * num_uses * table + stays
+
+
+@pytest.mark.parametrize("name", quick(MODELS, ("embedding", "tied", "twice", "own function", "checkpoint")))
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": 2, "max_grad_norm": None}, {"prefetch": 1, "recompute": "auto"}], ids=["at once", "late"]
+)
+def test_other_ways_of_a_step_have_the_same_bits(name: str, settings: dict[str, Any]) -> None:
+    train_both(build(MODELS[name][0]), [words(s) for s in range(5)], loss_fn=cross_entropy, debug=3, **settings)
+
+
+def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> None:
+    """The way through the unit hangs on the values of the batch."""
+
+    class Sometimes(Rescaled):
+        def forward(self, x: Tensor) -> Tensor:
+            h = nn.Embedding.forward(self, x)
+            return h * self.gain if int(x[0, 0]) % 2 else h + self.gain
+
+    batches = [words(s) for s in range(6)]
+    for number, batch in enumerate(batches):
+        batch["x"][:, 0] = number % 2
+    engine, _ = train_both(
+        build(lambda: Without(Sometimes)), batches, loss_fn=cross_entropy, prefetch=0, max_grad_norm=None, debug=True
+    )
+    assert engine.counters.h2d_bytes == fetched(engine, True, 1)
+    for _ in range(2):  # the order of the last pass has it still
+        engine.step(batches[0], loss_fn=cross_entropy)
+    assert engine.counters.h2d_bytes == fetched(engine, False, 1)
+
+
+def test_frozen_and_thawed_again() -> None:
+    engine = Engine(build(Stack), prefetch=0, max_grad_norm=None)
+    for is_trained in (True, False, True):
+        engine.model.embedding.requires_grad_(is_trained)
+        for seed in range(3):
+            engine.step(words(seed), loss_fn=cross_entropy)
+        assert not is_trained or engine.counters.h2d_bytes == fetched(engine, False, 1)
