@@ -146,7 +146,13 @@ def _as_prefetch(value: Any) -> Any:
     raise ValueError("it should be auto or a whole number of units, 0 or more")
 
 
+def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
+    """Return auto, or what `parse_size` does."""
+    return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
+
+
 Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
+Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -300,8 +306,9 @@ class TrainSection(Section):
     """Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end alone."""
     log_every: Count = 10
     """Print a line after this many steps (a terminal shows every step)."""
-    head_chunk_bytes: Size = 256 * 2**20
-    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of tokens. none: all
+    head_chunk_bytes: Chunks = "auto"
+    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of tokens. auto: a
+    thirtieth of the device's budget, since loss and gradients take twice as much again, and at least 256 MiB. none: all
     at once.
     """
 

@@ -131,6 +131,11 @@ class StateAccess:
         return self._state.host.allocations.get(GRAPHS, 0)
 
     @property
+    def head_chunk_bytes(self) -> int | None:
+        """How many bytes of logits exist at once at most, counted in fp32; None for all."""
+        return self._steps.losses.chunk_bytes
+
+    @property
     def allocations(self) -> list[tuple[str, str, int]]:
         """Return what is held: (tier, name, bytes)."""
         if self._recovery.is_idle:

@@ -32,7 +32,7 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.models import in_eval_mode
 from offload.planning.estimates import forward_seconds, is_small, streamed_update_seconds, update_seconds
 from offload.planning.machines import ThisMachine
-from offload.planning.settings import Settings
+from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 from offload.telemetry.counters import Counters
 
 _Result = TypeVar("_Result")
@@ -60,7 +60,8 @@ class Steps:
         self._state, self._recovery, self._counters = state, state.recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
-        self.losses = Losses(state, settings.chunk_bytes, has_backward)
+        self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
+        self._chooses_chunks = settings.head_chunk_bytes == "auto"
         self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
@@ -143,12 +144,15 @@ class Steps:
         clip, trial_runs = self._state.updates.clip, self.trial_runs
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
         judged = self.judging.judged
-        return {"clip": clip, "way": way, "losses": trial_runs.decided, "resident": resident, "judged": judged}
+        chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.decided}
+        return {"clip": clip, "way": way, **chunks, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.decide(decided["clip"])
+        if self._chooses_chunks:
+            self.losses.cut_by(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # which all had that do not say
         self.trial_runs.begin_again(decided.get("losses", {}))
         self.judging.begin_again(decided.get("judged", {}))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way

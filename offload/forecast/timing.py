@@ -118,11 +118,12 @@ class PlannedStep:
             inputs, graph = memory.bytes_away(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
+            adds_s = self._adding_seconds(work, regions)
             found.append(
                 Call(
                     regions,
                     forward[0] * times,
-                    backward[0] * times,
+                    (backward[0] + adds_s) * times,
                     (forward[1] + host[0]) * times,
                     (backward[1] + host[1]) * times,
                     num_parts=min(parts, _MOST_PARTS),
@@ -165,6 +166,16 @@ class PlannedStep:
         """Return what a use costs the host beside its kernels, in its forward and its backward."""
         num_runs, once, each = work.num_runs(self.workload.num_micro_batches), _USE_HOST_S, _PART_HOST_S
         return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
+
+    def _adding_seconds(self, work: UnitWork, regions: Iterable[Region]) -> float:
+        """Return what it takes the device to add up the gradients of a use where those of several micro-batches, or
+        pieces of a head, are one: each is read, and the sum in fp32 read and written.
+        """
+        num_runs = work.num_runs(self.workload.num_micro_batches)
+        if num_runs == 1 and (work.is_cut or self.workload.num_chunks == 1):
+            return 0.0
+        moved = sum(region.weight_bytes + 8 * region.numel for region in regions if region.trainable)
+        return num_runs * moved / self.hardware.rates.device_bytes_per_s
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
         parts, settings = self.workload.num_micro_batches, self.settings

@@ -11,13 +11,19 @@ from typing import Any, TypeVar
 
 from offload.accelerators import parse_device
 from offload.config.arguments import check_types
-from offload.config.sections import parse_size
+from offload.config.sections import parse_chunks
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.tiers.placement import Placement
 
+LEAST_CHUNK_BYTES = 256 << 20
+"""Of logits in fp32 at once, where nobody says."""
+_CHUNK_SHARE = 30
+"""The part of the device's budget that they take. With what the loss and the gradients hold beside them it is a tenth:
+larger chunks crowd out graphs that are kept, and smaller ones add up the head's gradient so often that it shows.
+"""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -48,7 +54,8 @@ class Settings:
     throttle: links that are played slower than they are, by name.
     seed: of what a step draws in micro-batches.
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
-    head_chunk_bytes: logits that may exist at once; None for all.
+    head_chunk_bytes: logits that may exist at once, in fp32; None for all; auto for a thirtieth of the device's budget,
+        and at least 256 MiB.
     delay: by how many steps updates come late, 0 or 1: the update of a step is made beside all of the next one, which
         computes with the weights from before (ZeRO-Offload, arXiv:2101.06840, section 5.2).
     delay_after: the steps before that, whose updates come in time.
@@ -73,7 +80,7 @@ class Settings:
     throttle: Mapping[str, Any] | None = None
     seed: int = 0
     debug: bool | int = False
-    head_chunk_bytes: float | str | None = "256MiB"
+    head_chunk_bytes: float | str | None = "auto"
     delay: int = 0
     delay_after: int = 0
     update: str = "auto"
@@ -148,7 +155,7 @@ class Settings:
         object.__setattr__(self, "max_grad_norm", clips_to)
         parse_device(self.device)
         parse_throttle(self.throttle)
-        parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
+        self.chunk_bytes(None)
 
     @property
     def resolved_clip(self) -> str:
@@ -171,10 +178,12 @@ class Settings:
         """The throttles by the names of their links."""
         return parse_throttle(self.throttle)
 
-    @property
-    def chunk_bytes(self) -> int | None:
-        """Bytes of logits that may exist at once; None for all."""
-        return parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
+    def chunk_bytes(self, device_bytes: int | None) -> int | None:
+        """Return the bytes of logits that may exist at once on a device that may hold so many (None: without end); None
+        for all.
+        """
+        found = parse_chunks(self.head_chunk_bytes, "train.head_chunk_bytes")
+        return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE) if isinstance(found, str) else found
 
     @property
     def skips(self) -> bool:

@@ -25,7 +25,8 @@ def engine(config: Config, built: Any, comm: Comm) -> Engine:
 
 def with_decisions(config: Config, engine: Engine) -> Config:
     """Return the configuration with what the engine decided by its first step, such that it can be run again."""
-    decided = config.with_resolved(train__clip=engine.clip, offload__update=engine.updates_on)
+    chunks, update = engine.head_chunk_bytes, engine.updates_on
+    decided = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
     if config.offload.prefetch != "auto":
         return decided
     has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None

@@ -187,6 +187,14 @@ def test_prefetch_is_a_number_or_auto(text: Any, value: Any) -> None:
     assert Config.load(None, {"offload.prefetch": text}).offload.prefetch == value
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("1MiB", 1 << 20), ("none", None), (4096, 4096)])
+def test_a_head_is_cut_by_a_size_or_as_the_budget_says(text: Any, value: Any, tmp_path: Path) -> None:
+    config = Config.load(None, {"train.head_chunk_bytes": text})
+    assert config.train.head_chunk_bytes == value
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert Config.load(tmp_path / "config.yaml").train.head_chunk_bytes == value
+
+
 def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
     config = Config().with_note("offload.prefetch", "as it goes")
     (tmp_path / "config.yaml").write_text(config.to_yaml())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload import Engine, Placement
+from offload.distributed.comm import Comm
+from offload.engine.assemble import prepare
 from offload.engine.loss.chunked_head import find_chunked_head
+from offload.forecast.measure import BatchSpec, measure
+from offload.planning import settings as planning_settings
+from offload.planning.settings import Settings
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import (
@@ -201,6 +208,63 @@ def test_the_head_is_fetched_once() -> None:
             engine.step(tokens(seed))
         moved.append((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
     assert len(set(moved)) == 1, moved
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("given", "budget", "bytes_"),
+    [
+        ("auto", None, 256 << 20),
+        ("auto", 4 * GIB, 256 << 20),
+        ("Auto", 30 * GIB, GIB),
+        ("32MiB", 30 * GIB, 32 << 20),
+        (None, 30 * GIB, None),
+        ("none", None, None),
+    ],
+)
+def test_the_budget_says_how_large_a_chunk_is_unless_somebody_does(
+    given: Any, budget: int | None, bytes_: int | None
+) -> None:
+    assert Settings(head_chunk_bytes=given).chunk_bytes(budget) == bytes_
+
+
+@pytest.mark.parametrize("budget", ["300KiB", "600KiB", None])
+def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
+    budget: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a budget by the least there is."""
+    monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
+    settings = Settings(placement=Placement("cpu", "cpu", device_memory=budget))
+    length = 4 * LENGTH
+    wanted = {"300KiB": 4, "600KiB": 2, None: length}[budget]
+    model = build(llama)
+    twin = copy.deepcopy(model).to("meta")
+    told = measure(twin, BatchSpec("causal", ROWS, length), prepare(twin, settings, Comm()))
+    engine = Engine(model, settings=settings)
+    engine.step(tokens(0, rows=ROWS, length=length))
+    assert (engine.head_chunks, told.num_chunks) == (wanted, wanted)
+
+
+def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number changes the order of sums. Who gives a size has that."""
+    monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
+    small, large = (Placement("cpu", "cpu", device_memory=size) for size in ("300KiB", "600KiB"))
+    engine, resumed = Engine(build(llama), placement=small), Engine(build(llama), placement=large)
+    told = Engine(build(llama), placement=large, head_chunk_bytes=None)
+    assert engine.head_chunk_bytes == 300 * 1024 // 30 < resumed.head_chunk_bytes
+    engine.step(tokens(0, rows=ROWS, length=4 * LENGTH))
+    engine.save_checkpoint(tmp_path / "saved")
+    for other in (resumed, told):
+        other.load_checkpoint(tmp_path / "saved")
+    assert (resumed.head_chunk_bytes, told.head_chunk_bytes) == (engine.head_chunk_bytes, None)
+    batch = tokens(1, rows=ROWS, length=4 * LENGTH)
+    assert engine.step(batch).loss == resumed.step(batch).loss
+    assert resumed.head_chunks == engine.head_chunks > 1
+    assert_same(weights(resumed), weights(engine))
 
 
 def test_rows_and_chunks_without_targets() -> None:

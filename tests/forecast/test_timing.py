@@ -119,6 +119,21 @@ def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: i
     assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu"), fuses=False) == (2.0 * runs, 0.0)
 
 
+@pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])
+def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, rows: int) -> None:
+    """Each is read, and the sum in fp32 is read and written; with a single one there is nothing to add."""
+    settings = Settings(precision=precision, micro_batch_size=rows)
+    its = planned(Stack(WIDTH, DEPTH), settings)
+    machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=64.0))
+    step, plain = (PlannedStep(its, workload(WIDTH, DEPTH, settings), hardware) for hardware in (machine, MACHINE))
+    num_parts = 8 // rows
+    for call, before in zip(step.calls, plain.calls, strict=True):
+        size = sum(region.numel * ((2 if precision == "bf16" else 4) + 8) for region in call.regions)
+        added_s = num_parts * size / 64.0 if num_parts > 1 else 0.0
+        assert call.backward_s - before.backward_s == pytest.approx(added_s, rel=1e-3)
+        assert call.forward_s == before.forward_s
+
+
 @pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
 def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
     """Fewer of them where blocks are compiled."""

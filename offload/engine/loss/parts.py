@@ -18,13 +18,18 @@ class Losses:
     """Runs the model on a batch, in micro-batches and with its head in chunks.
 
     Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
-    how many the last loss was made at the head. `has_gradient`: a backward follows, so that a loss is a tensor.
+    how many the last loss was made at the head. `chunk_bytes`: of logits that may exist at once. `has_gradient`: a
+    backward follows, so that a loss is a tensor.
     """
 
     def __init__(self, state: EngineState, chunk_bytes: int | None, has_gradient: bool = True) -> None:
         self._model, self._state = state.model, state
-        self._chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
+        self.chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
         self.num_chunks = 1
+
+    def cut_by(self, chunk_bytes: int | None) -> None:
+        """From now on at most so many bytes of logits exist at once; None for all."""
+        self.chunk_bytes = chunk_bytes
 
     @property
     def is_plain(self) -> bool:
@@ -89,14 +94,14 @@ class Losses:
     def num_chunks_of(self, facts: BatchFacts) -> int:
         """Return into how many chunks the tokens go through the head, 1 where the logits are made whole."""
         is_whole = facts.loss_fn is not None or not self._state.way.chunks
-        if facts.head is None or self._chunk_bytes is None or is_whole:
+        if facts.head is None or self.chunk_bytes is None or is_whole:
             return 1
         most = 1
         for told in facts.plan.ranks:
             shape = dict(told.shapes)["labels"]
             assert isinstance(shape, tuple)
             rows, length = shape
-            columns = max(1, self._chunk_bytes // (rows * facts.head.vocabulary * 4))
+            columns = max(1, self.chunk_bytes // (rows * facts.head.vocabulary * 4))
             most = max(most, -(-length // columns))
         return most
 
