@@ -92,6 +92,8 @@ def times(found: Forecast) -> Iterator[str]:
         f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
     )
     yield f"busy, in seconds: {busy}"
+    if where := found.prepared.plan.told_updates(found.prepared.regions):
+        yield where
     if found.written_bytes:
         told = found.to_dict()
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]

@@ -411,6 +411,10 @@ class OffloadSection(Section):
     """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: cpu where a
     GPU's step is foretold to be faster by it, else none but the device.
     """
+    optimizer_memory: Size = None
+    """Most memory of the device, per rank, that optimizer states take there where offload.optimizer is auto and not all
+    of them have room, same forms as of device_memory. none: as much as its budget holds beside all weights.
+    """
     graphs_memory: Size = None
     """Most memory that graphs take there, per machine, same forms as of host_memory; the other units recompute. none:
     as far as memory reaches.
@@ -441,9 +445,11 @@ class OffloadSection(Section):
     """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
     none.
     """
-    update: Literal["auto", "cpu", "device"] = "auto"
-    """Where states that rest on the host are updated: cpu; device, to which they stream beside compute and back; auto:
-    on the device where that is measured to be faster. States that rest on the device are updated there.
+    update: Literal["auto", "cpu", "device", "both"] = "auto"
+    """Where states that rest on the host are updated: cpu; device, to which they stream beside compute and back; both:
+    the device has the optimizer states of as many regions as it has room for (offload.optimizer_memory) and updates
+    these, while the host updates the others; auto: whichever is measured to be fastest. States that rest on the device
+    as a whole are updated there.
     """
 
 

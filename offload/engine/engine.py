@@ -246,15 +246,8 @@ class Engine(StateAccess):
 
     @property
     def updates_on(self) -> str:
-        """Where states that rest on the host are updated: on the cpu, or the device."""
+        """Where states that rest on the host are updated: on the cpu, the device, or both."""
         return self._state.plan.update
-
-    @property
-    def update_device(self) -> torch.device:
-        """Where updates are computed, of states that rest there or stream to it."""
-        state = self._state
-        is_device = "device" in (state.plan.update, state.plan.tiers[1])
-        return state.device.torch_device if is_device else torch.device("cpu")
 
     @property
     def head_chunks(self) -> int:

@@ -15,7 +15,7 @@ from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.update_place import InPlace, OnDevice
+from offload.engine.gradients.update_place import InPlace, UpdatePlace, open_place
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
@@ -185,15 +185,14 @@ class EngineState:
         self.lanes.wait(self.lanes.mark())  # until it is cleared: who uses it does so in another stream
         return workspace
 
-    def _open_update_place(self, counters: Counters, has_workspace: bool) -> InPlace | OnDevice:
-        """Return where updates run: on the device, if there is a ring through which the host's states stream to it."""
+    def _open_update_place(self, counters: Counters, has_workspace: bool) -> UpdatePlace:
+        """Return where updates run: those of regions that stream to the device there, if there is a ring for them."""
+        # What a lane of the host computes on the device is no part of compute.
+        has_stream = has_workspace and self.store.updating is self.lanes.update
+        in_place = InPlace(self.store.updating, self.device, self.device.aside if has_stream else nullcontext)
         ring = self.plan.of("device", UPDATE_RING)
-        if not ring.num_bytes:
-            # What a lane of the host computes on the device is no part of compute.
-            has_stream = has_workspace and self.store.updating is self.lanes.update
-            return InPlace(self.store.updating, self.device, self.device.aside if has_stream else nullcontext)
-        memory = self.device.allocate(ring.name, ring.num_bytes)
-        return OnDevice(memory, len(self.regions), self.lanes, self.device, counters)
+        memory = self.device.allocate(ring.name, ring.num_bytes) if ring.num_bytes else None
+        return open_place(in_place, memory, self.plan.layout.streamed, self.regions, self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
         """Make the files of what is on disk, and the rings through which it moves. The ranks take turns, so that each

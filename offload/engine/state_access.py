@@ -144,6 +144,18 @@ class StateAccess:
         ledgers = (self._state.device.ledger, self._state.host, self._state.nvme_ledger)
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
+    @property
+    def update_devices(self) -> Mapping[str, torch.device]:
+        """Where the update of each parameter is computed: where its states rest, or to which they stream."""
+        state = self._state
+        on_host, devices = state.plan.updated_on_host(state.regions), (state.device.torch_device, torch.device("cpu"))
+        return {info.name: devices[info.index in on_host] for info in state.infos}
+
+    @property
+    def told_updates(self) -> str:
+        """What of the states that rest on the host is updated where, for people; empty where all of it is there."""
+        return self._state.plan.told_updates(self._state.regions)
+
     def export(
         self,
         path: str | Path,

@@ -30,7 +30,7 @@ from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.models import in_eval_mode
-from offload.planning.estimates import forward_seconds, is_small, streamed_update_seconds, update_seconds
+from offload.planning.estimates import forward_seconds, is_small, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 from offload.telemetry.counters import Counters
@@ -133,9 +133,8 @@ class Steps:
         if not state.comm.any(not is_small(regions, sharding, throttles), "whether updates are small"):
             return True
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
-        seconds = update_seconds if state.plan.update == "cpu" else streamed_update_seconds
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
-        is_late = seconds(regions, sharding, throttles, speeds) > forward_s
+        is_late = update_seconds(regions, state.plan.layout, throttles, speeds) > forward_s
         return not state.comm.any(is_late, "choice of train.clip")  # each rank has its own tokens
 
     @property

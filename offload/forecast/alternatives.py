@@ -11,8 +11,10 @@ from offload.config.rules import OFFERS
 from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
+from offload.forecast.memory import KEPT
 from offload.machine.hardware import Hardware
 from offload.machine.probe import probe
+from offload.planning.disk import optimizer_bytes
 from offload.planning.from_config import placement
 from offload.planning.memory import BUDGETS
 
@@ -21,7 +23,9 @@ _FOLDER = "FOLDER"
 """Stands for a folder on a disk that nobody named."""
 _SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the graphs that have room on the host, those with which a step is played."""
+"""Of the graphs that have room on the host, and of states that have room on the device, those with which a step is
+played.
+"""
 _WORTH = 0.02
 """By which part of its step the placement that the search finds has to be faster than the one that is given, and by
 which part of its tokens a second another way has to differ."""
@@ -90,10 +94,15 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
     """
     change = forecaster.choose(found, times=times) if is_open(found) else {}
     chosen = _better(found, _told(forecaster, found, change, times=times) if change else None, change, times=times)
-    if not times or chosen.config.offload.graphs != "auto" or chosen.hardware.device == "cpu":
+    if not times or chosen.hardware.device == "cpu":
         return chosen
     change = change if chosen is not found else {}
-    for graphs in _graphs(forecaster, chosen):
+    for states in _states(found, chosen):
+        # What was best without them may not be so beside them.
+        for wanted in [change | states, states] if change else [states]:
+            other = _better(chosen, _told(forecaster, found, wanted), wanted)
+            chosen, change = (other, wanted) if other is not chosen else (chosen, change)
+    for graphs in _graphs(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
         chosen = _better(chosen, _told(forecaster, found, change | graphs), change | graphs)
     return chosen
 
@@ -106,6 +115,23 @@ def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], 
     if before is not None and other.timing and other.timing.step_seconds > (1 - _WORTH) * before:
         return found
     return replace(other, placed=flags(change), unplaced_seconds=found.unplaced_seconds or before)
+
+
+def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield more and more optimizer states that rest on the device and are updated there, beside those that the host
+    updates, as far as the device's memory reaches; the most with weights that stream, too.
+    """
+    offload, prepared, budget = given.config.offload, found.prepared, found.memory.budgets["device"]
+    is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
+    if not is_open or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
+        return
+    sharding, staying = prepared.plan.layout.sharding, prepared.plan.layout.staying
+    wanted = optimizer_bytes((region for region in prepared.regions if region.trainable), sharding)
+    room = budget + optimizer_bytes((region for region in prepared.regions if region.index in staying), sharding)
+    room -= sum(a.num_bytes for a in found.memory.allocations if a.tier == "device" and a.name != KEPT)
+    both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
+    for share in _SHARES if wanted and room > 0 else ():
+        yield {**both, "offload.optimizer_memory": int(share * min(room, wanted - 1))}
 
 
 def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]:
@@ -220,7 +246,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     yield from _shorter_masters(config)
     yield from wider(found)
     if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
-        yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
+        yield {"offload.update": "device" if found.prepared.plan.update == "cpu" else "cpu"}
     if found.hardware.device != "cpu" and config.offload.graphs in ("auto", "device"):
         yield {"offload.graphs": "cpu"}
     if found.hardware.device != "cpu" and config.train.compile == "never":
@@ -249,7 +275,7 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
                 yield {"offload.activations": "nvme"}
         if "device" in (config.offload.parameters, config.offload.optimizer):
             yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
-        if found.prepared.plan.update == "device":
+        if found.prepared.plan.update != "cpu":
             yield {"offload.update": "cpu"}
     if (on_host or not over) and config.train.precision == "fp32":
         yield {"train.precision": "bf16"}

@@ -138,6 +138,8 @@ class Forecast:
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
             "update": self.prepared.plan.update,
+            "regions": len([region for region in self.prepared.regions if region.trainable]),
+            "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
             "placement": self.placed or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,

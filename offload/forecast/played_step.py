@@ -19,7 +19,7 @@ import torch
 from offload.distributed.comm import ImaginedRanks
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import BringDown, Measures
-from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
+from offload.engine.gradients.update_place import InPlace, TileUpdate, UpdatePlace, open_place
 from offload.engine.gradients.updates import Updates
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
@@ -194,7 +194,7 @@ class _PlayedMeasures(Measures):
 class _Place:
     """Where updates run, of which each tile costs the host something."""
 
-    def __init__(self, place: InPlace | OnDevice, lanes: PlayedLanes, tile_host_s: float) -> None:
+    def __init__(self, place: UpdatePlace, lanes: PlayedLanes, tile_host_s: float) -> None:
         self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
 
     def submit(self, tile: TileUpdate) -> Ticket:
@@ -254,10 +254,9 @@ class _PlayedEngine:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
         self._executor = Executor(self._slots, plan.lookahead, plan.most, lands_late=flow.lasts)
-        place: InPlace | OnDevice = InPlace(self._store.updating, device, nullcontext)
-        if plan.update_ring_bytes:
-            ring = device.allocate("update ring", plan.update_ring_bytes)
-            place = OnDevice(ring, len(plan.regions), lanes, device, self._counters)
+        in_place = InPlace(self._store.updating, device, nullcontext)
+        ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
+        place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
         counted = _Place(place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
         self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)

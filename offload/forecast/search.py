@@ -20,8 +20,9 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.forecast.shortened import without_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
-from offload.layout.regions import Sharding
+from offload.layout.regions import DiskLayout, Sharding
 from offload.machine.hardware import Hardware
+from offload.planning.estimates import host_update_bytes, streamed_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
 from offload.planning.plan import Plan, budget_bytes, make_plan
@@ -122,15 +123,18 @@ def _activations(placement: Placement) -> Sequence[str]:
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
-    """Return where updates may run. A part of the states on the device is for updates there; a part in memory for a
-    disk."""
+    """Return where updates may run. A part of the states on the device is for updates there, of these or of all; a part
+    in memory for a disk.
+    """
     if states == "device":
         return ("cpu" if settings.update == "auto" else settings.update,)
-    wanted = [update for update in ("cpu", "device") if settings.update in ("auto", update)]
+    wanted = [update for update in ("cpu", "both", "device") if settings.update in ("auto", update)]
+    if states != "auto":
+        wanted = [update for update in wanted if update != "both"]
     if settings.host_bound:
         wanted = [update for update in wanted if update == "cpu"]
     if states == "auto" and settings.placement.nvme_dir is None:
-        wanted = [update for update in wanted if update == "device"]
+        wanted = [update for update in wanted if update != "cpu"]
     return wanted if parameters != "auto" or settings.placement.nvme_dir is not None else ()
 
 
@@ -145,20 +149,18 @@ class Placed:
     @property
     def least_seconds(self) -> float:
         """No step of it is faster, by its settings."""
-        return max(self._placer.compute_s, self._update_bound(0.0))
+        settings = self.settings
+        is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
+        return max(self._placer.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
 
-    def _update_bound(self, backward_s: float) -> float:
+    def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
         """Return the least for updates on the host. Where they wait for the norm they are made before the next
         backward, of so many seconds, begins.
         """
-        settings = self.settings
-        if settings.update == "device" or settings.placement.optimizer == "device":
-            return 0.0
+        settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
         waits = settings.judges_gradients and settings.resolved_clip == "deferred" and not settings.delay
-        sharding = self._sharding
-        trained = (r.update_bytes(r.numel // sharding.num_ranges) for r in self._regions if r.trainable)
-        update = _rate(link_seconds(settings, self._hardware, sharding)["update"], sum(trained))
-        return update + (backward_s if waits else 0.0)
+        update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
+        return update + (backward_s if waits and num_bytes else 0.0)
 
     @cached_property
     def step(self) -> PlannedStep | None:
@@ -206,11 +208,8 @@ class Placed:
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting
-        if self.step.plan.update == "device":
-            moved = sum(
-                plane.num_bytes(r.numel // ranges) for r in trained for plane in r.states if not layout.stays(r, plane)
-            )
-            up, down = up + moved + gradients, down + moved
+        streamed = streamed_bytes(trained, layout)
+        up, down = up + streamed[0], down + streamed[1]
         on_disk = sum(
             region.plane(name).num_bytes(region.numel // ranges) for region in trained for name in layout.of(region)
         )
@@ -222,7 +221,7 @@ class Placed:
             _rate(seconds["d2h"], down),
             _rate(seconds["nvme_read"], on_disk),
             _rate(seconds["nvme_write"], on_disk),
-            self._update_bound(backward),
+            self._update_bound(layout, backward),
         )
 
     @cached_property
@@ -267,10 +266,13 @@ class Placer:
         """
         if not settings.optimizer.has_gradients:
             return settings
-        estimates = map(self.evaluate, placements(settings, limited=limited, num_ranks=num_ranks))
+        found = placements(settings, limited=limited, num_ranks=num_ranks)
+        if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
+            found = (each for each in found if each.update != "both")
+        estimates = map(self.evaluate, found)
         with without_collector():
-            found = search(list(estimates)) if times else next((each for each in estimates if each.fits), None)
-        return settings if found is None else found.settings
+            chosen = search(list(estimates)) if times else next((each for each in estimates if each.fits), None)
+        return settings if chosen is None else chosen.settings
 
     @cached_property
     def compute_s(self) -> float:

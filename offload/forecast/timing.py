@@ -18,6 +18,7 @@ from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
+from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, gradient_lasts, resident_regions
 from offload.planning.settings import Settings
 from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
@@ -267,12 +268,10 @@ class PlannedStep:
         if self.inline or not plan.corrects_cheaply:
             return "deferred"
         seconds, sharding = self.seconds(), plan.layout.sharding
-        trained = [region for region in self.regions if region.trainable]
-        updated = sum(region.update_bytes(region.numel // sharding.num_ranges) for region in trained)
-        update_s = seconds["update" if plan.update == "cpu" else "update_on_device"](updated)
-        if plan.update == "device":
-            gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // sharding.num_ranges
-            update_s = max(update_s, seconds["h2d"](updated // 2 + gradients), seconds["d2h"](updated // 2))
+        on_host, (up, down) = host_update_bytes(self.regions, plan.layout), streamed_bytes(self.regions, plan.layout)
+        of_each = {"update": on_host, "h2d": up, "d2h": down}
+        of_each["update_on_device"] = update_bytes(self.regions, sharding) - on_host
+        update_s = max(seconds[lane](num_bytes) for lane, num_bytes in of_each.items() if num_bytes)
         weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
@@ -373,7 +372,7 @@ def _exchanged(rates: Rates, sharding: Sharding) -> float | None:
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
     """Return a layout whose regions are cut in a few tiles at most, and how many there are in one of these."""
-    moving = [r for r in regions if layout.of(r) or (layout.cuts_memory and r.trainable)]
+    moving = [r for r in regions if layout.of(r) or r.index in layout.streamed]
     tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)
     factor = max(1, -(-tiles // _MOST_TILES))
     return replace(layout, tile_numel=layout.tile_numel * factor), factor

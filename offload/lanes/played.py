@@ -160,8 +160,13 @@ class PlayedLanes(Lanes):
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
         up, _, down = super()._open_device_updates()
-        update = self._thread("update_on_device", "update") if self.overlap else self._inline("update_on_device")
-        return up, update, down
+        if not self.overlap:
+            return up, self._inline("update_on_device"), down
+        name, seconds = "update_on_device", self._seconds
+        # The device's memory is no part of the host's, unless a throttle plays one link for both.
+        if seconds.get(name) not in (None, seconds.get("update")):
+            self._links[name] = _Link("update")
+        return up, self._thread(name, name if name in self._links else "update"), down
 
     def link(self, name: str) -> _Link:
         """Return a link, which its lanes share."""
@@ -169,8 +174,11 @@ class PlayedLanes(Lanes):
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Return how long each link, and compute, was given work so far."""
-        return {name: link.busy_s for name, link in self._links.items()} | {COMPUTE: self.compute_s}
+        """Return how long each link, and compute, was given work so far: of two of one name the longer."""
+        found: dict[str, float] = {}
+        for link in self._links.values():
+            found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
+        return found | {COMPUTE: self.compute_s}
 
     # -- compute and the host --------------------------------------------------------------------------------
 

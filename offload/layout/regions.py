@@ -322,8 +322,8 @@ class DiskLayout:
     """The elements of a tile."""
     sharding: Sharding = Sharding()
     """How ranks share the regions."""
-    cuts_memory: bool = False
-    """True if what is trained and rests in memory is cut in tiles too, since it streams to where it is updated."""
+    streamed: frozenset[int] = frozenset()
+    """The regions that are updated on the device, to which they stream from where they rest, in tiles; by index."""
     staying: frozenset[int] = frozenset()
     """The regions whose optimizer states rest on the device, so that only weights and gradients stream; by index."""
     in_slots: bool = False
@@ -355,7 +355,7 @@ class DiskLayout:
         where nothing of it moves.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
-        moves = self.of(region) or (self.cuts_memory and region.trainable)
+        moves = self.of(region) or region.index in self.streamed
         step = self.tile_numel if moves else max(1, end - begin)
         if region.by_matrix:
             # Who publishes does it tile by tile, of which all ranks have as many.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
-from offload.planning.estimates import streamed_update_seconds, update_seconds, weight_seconds
+from offload.planning.estimates import host_update_seconds, streamed_update_seconds, weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
 
@@ -20,25 +20,27 @@ _RING_SHARE = 8
 """The ring takes at most this part of the device's budget, if smaller tiles can make it that small."""
 
 
-def is_faster(
-    regions: Sequence[Region],
-    sharding: Sharding,
-    throttles: Mapping[str, Throttle],
-    speeds: Speeds,
-) -> bool:
-    """Return True if updating on the device, including streaming the states there and back over the link that weights
-    and gradients share, is faster than updating on the host. Compute is assumed to take no time.
+def trained(regions: Iterable[Region]) -> frozenset[int]:
+    """Return the indices of the regions that are trained."""
+    return frozenset(region.index for region in regions if region.trainable)
+
+
+def seconds(regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds) -> float:
+    """Estimate what updates take where a layout has them: on the host, and beside that on the device, with the way of
+    the states there and back, over the link that weights and gradients share. Compute is assumed to take no time.
     """
-    on_host = update_seconds(regions, sharding, throttles, speeds)
-    moved = weight_seconds(regions, sharding, throttles, speeds)
-    return moved + streamed_update_seconds(regions, sharding, throttles, speeds) < on_host
+    on_host = host_update_seconds(regions, layout, throttles, speeds)
+    if not layout.streamed:
+        return on_host
+    moved = weight_seconds(regions, layout.sharding, throttles, speeds)
+    return max(on_host, moved + streamed_update_seconds(regions, layout, throttles, speeds))
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
     """Return the elements of a tile, as far as the device's budget (None: without end) has room for a ring of them."""
     tile = _LARGEST_TILE
     while device_bytes is not None and tile > _SMALLEST_TILE:
-        layout = DiskLayout(tile_numel=tile, sharding=sharding, cuts_memory=True)
+        layout = DiskLayout(tile_numel=tile, sharding=sharding, streamed=trained(regions))
         if ring_bytes(layout, regions) * _RING_SHARE <= device_bytes:
             break
         tile //= 2
@@ -50,7 +52,7 @@ def ring_bytes(layout: DiskLayout, regions: Sequence[Region]) -> int:
     """Return the bytes of the ring: one tile goes up, one is updated, one comes down, and one is on hand."""
     most = 0
     for region in regions:
-        if region.trainable:
+        if region.index in layout.streamed:
             numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
             moving = [plane for plane in region.planes if not layout.stays(region, plane)]
             most = max(most, sum(align(plane.num_bytes(numel), PLANE_ALIGNMENT) for plane in moving))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
+from offload.planning.device_updates import trained
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
@@ -29,16 +30,18 @@ def lay_out(
     staging_bytes: int,
     host_bytes: int | None,
     sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    update: str = "cpu",
     most_numel: int | None = None,
     device_bytes: int = 0,
 ) -> DiskLayout:
     """Return what goes to disk. `tiers` says of parameters, optimizer and gradients: "cpu", "nvme", or "auto" for
     memory as far as `host_bytes`, of this rank, reach (None: without end). `staging_bytes`: what gradients that do not
-    wait need in memory. `most_numel`: of a tile, where what is in memory moves in tiles as well, to be updated on the
-    device; of whose memory states may have `device_bytes` for good.
+    wait need in memory. `update`: where that of what is in memory runs, "cpu", or "device" or "both": there it moves in
+    tiles of `most_numel` elements, and states may have `device_bytes` of the device's memory for good.
     """
-    base = DiskLayout({}, most_numel or SHARD_MULTIPLE, sharding, most_numel is not None)
-    base = replace(base, staying=_stay(regions, sharding, device_bytes))
+    staying = _stay(regions, sharding, device_bytes, is_spread=update == "device")
+    streamed = {"device": trained(regions), "both": staying}.get(update, frozenset())
+    base = DiskLayout({}, most_numel or SHARD_MULTIPLE, sharding, streamed, staying)
     states = _States(regions, keeps_gradients, staging_bytes, host_bytes, base)
     left = states.left(tiers)
     if "nvme" not in tiers.values() and (left is None or left >= 0):
@@ -145,14 +148,28 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
 
 
-def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int) -> frozenset[int]:
-    """Choose the regions whose optimizer states are on the device for good."""
-    sizes = {}
-    for region in regions:
-        its = [plane for plane in region.states if plane.kind == "optimizer" and region.trainable]
-        if its and device_bytes:
-            sizes[region] = sum(sharding.share(plane, plane.num_bytes(region.numel)) for plane in its)
-    return frozenset(region.index for region in _spread(sizes, device_bytes))
+def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_spread: bool) -> frozenset[int]:
+    """Choose the regions whose optimizer states are on the device for good. Where the others are updated on the host,
+    these are the first ones, unless they are to be spread: gradients of theirs come last, and the next forward needs
+    them first, before which the host would have to be through with all others; so it is the end of what it updates that
+    they take away, and it has the time of their forward besides.
+    """
+    sizes = {region: optimizer_bytes([region], sharding) for region in regions if region.trainable and device_bytes}
+    sizes = {region: size for region, size in sizes.items() if size}
+    if is_spread:
+        return frozenset(region.index for region in _spread(sizes, device_bytes))
+    kept = set()
+    for region, size in sizes.items():
+        if size <= device_bytes:  # a smaller one behind it may have room
+            kept.add(region.index)
+            device_bytes -= size
+    return frozenset(kept)
+
+
+def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
+    """Return what this rank's optimizer states of regions take."""
+    planes = [(region, plane) for region in regions for plane in region.states if plane.kind == "optimizer"]
+    return sum(sharding.share(plane, plane.num_bytes(region.numel)) for region, plane in planes)
 
 
 def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
-from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.planes import STALE
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning.machines import Speeds
 
 _SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
@@ -20,38 +21,62 @@ def is_small(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[s
     return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S
 
 
-def update_bytes(regions: Sequence[Region], sharding: Sharding) -> int:
+def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Return the bytes that the update of all that this rank updates reads and writes."""
     return sum(region.update_bytes(region.numel // sharding.num_ranges) for region in regions if region.trainable)
 
 
-def update_seconds(
-    regions: Sequence[Region],
-    sharding: Sharding,
-    throttles: Mapping[str, Throttle],
-    speeds: Speeds,
-    *,
-    on_device: bool = False,
+def host_update_bytes(regions: Iterable[Region], layout: DiskLayout) -> int:
+    """Return the bytes that the updates on the host read and write, of what this rank updates."""
+    return update_bytes([region for region in regions if region.index not in layout.streamed], layout.sharding)
+
+
+def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, int]:
+    """Return the bytes that go up to the device and come down from it for updates there: states that do not rest there,
+    and up also gradients.
+    """
+    up = down = 0
+    for region in regions:
+        if region.index in layout.streamed:
+            numel = region.numel // layout.sharding.num_ranges
+            moved = [plane for plane in region.states if not layout.stays(region, plane) and plane.name != STALE]
+            down += sum(plane.num_bytes(numel) for plane in moved)
+            up += region.plane("gradients").num_bytes(numel)
+    return up + down, down
+
+
+def host_update_seconds(
+    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate what the update of all that this rank updates takes, where its states are on the host, or the device."""
-    num_bytes = update_bytes(regions, sharding)
-    return max(num_bytes / speeds.update(on_device=on_device), throttles.get("update", Throttle()).seconds(num_bytes))
+    """Estimate what the updates on the host take, of what this rank updates."""
+    return _update_seconds(host_update_bytes(regions, layout), throttles, speeds, on_device=False)
 
 
 def streamed_update_seconds(
-    regions: Sequence[Region],
-    sharding: Sharding,
-    throttles: Mapping[str, Throttle],
-    speeds: Speeds,
+    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate what the update on the device of states of the host takes, whose lanes work side by side: the longest of
+    """Estimate what the updates on the device of states of the host take, whose lanes work side by side: the longest of
     them. Without an accelerator copies take no time but that of a throttle.
     """
-    down = update_bytes(regions, sharding) // 2
-    gradients = (region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
-    up = down + sum(gradients) // sharding.num_ranges
-    on_device = update_seconds(regions, sharding, throttles, speeds, on_device=True)
-    return max(on_device, *_link_seconds(up, down, throttles, speeds))
+    num_bytes = update_bytes(regions, layout.sharding) - host_update_bytes(regions, layout)
+    links = _link_seconds(*streamed_bytes(regions, layout), throttles, speeds)
+    return max(_update_seconds(num_bytes, throttles, speeds, on_device=True), *links)
+
+
+def update_seconds(
+    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+) -> float:
+    """Estimate what all updates of this rank take, those on the host beside those on the device."""
+    return max(
+        host_update_seconds(regions, layout, throttles, speeds),
+        streamed_update_seconds(regions, layout, throttles, speeds),
+    )
+
+
+def _update_seconds(num_bytes: int, throttles: Mapping[str, Throttle], speeds: Speeds, *, on_device: bool) -> float:
+    if not num_bytes:
+        return 0.0
+    return max(num_bytes / speeds.update(on_device=on_device), throttles.get("update", Throttle()).seconds(num_bytes))
 
 
 def weight_seconds(

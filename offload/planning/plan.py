@@ -12,7 +12,7 @@ from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.planning import device_updates
-from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.disk import activation_ring_bytes, lay_out, optimizer_bytes, ring_bytes, with_early_tiles
 from offload.planning.estimates import is_small
 from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
@@ -50,7 +50,7 @@ class Plan:
     overlap: bool
     """True if copies and updates run beside compute."""
     update: str
-    """Where states that rest on the host are updated: cpu or device."""
+    """Where states that rest on the host are updated: cpu, device or both."""
     ahead: int
     """How many units are fetched ahead."""
     device_bytes: int | None
@@ -76,6 +76,25 @@ class Plan:
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
         return ahead, None if self.tiers[0] == "device" or self.limited else 1 + self.ahead
+
+    def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
+        """Return the parameters, by index, whose updates the host makes."""
+        is_device = "device" in (self.update, self.tiers[1])
+        its = [region for region in regions if not is_device and region.index not in self.layout.streamed]
+        return {index for region in its for index in region.parameters}
+
+    def told_updates(self, regions: Sequence[Region]) -> str:
+        """Return where states that rest on the host are updated, for people; empty where that is the host alone."""
+        streamed = self.layout.streamed
+        if not streamed or self.update != "both":
+            return "updates on the device" if self.update == "device" else ""
+        trained = [region for region in regions if region.trainable]
+        here = [region for region in trained if region.index in streamed]
+        kept, all_bytes = (format_bytes(optimizer_bytes(its, self.layout.sharding)) for its in (here, trained))
+        return (
+            f"updates of {len(here)} of {len(trained)} regions on the device, where {kept} of the {all_bytes} of "
+            "optimizer states rest, and of the others on the host"
+        )
 
     def of(self, tier: str, name: str) -> Allocation:
         """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
@@ -119,13 +138,19 @@ def make_plan(
     # Each rank goes by its own throttles.
     if not comm.any(not is_small(regions, sharding, settings.throttles), "whether updates are small"):
         return on_host
-    is_faster = device_updates.is_faster(regions, sharding, settings.throttles, machine.speeds(comm))
-    if comm.any(not is_faster, "choice of offload.update"):
-        return on_host
-    try:
-        return plan_with("device")
-    except DoesNotFitError:
-        return on_host
+    speeds, chosen = machine.speeds(comm), on_host
+
+    def seconds(plan: Plan) -> float:
+        return device_updates.seconds(regions, plan.layout, settings.throttles, speeds)
+
+    for update in ("both", "device"):
+        try:
+            plan = plan_with(update)
+        except DoesNotFitError:
+            continue
+        if not comm.any(seconds(plan) >= seconds(chosen), "choice of offload.update"):
+            chosen = plan
+    return chosen
 
 
 def _make_plan(
@@ -166,7 +191,7 @@ def _make_plan(
         )
 
     update_ring_bytes = 0
-    tiers = _choose_tiers(placement, free, plan_for)
+    tiers = _choose_tiers(placement, free, plan_for, optimizer_bytes(regions, sharding))
     if "nvme" in (placement.activations, placement.graphs):
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
@@ -175,15 +200,20 @@ def _make_plan(
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = bytes_on("device", plan_for(*tiers, widest, 2))
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-        in_slots = update == "device" and not settings.optimizer.has_gradients
-        if update == "device" and not in_slots:
+        in_slots = update != "cpu" and not settings.optimizer.has_gradients
+        if update != "cpu" and not in_slots:
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
-            update_ring_bytes = device_updates.ring_bytes(DiskLayout({}, most_numel, sharding), regions)
-            if placement.optimizer == "auto" and budget is not None:
+            widest_layout = DiskLayout({}, most_numel, sharding, device_updates.trained(regions))
+            update_ring_bytes = device_updates.ring_bytes(widest_layout, regions)
+            if placement.optimizer_memory is not None:
+                room = int(placement.optimizer_memory)
+            elif placement.optimizer == "auto" and budget is not None:
                 # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
                 room = max(0, budget - bytes_on("device", most))
+                # A step that has room beside updates on the host should have it still: what it takes is not known here.
+                room = room // 3 if update == "both" else room
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         kinds, host_bytes = _kinds_below(placement, free, sum(rings.values()) + factors)
@@ -194,12 +224,14 @@ def _make_plan(
             staging_bytes=staging,
             host_bytes=host_bytes,
             sharding=sharding,
+            update="cpu" if in_slots else update,
             most_numel=most_numel,
             device_bytes=room,
         )
         layout = replace(layout, in_slots=in_slots)
         rings |= ring_bytes(layout, regions)
-        update_ring_bytes = device_updates.ring_bytes(layout, regions) if layout.cuts_memory else 0
+        update_ring_bytes = device_updates.ring_bytes(layout, regions)
+        update = "cpu" if update == "both" and not layout.streamed else update
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
         raise ConfigError(
             "train.delay is 1, which keeps the weights twice in the host's memory, as they were before and after an "
@@ -292,7 +324,7 @@ def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[
 
 
 def _choose_tiers(
-    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]]
+    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]], state_bytes: int
 ) -> tuple[str, str]:
     """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
     called cpu here.
@@ -304,8 +336,11 @@ def _choose_tiers(
     budget = _device_bytes(placement, free)
     if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
         budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    needed = bytes_on("device", plan_for("device", "device"))
-    choice = "device" if budget is None or needed <= budget else "cpu"
+    everything = plan_for("device", "device")
+    fits = budget is None or bytes_on("device", everything) <= budget
+    if placement.optimizer_memory is not None:
+        fits = fits and state_bytes <= int(placement.optimizer_memory)
+    choice = "device" if fits else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]
     states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
     return ("device" if states == "device" else parameters), states

@@ -59,8 +59,9 @@ class Settings:
     delay: by how many steps updates come late, 0 or 1: the update of a step is made beside all of the next one, which
         computes with the weights from before (ZeRO-Offload, arXiv:2101.06840, section 5.2).
     delay_after: the steps before that, whose updates come in time.
-    update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; or auto:
-        on the device where that is measured to be faster.
+    update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; both: on
+        the device those of regions whose other states rest there, as many as it has room for, and the others on the
+        host; or auto, whichever is measured to be fastest.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -119,7 +120,7 @@ class Settings:
         _check(self.compile, ("never", "auto"), "train.compile")
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
-        _check(self.update, ("auto", "cpu", "device"), "offload.update")
+        _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
@@ -145,8 +146,15 @@ class Settings:
                 f"train.delay is 1, and {type(self.optimizer).__name__} has no backward pass beside which an update "
                 "could run late: set --train.delay 0."
             )
-        if self.update == "device" and self.host_bound:
-            raise ConfigError(f"offload.update is device, and {self.host_bound}: set --offload.update cpu or auto.")
+        if self.update in ("device", "both") and self.host_bound:
+            raise ConfigError(
+                f"offload.update is {self.update}, and {self.host_bound}: set --offload.update cpu or auto."
+            )
+        if self.update == "both" and self.placement.optimizer in ("cpu", "nvme"):
+            raise ConfigError(
+                f"offload.update is both, and offload.optimizer is {self.placement.optimizer}, with which no states "
+                "rest on the device to be updated there: set --offload.optimizer auto, or --offload.update cpu or auto."
+            )
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")

@@ -37,6 +37,10 @@ class Placement:
     """Where the graphs of units wait for their backward, instead of a recompute: on the device as far as `recompute`
     says, and with cpu or nvme as far as memory reaches there.
     """
+    optimizer_memory: float | str | None = None
+    """The most memory of the device that states take there, where `optimizer` is auto; the others rest below. None: all
+    of them, or none that its budget does not hold beside all weights.
+    """
     graphs_memory: float | str | None = None
     """The most memory that graphs take there, of this machine's; the other units recompute."""
     device_memory: float | str | None = None
@@ -50,7 +54,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))
-        for key in ("device_memory", "host_memory", "nvme_memory", "graphs_memory"):
+        for key in ("device_memory", "host_memory", "nvme_memory", "optimizer_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:
             value, allowed = getattr(self, key), ("auto", *TIERS)
@@ -71,6 +75,11 @@ class Placement:
             raise ConfigError(
                 f"offload.graphs_memory is {self.graphs_memory} and offload.graphs is device: it limits what "
                 "graphs take below the device. Set --offload.graphs cpu, or leave it out."
+            )
+        if self.optimizer_memory is not None and self.optimizer != "auto":
+            raise ConfigError(
+                f"offload.optimizer_memory is {self.optimizer_memory} and offload.optimizer is {self.optimizer}: it "
+                "says how many of the states rest on the device. Set --offload.optimizer auto, or leave it out."
             )
         if self.optimizer == "device" and self.parameters in ("cpu", "nvme"):
             raise ConfigError(

@@ -336,7 +336,7 @@ def _resident(run: Run, same_order: bool) -> Resident:
         engine.optimizer,
         precision=str(config.train.precision),
         device=engine.device,
-        update_device=engine.update_device,
+        update_devices=engine.update_devices,
         max_grad_norm=engine.max_grad_norm,
         seed=config.run.seed,
         skips=config.train.on_nonfinite == "skip",
@@ -349,7 +349,8 @@ def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
     """Raise DoesNotFitError where the resident side has no room beside the engine. Activations are not counted."""
     accelerator = own_accelerator(str(engine.device))
     computes = "cpu" if accelerator is None else "device"
-    updates = "cpu" if engine.update_device.type == "cpu" else computes
+    on_host = all(device.type == "cpu" for device in engine.update_devices.values())
+    updates = "cpu" if on_host else computes
     places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
     held = {**held, "first weights": held["masters"]}  # to tell how far the others have gone
     free = {

@@ -126,7 +126,7 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     for tier, each in held.items():
         of = f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else ""
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of}")
-    where = "; updates on the device" if config.offload.update == "device" else ""
+    where = f"; {engine.told_updates}" if engine.told_updates else ""
     text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}"
     if config.offload.nvme_dir and "nvme" not in held:
         text += "\nnote: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it."

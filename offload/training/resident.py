@@ -29,7 +29,8 @@ Part = tuple[Batch, float]
 class Resident:
     """Trains a model that is whole in memory, in any floating dtype, with fp32 master weights beside it.
 
-    device: what computes. update_device: where masters and moments rest, and updates run. max_grad_norm: None for no
+    device: what computes. update_devices: where masters and moments of each
+    parameter rest, and its updates run, by name. max_grad_norm: None for no
     clipping. skips: a step whose gradients are not finite changes nothing. late_after: from that step on (counted from
     0) an update is seen one step late; None for never. sums_by_unit: a unit of the engine sums the gradients of an
     input that it uses in several places before it hands them on, where plain autograd does it in the order of the
@@ -47,7 +48,7 @@ class Resident:
         *,
         precision: str,
         device: torch.device,
-        update_device: torch.device,
+        update_devices: Mapping[str, torch.device],
         max_grad_norm: float | None,
         seed: int,
         skips: bool = False,
@@ -55,7 +56,7 @@ class Resident:
         sums_by_unit: bool = False,
     ) -> None:
         self.model, self.rule, self.device, self.lr = model, rule, device, rule.lr
-        self._update_device, self._max_grad_norm, self._seed = update_device, max_grad_norm, seed
+        self._update_devices, self._max_grad_norm, self._seed = update_devices, max_grad_norm, seed
         self._skips, self._late_after, self._num_done = skips, late_after, 0
         self._infos = describe_parameters(model, rule, precision)
         for module in model.modules():
@@ -76,14 +77,15 @@ class Resident:
 
     def _begin(self, info: ParameterInfo, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the master weights of a parameter, fp32 [numel], and what the rule keeps of it, zeros."""
-        states = {"weights": parameter.detach().to(self._update_device, torch.float32, copy=True).view(-1)}
+        device = self._update_devices[info.name]
+        states = {"weights": parameter.detach().to(device, torch.float32, copy=True).view(-1)}
         if info.trainable:
             part = self.rule.parts[info.rule]
             for plane in part.moments:
                 size = plane.numel(info.numel)
-                states[plane.name] = torch.zeros(size, dtype=plane.dtype, device=self._update_device)
+                states[plane.name] = torch.zeros(size, dtype=plane.dtype, device=device)
             for factor in part.factors:
-                states[factor.name] = torch.zeros(factor.numel(info.shape), device=self._update_device)
+                states[factor.name] = torch.zeros(factor.numel(info.shape), device=device)
         return states
 
     def compile(self, classes: Collection[type]) -> None:
@@ -156,7 +158,7 @@ class Resident:
             workspace=torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None,
         )
         rounded = gradient.bfloat16() if info.compute == "bf16" else gradient
-        part.update(self._states[index], rounded.to(self._update_device), by)
+        part.update(self._states[index], rounded.to(self._update_devices[info.name]), by)
 
     def _show(self, index: int) -> None:
         """Give the model the master weights of a parameter, in the dtype in which it computes."""

@@ -229,6 +229,75 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
         assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)
 
 
+BOTH: dict[str, dict[str, Any]] = {
+    "at once": {"max_grad_norm": None},
+    "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
+    "speculative": {"max_grad_norm": 0.2, "clip": "speculative"},
+}
+
+
+def both_places(clip: str) -> Engine:
+    """Return an engine that updates some regions on its device and the others on the host."""
+    placement = Placement("cpu", "auto", optimizer_memory="500KiB")
+    engine = Engine(build(deep), placement=placement, device="sim", update="both", prefetch=1, **BOTH[clip])
+    assert 0 < len(parts_of(engine).plan.layout.streamed) < len(parts_of(engine).regions)
+    return engine
+
+
+@pytest.mark.parametrize("slow", ["compute", "copies"])
+@pytest.mark.parametrize("clip", list(BOTH))
+def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: str, slow: Any) -> None:
+    """Host and device update at once, each by a thread of its own; which is ahead is nobody's concern."""
+    (tmp_path / "first").mkdir()
+    with both_places(clip) as engine:
+        wanted = [*resumed(engine, tmp_path / "first"), *weights(engine).values()]
+    for seed in (1, 2):
+        sim.set_jitter(LATE_US, seed, slow)
+        (folder := tmp_path / str(seed)).mkdir()
+        with both_places(clip) as engine:
+            assert is_same([*resumed(engine, folder), *weights(engine).values()], wanted)
+
+
+@pytest.mark.parametrize("clip", list(BOTH))
+def test_each_region_has_the_bits_of_its_place(sim: Control, clip: str) -> None:
+    """After a step from equal states."""
+    found = []
+    for update in ("cpu", "device"):
+        with Engine(build(deep), device="sim", update=update, **BOTH[clip]) as engine:
+            engine.step(words(0))
+            found.append(weights(engine))
+    with both_places(clip) as engine:
+        engine.step(words(0))
+        mine, there = weights(engine), engine.update_devices
+    assert len(set(there.values())) == 2
+    for name, weight in mine.items():
+        assert same_bits(weight, found[there[name].type != "cpu"][name]), name
+
+
+@pytest.mark.parametrize("late", ["host", "device"])
+def test_the_norm_so_far_is_the_same_whichever_place_is_late(
+    sim: Control, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both_places("speculative") as engine:
+        engine.step(words(0))
+        wanted = weights(engine)
+    with both_places("speculative") as engine:
+        lanes = parts_of(engine).lanes
+        lane = lanes.update if late == "host" else lanes.update_on_device
+        submit = lane.submit
+
+        def sleeps(work: Callable[[], object], **how: Any) -> Ticket:
+            def later() -> None:
+                time.sleep(0.02)
+                work()
+
+            return submit(later, **how)
+
+        monkeypatch.setattr(lane, "submit", sleeps)
+        engine.step(words(0))
+        assert is_same(list(weights(engine).values()), list(wanted.values()))
+
+
 def test_updates_on_the_device_are_within_two_ulp_of_the_hosts(sim: Control) -> None:
     """Of the larger of weight and change, after a step from equal states."""
     with Engine(build(llama), device="sim", update="cpu") as engine:

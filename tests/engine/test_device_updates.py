@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Lion, Muon, Placement
+from offload.engine.gradients.policies import NormSoFar
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING
@@ -42,7 +43,13 @@ CLIPS: dict[str, dict[str, Any]] = {
     "speculative": {"max_grad_norm": 0.2, "clip": "speculative"},
     "skip": {"on_nonfinite": "skip"},
 }
-RULES = {"AdamW": AdamW(), "Lion": Lion(), "Blocks": Blocks()}
+RULES = {
+    "AdamW": AdamW(),
+    "Lion": Lion(),
+    "Blocks": Blocks(),
+    "int8 moments": AdamW(states="int8"),
+    "bf16 moments": AdamW(states="bf16"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +89,7 @@ def on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[s
     place=list(PLACES),
     clip=list(CLIPS),
     precision=["fp32", "bf16"],
-    rule=list(RULES),
+    rule=["AdamW", "Lion", "Blocks"],
     debug={"in turn": False, "beside compute": 1},
 )
 def test_bits_are_those_of_updates_on_the_host(
@@ -239,6 +246,184 @@ def test_what_stays_does_not_move() -> None:
     assert moved["cpu"] - moved["auto"] == 8 * kept
 
 
+# -- in both places in one step ------------------------------------------------------------------------------
+
+SOME = {"fp32": "300KiB", "bf16": "280KiB"}
+"""Of the device's memory, for the optimizer states of some of the layers."""
+BELOW: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "weights stay": {"parameters": "device"},
+    "nvme": {"parameters": "nvme", "gradients": "nvme", "host_memory": "220KiB"},
+}
+
+
+def shared(
+    place: str, folder: Path, precision: str = "fp32", memory: str | None = None, **budgets: str
+) -> dict[str, Any]:
+    """Return settings by which device and host each update a part of the regions."""
+    on_disk = {"nvme_dir": str(folder), **budgets} if place == "nvme" else {}
+    places = {"parameters": "cpu", "optimizer": "auto", "optimizer_memory": memory or SOME[precision]}
+    return {"placement": Placement(**places | BELOW[place] | on_disk), "update": "both"}
+
+
+@cache
+def deep_on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
+    with Engine(build(deep), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
+        return *train(engine), {name: str(state) for name, state in states(engine).items()}
+
+
+def assert_shared(engine: Engine) -> None:
+    """Some regions are updated on the device, with all that rests of them there, the others on the host."""
+    layout, trained_ones = parts_of(engine).plan.layout, [r for r in parts_of(engine).regions if r.trainable]
+    assert engine.updates_on == "both"
+    assert (
+        layout.streamed == layout.staying == {region.index for region in trained_ones if region.index in layout.staying}
+    )
+    assert 0 < len(layout.streamed) < len(trained_ones)
+    kept = sum(p.num_bytes(r.numel) for r in trained_ones for p in r.states if layout.stays(r, p))
+    moments = {plane.label for region in trained_ones for plane in region.states if plane.kind == "optimizer"}
+    assert kept == sum(size for label, size in tier_bytes(engine, "device").items() if label in moments)
+
+
+@TWO_KERNELS
+@matrix(
+    strength=1,
+    long=2,
+    place=list(BELOW),
+    clip=list(CLIPS),
+    precision=["fp32", "bf16"],
+    rule=list(RULES),
+    debug={"in turn": False, "beside compute": 1},
+)
+def test_both_places_in_one_step_change_no_bit(
+    place: str, clip: str, precision: str, rule: str, debug: Any, tmp_path: Path
+) -> None:
+    if clip == "speculative" and not RULES[rule].can_correct:
+        rule = "AdamW"
+    settings = {"precision": precision, "optimizer": RULES[rule], "debug": debug} | CLIPS[clip]
+    small = {"int8 moments": "80KiB", "bf16 moments": "150KiB", "Lion": "150KiB", "Blocks": "20KiB"}.get(rule)
+    with Engine(build(deep), **shared(place, tmp_path, precision, small), **settings) as engine:
+        assert_shared(engine)
+        assert bool(tier_bytes(engine, "nvme")) == (place == "nvme")
+        steps, found = train(engine)
+        marks = {name: str(state) for name, state in states(engine).items()}
+    wanted_steps, wanted, wanted_marks = deep_on_the_host(clip, precision, rule)
+    assert steps == wanted_steps
+    assert_same(found, wanted)
+    assert marks == wanted_marks
+
+
+@TWO_KERNELS
+def test_a_checkpoint_goes_on_with_another_mixture(tmp_path: Path) -> None:
+    with Engine(build(deep), **shared("cpu", tmp_path), debug=1) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 2)
+        wanted = weights(engine)
+    more, none = shared("cpu", tmp_path, memory="500KiB"), {"update": "cpu"}
+    for settings in (more, shared("nvme", tmp_path, memory="200KiB"), none, {"update": "device"}):
+        with Engine(build(deep), **settings) as engine:
+            engine.load_checkpoint(tmp_path / "saved")
+            train(engine, 2)
+            assert_same(weights(engine), wanted)
+
+
+@TWO_KERNELS
+@pytest.mark.parametrize("place", list(BELOW))
+def test_sums_edits_and_both_places(place: str, tmp_path: Path) -> None:
+    found = []
+    for settings in ({"update": "cpu"}, shared(place, tmp_path, host_memory="900KiB")):
+        with Engine(build(deep), precision="fp32", debug=1, **settings) as engine:
+            own_loop(engine)
+            for _, value in engine.edit():
+                value.mul_(0.5)
+            own_loop(engine)
+            train(engine, 2)
+            found.append((weights(engine), {name: str(state) for name, state in states(engine).items()}))
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+
+
+def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
+    """Gradients of what the forward needs first; and of states of theirs only weights and gradients move."""
+    moved = {}
+    for name, settings in {"cpu": {"update": "cpu"}, "both": shared("cpu", Path())}.items():
+        with Engine(build(deep), prefetch=0, **settings) as engine:
+            regions, store = parts_of(engine).regions, parts_of(engine).store
+            kept = sum(region.numel for region in regions if store[region].stays)
+            if name == "both":
+                assert held_by_region(engine)[:4] == [True] * 4
+                assert not any(held_by_region(engine)[5:7])
+            train(engine, 3)
+            moved[name] = engine.counters.h2d_bytes, engine.counters.d2h_bytes
+    assert moved["both"][0] - moved["cpu"][0] == 8 * kept
+    assert moved["both"][1] - moved["cpu"][1] == 4 * kept
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]) -> None:
+    """Speculative clipping goes by the gradients that landed before, whoever asks first."""
+    with Engine(build(deep)) as engine:
+        measures, regions = parts_of(engine).gradients.measures, parts_of(engine).regions[4:0:-1]
+        for index in (index for region in regions for index in region.parameters):
+            measures.squares[index] = 1.1**index / 3
+        so_far, wanted, total = NormSoFar(measures), [], 0.0
+        for number, region in enumerate(regions):
+            assert so_far.landed(region) == number
+            total += sum(measures.squares[index] for index in region.parameters)
+            wanted.append(total)
+        measures.begin_step()  # of the next step, before a lane is through with this one
+        found = {number: so_far.total(number) for number in order}
+        assert [found[number] for number in range(4)] == wanted
+
+
+def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"update is both, and offload.optimizer is cpu.*--offload.optimizer auto"):
+        Engine(build(llama), update="both")
+    auto = Placement("cpu", "auto", optimizer_memory="100KiB")
+    with pytest.raises(ConfigError, match=r"update is both, and Muon updates .* --offload.update cpu or auto"):
+        Engine(build(llama), Muon(), auto, update="both")
+    with pytest.raises(ConfigError, match=r"update is both, and train.delay is 1.* --offload.update cpu or auto"):
+        Engine(build(llama), AdamW(), auto, update="both", delay=1)
+    with pytest.raises(ConfigError, match=r"optimizer_memory is .* and offload.optimizer is cpu"):
+        Placement("cpu", "cpu", optimizer_memory="100KiB")
+    with Engine(build(llama), AdamW(), Placement("cpu", "auto", optimizer_memory=0), update="both") as engine:
+        assert (engine.updates_on, engine.told_updates) == ("cpu", "")
+
+
+def test_what_is_updated_where_is_told() -> None:
+    with Engine(build(deep), **shared("cpu", Path())) as engine:
+        count, kept = len(parts_of(engine).plan.layout.streamed), tier_bytes(engine, "device")
+        assert f"updates of {count} of 9 regions on the device, where" in engine.told_updates
+        assert sum(kept[name] for name in ("exp avg", "exp avg sq")) <= 300 << 10
+        layout = parts_of(engine).plan.layout
+        for region in parts_of(engine).regions:
+            names = [parts_of(engine).infos[index].name for index in region.parameters]
+            where = engine.device if region.index in layout.streamed else torch.device("cpu")
+            assert {engine.update_devices[name] for name in names} == {where}
+
+
+SHARES: list[dict[str, Any]] = [
+    {"zero_stage": 0, "clip": "speculative", "max_grad_norm": 0.01},
+    {"zero_stage": 1, "clip": "speculative", "max_grad_norm": 0.01},
+    {"zero_stage": 2, "max_grad_norm": None},
+    {"zero_stage": 3, "clip": "deferred", "max_grad_norm": 0.01},
+]
+
+
+@TWO_KERNELS
+@matrix(strength=1, share={f"stage {each['zero_stage']}": each for each in SHARES})
+def test_ranks_share_both_places(share: dict[str, Any], tmp_path: Path) -> None:
+    common = {"case": "plain", "rows": [1, 1], "num_steps": 2, "folder": str(tmp_path), **share}
+    memory = (64 << 10) // (2 if share["zero_stage"] else 1)
+    both = {"update": "both", "placement": {"optimizer": "auto", "optimizer_memory": memory}, "delays": 1}
+    for on_host, shared_out in run(2, trained, runs=[{**common, "update": "cpu", "delays": None}, {**common, **both}]):
+        where = [tier for tier, name, _ in shared_out.allocations if name == "exp avg"]
+        assert sorted(where) == ["cpu", "device"], "some there, some here"
+        assert shared_out.results == on_host.results
+        assert_same(shared_out.weights, on_host.weights)
+
+
 # -- the plan ------------------------------------------------------------------------------------------------
 
 
@@ -378,3 +563,4 @@ def test_weights_that_are_not_finite_are_refused_by_unit(clip: str) -> None:
 def forget() -> Iterator[None]:
     yield
     on_the_host.cache_clear()
+    deep_on_the_host.cache_clear()

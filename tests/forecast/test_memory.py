@@ -186,3 +186,23 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
     slow = large.with_(rates=replace(large.rates, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, both_ways_bytes_per_s=2e9))
     assert place(forecaster, forecaster.tell(given, slow)).config.offload.graphs == "auto", "a link that has no time"
     assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=24 << 30))).config.offload.graphs == "auto"
+
+
+def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_otherwise() -> None:
+    """In a short step, in which the host is late and the device has memory to spare."""
+    where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 1024, "train.batch_size": 1}
+    where |= {"train.precision": "bf16", "train.recompute": "always", "offload.graphs": "device"}
+    gpu = GPU.with_(host_bytes=256 << 30, device_bytes=10 << 30)
+    gpu = gpu.with_(rates=replace(gpu.rates, host_bytes_per_s=40e9, h2d_bytes_per_s=25e9, d2h_bytes_per_s=25e9))
+    forecaster = Forecaster(config(**where), 1)
+    given, left = (config(**where, **{"offload.update": update}) for update in ("auto", "cpu"))
+    found, other = (place(forecaster, forecaster.tell(each, gpu)) for each in (given, left))
+    assert found.prepared.plan.update == "both"
+    told = found.to_dict()
+    assert 0 < told["regions_updated_on_device"] < told["regions"]
+    assert "--offload.optimizer_memory" in found.placed
+    assert found.timing is not None
+    assert other.timing is not None
+    assert found.timing.step_seconds < 0.9 * other.timing.step_seconds
+    fixed = config(**where, **{"offload.optimizer": "cpu"})
+    assert place(forecaster, forecaster.tell(fixed, gpu)).prepared.plan.update != "both", "which says where they rest"

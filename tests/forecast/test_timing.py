@@ -52,6 +52,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients nvme": ({}, {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"}),
     "update device": ({"update": "device"}, {}),
     "update device, nvme": ({"update": "device"}, {"optimizer": "nvme"}),
+    "update both": ({"update": "both"}, {"optimizer": "auto", "optimizer_memory": "40KiB"}),
+    "update both, weights stay": (
+        {"update": "both", "max_grad_norm": None},
+        {"parameters": "device", "optimizer": "auto", "optimizer_memory": "40KiB"},
+    ),
     "lion": ({"optimizer": Lion(lr=1e-4)}, {}),
     "int8": ({"optimizer": AdamW(lr=1e-4, states="int8")}, {}),
     "lomo": ({"optimizer": LOMO(lr=1e-4)}, {}),
@@ -77,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 QUICK = (
     *("inline", "none", "bf16", "micro-batches", "kept graphs", "delay", "one ahead", "a budget", "weights stay"),
+    "update both",
     *("nvme, no clipping", "gradients nvme", "mezo, bf16 alone, nvme"),
 )
 """Of the quick run."""

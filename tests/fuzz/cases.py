@@ -249,13 +249,17 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "prefetch": (0.5, lambda: dice.choice([0, 1, 1, 2, 3, 9])),
         "compile": (0.06, lambda: "auto"),
         "throttle": (0.25, lambda: _throttle(dice)),
-        "update": (0.4, lambda: "device"),
+        "update": (0.4, lambda: dice.choice(["device", "device", "both"])),
         "small_tiles": (0.6, lambda: True),
         "device_extra": (0.2, lambda: dice.choice([0, 0, 1024, 8192, 65536])),
         "host_extra": (0.1, lambda: dice.choice([0, 0, 4096, 65536])),
         "zero_stage": (0.6 if world > 1 else 0.1, lambda: dice.randrange(4)),
     }
     drawn = {key: value for key, (chance, make) in chances.items() if dice.random() < chance for value in [make()]}
+    if drawn.get("update") == "both":  # a part of the states is on the device
+        layout |= {"optimizer": "auto", "optimizer_memory": dice.choice([1, 1 << 14, 1 << 16, 1 << 18])}
+        if is_speculative:  # which is not done where all of them are
+            layout["parameters"] = "cpu"
     return layout | drawn
 
 

@@ -62,7 +62,7 @@ RULES = {
 }
 """smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
-_PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs")
+_PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs", "optimizer_memory")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,11 +15,11 @@ from offload import Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
 from offload.lanes.throttle import Throttle
-from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Sharding
+from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import device_updates
-from offload.planning.device_updates import is_faster, ring_bytes, tile_numel
-from offload.planning.disk import lay_out
+from offload.planning.device_updates import ring_bytes, seconds, tile_numel, trained
+from offload.planning.disk import lay_out, optimizer_bytes
 from offload.planning.machines import DescribedMachine, Speeds
 from offload.planning.memory import UnitPlan, plan_memory
 from offload.planning.settings import Settings
@@ -34,6 +35,13 @@ def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
     return Speeds(Hardware("played", "cuda", 1, 1 << 40, 1 << 40, None, None, shares_memory=False, rates=rates))
 
 
+def is_faster(regions: Sequence[Region], throttles: Mapping[str, Throttle], fast: Speeds) -> bool:
+    """True where updates of all that is trained are faster on the device."""
+    layouts = DiskLayout(streamed=trained(regions)), DiskLayout()
+    on_device, on_host = (seconds(regions, layout, throttles, fast) for layout in layouts)
+    return on_device < on_host
+
+
 @pytest.mark.parametrize(
     ("kernel", "link", "device", "wins"),
     [
@@ -44,18 +52,18 @@ def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
     ],
 )
 def test_auto_goes_by_what_is_faster(kernel: float, link: float, device: float, wins: bool) -> None:
-    assert is_faster([region(0, 1 << 16)], Sharding(), {}, speeds(kernel, link, device)) == wins
+    assert is_faster([region(0, 1 << 16)], {}, speeds(kernel, link, device)) == wins
 
 
 def test_auto_counts_what_the_link_moves_besides() -> None:
     """24 bytes an element on the host; 14 up, and twice its 2 bytes of weights beside them."""
     regions = [region(0, 1 << 16)]
     for link, wins in ((18.1e9, True), (17.9e9, False)):
-        assert is_faster(regions, Sharding(), {}, speeds(24e9, link)) == wins
+        assert is_faster(regions, {}, speeds(24e9, link)) == wins
     fast = speeds(24e9, 100e9)
-    assert not is_faster(regions, Sharding(), {"h2d": Throttle(17.9e9)}, fast)
+    assert not is_faster(regions, {"h2d": Throttle(17.9e9)}, fast)
     frozen = [region(1, 1 << 18, trainable=False)]  # whose weights go up all the same
-    assert not is_faster(regions + frozen, Sharding(), {"h2d": Throttle(20e9)}, fast)
+    assert not is_faster(regions + frozen, {"h2d": Throttle(20e9)}, fast)
 
 
 def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +93,7 @@ def test_the_ring_holds_four_of_any_tile(shapes: Any, device_bytes: int | None, 
         staging_bytes=0,
         host_bytes=None,
         sharding=sharding,
+        update="device",
         most_numel=numel,
     )
     ring = ring_bytes(layout, regions)
@@ -99,11 +108,12 @@ def test_the_ring_holds_four_of_any_tile(shapes: Any, device_bytes: int | None, 
         assert ring * device_updates._RING_SHARE <= device_bytes
 
 
-@given(st.lists(SIZES, min_size=1, max_size=5), st.integers(0, 1 << 26))
-def test_what_stays_is_in_no_other_place(shapes: Any, device_bytes: int) -> None:
+@given(st.lists(SIZES, min_size=1, max_size=5), st.integers(0, 1 << 26), st.sampled_from(["device", "both"]))
+def test_what_stays_is_in_no_other_place(shapes: Any, device_bytes: int, update: str) -> None:
     regions = [region(index, *shape) for index, shape in enumerate(shapes)]
     units = [UnitPlan(one.name, (one,), resident=False) for one in regions]
-    how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "most_numel": 1 << 20}
+    how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "update": update}
+    how["most_numel"] = 1 << 20
     totals = []
     for tier in ("cpu", "nvme"):
         layout = lay_out(regions, ON_HOST | {"optimizer": tier}, device_bytes=device_bytes, **how)
@@ -114,6 +124,9 @@ def test_what_stays_is_in_no_other_place(shapes: Any, device_bytes: int) -> None
         assert not moments["nvme" if tier == "cpu" else "cpu"]
         for one in regions:
             assert not (set(layout.of(one)) & {p.name for p in one.planes if layout.stays(one, p)})
+            assert (one.index in layout.streamed) == (
+                one.trainable if update == "device" else one.index in layout.staying
+            )
         totals.append(sum(moments.values()))
     assert totals == [sum(8 * one.numel for one in regions if one.trainable)] * 2
 
@@ -122,8 +135,35 @@ def test_tiles_of_disk_and_of_memory_are_one() -> None:
     regions = [region(0, 1000), region(1, 100)]
     tiers = {"parameters": "cpu", "gradients": "cpu", "optimizer": "nvme"}
     how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None}
-    assert not lay_out(regions, tiers, **how).cuts_memory
-    small = lay_out(regions, tiers, most_numel=SHARD_MULTIPLE, **how)
-    assert (small.tile_numel, small.cuts_memory, len(small.tiles(regions[0]))) == (SHARD_MULTIPLE, True, 1000)
-    assert lay_out(regions, tiers, **how).tile_numel == lay_out(regions, tiers, most_numel=1 << 40, **how).tile_numel
+    assert not lay_out(regions, tiers, **how).streamed
+    small = lay_out(regions, tiers, update="device", most_numel=SHARD_MULTIPLE, **how)
+    assert (small.tile_numel, small.streamed, len(small.tiles(regions[0]))) == (SHARD_MULTIPLE, {0, 1}, 1000)
+    large = lay_out(regions, tiers, update="device", most_numel=1 << 40, **how)
+    assert lay_out(regions, tiers, **how).tile_numel == large.tile_numel
     assert DiskLayout().tiles(regions[0]) == [(0, regions[0].numel)]
+
+
+# -- both in one step ----------------------------------------------------------------------------------------
+
+
+def test_the_first_regions_are_updated_on_the_device_as_far_as_it_has_room() -> None:
+    """Their gradients come last, and the next forward needs them first."""
+    regions = [region(index, 10) for index in range(6)]
+    size = optimizer_bytes(regions[:1], Sharding())
+    how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "most_numel": 1 << 20}
+    for room, chosen in ((0, set()), (size - 1, set()), (3 * size, {0, 1, 2}), (6 * size, set(range(6)))):
+        layout = lay_out(regions, ON_HOST, update="both", device_bytes=room, **how)
+        assert layout.streamed == layout.staying == chosen
+    mixed = [region(0, 100), *regions[1:]]  # what has no room leaves it to those behind
+    assert lay_out(mixed, ON_HOST, update="both", device_bytes=3 * size, **how).streamed == {1, 2, 3}
+
+
+def test_auto_takes_both_where_the_host_is_what_is_late() -> None:
+    """Of 24 bytes an element on the host; what is updated on the device moves 4 up and 2 down."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(8)))
+    placement = Placement("cpu", "auto", device_memory="1600MiB")
+    for kernel, link, update in ((100e9, 50e9, "both"), (2e9, 500e9, "device"), (500e9, 5e9, "cpu")):
+        machine = DescribedMachine(speeds(kernel, link).hardware)
+        plan = prepare(model, Settings(placement=placement, precision="bf16"), Comm(), machine).plan
+        assert plan.update == update
+        assert bool(plan.layout.staying) == (update != "cpu")

@@ -299,8 +299,9 @@ def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]))
     plain = copy.deepcopy(model)
     cpu, rule = torch.device("cpu"), SGD(lr=0.1, momentum=0.9)
+    places = dict.fromkeys((name for name, _ in model.named_parameters()), cpu)
     resident = Resident(
-        model, rule, precision="fp32", device=cpu, update_device=cpu, max_grad_norm=None, seed=0, sums_by_unit=True
+        model, rule, precision="fp32", device=cpu, update_devices=places, max_grad_norm=None, seed=0, sums_by_unit=True
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
     for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +109,33 @@ class Delayed(Deferred):
     is_late = True
 
 
+class NormSoFar:
+    """The sum of the squares of all gradients up to one region's, in the order in which they landed, for lanes that ask
+    for it in any order: regions are updated on the host and on the device at once.
+    """
+
+    def __init__(self, measures: Measures) -> None:
+        self._measures, self._lock = measures, threading.Lock()
+        self._landed: list[tuple[Region, Sequence[float]]] = []
+        self._totals: list[float] = []
+
+    def landed(self, region: Region) -> int:
+        """A region's gradients are on their way; return which number it has."""
+        self._landed.append((region, self._measures.squares))  # of this step: a lane may be behind its end
+        return len(self._landed) - 1
+
+    def total(self, number: int) -> float:
+        """Return the sum up to a region's, by its number, whose gradients are there: so are those before, which have
+        come by the same lane.
+        """
+        with self._lock:
+            for region, squares in self._landed[len(self._totals) : number + 1]:
+                self._measures.measured(region)
+                before = self._totals[-1] if self._totals else 0.0
+                self._totals.append(before + sum(squares[index] for index in region.parameters))
+            return self._totals[number]
+
+
 class AtOnce(Policy):
     """A region is updated as soon as its gradients have landed: no norm is asked for, or `norm` is known."""
 
@@ -121,7 +149,7 @@ class AtOnce(Policy):
         self._has_to_know = limit is not None or not is_inline
         self._updated: list[Landed] = []
         self.arrived: list[int] = []
-        self._so_far = 0.0
+        self._so_far = NormSoFar(measures)
 
     def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         landed = Landed(region, gradients, fence)
@@ -132,18 +160,19 @@ class AtOnce(Policy):
         if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[index]) for index in region.parameters):
             refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
 
+        number = self._so_far.landed(region)
+
         def prepare() -> None:
             if self._has_to_know:
                 for ticket in landing:  # a stream may not have come to it, and the host reads what came before it
                     ticket.synchronize()
-                self._measures.measured(region)
-                self._so_far += sum(squares[index] for index in region.parameters)
+                so_far = self._so_far.total(number)
                 # `finish` refuses a step that is not finite, and names the unit.
-                landed.decide(clip_coefficient(self._norm_now(), self._limit), counts=math.isfinite(self._so_far))
+                landed.decide(clip_coefficient(self._norm_at(so_far), self._limit), counts=math.isfinite(so_far))
 
         self._updates.submit(landed, self._measures.touched[region.index], prepare, self.is_final)
 
-    def _norm_now(self) -> float:
+    def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0
 
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:  # noqa: ARG002
@@ -157,8 +186,8 @@ class Speculative(AtOnce):
 
     is_final = False
 
-    def _norm_now(self) -> float:
-        return total_norm([self._so_far])
+    def _norm_at(self, so_far: float) -> float:
+        return total_norm([so_far])
 
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
         scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
+from offload.engine.gradients.update_place import TileUpdate, UpdatePlace
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
@@ -102,7 +102,7 @@ class TileUpdates:
         infos: Sequence[ParameterInfo],
         slots: Slots,
         settings: Settings,
-        place: InPlace | OnDevice,
+        place: UpdatePlace,
         workspace: torch.Tensor | None,
     ) -> None:
         """`workspace`: memory of the device, for rules that compute there."""

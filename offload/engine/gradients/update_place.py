@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,27 @@ class TileUpdate:
         if num_wrong:
             self.refuse(int(num_wrong))
         return None
+
+
+class UpdatePlace(Protocol):
+    """Where updates run."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit the update of a tile: after its gradients, behind every fetch of what it overwrites. The ticket stands
+        for its new weights.
+        """
+
+    def check(self) -> None:
+        """All of a step is submitted: refuse weights that are no longer finite."""
+
+    def reset(self) -> None:
+        """A step was given up."""
+
+    def free(self) -> None:
+        """Let go of every buffer."""
 
 
 class InPlace:
@@ -206,3 +227,56 @@ class OnDevice:
     def free(self) -> None:
         """Let go of the device's memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
+
+
+class ByRegion:
+    """Updates some regions on the device, to which they stream, and beside these the others where they are."""
+
+    def __init__(self, on_device: OnDevice, in_place: InPlace, streamed: Collection[int]) -> None:
+        """`streamed`: the regions that are updated on the device, by index."""
+        self._on_device, self._in_place, self._streamed = on_device, in_place, streamed
+        self._both: tuple[UpdatePlace, UpdatePlace] = on_device, in_place
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        for place in self._both:
+            place.begin_step()
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit the update of a tile where its region has it."""
+        place = self._on_device if tile.region.index in self._streamed else self._in_place
+        return place.submit(tile)
+
+    def check(self) -> None:
+        """All of a step is submitted."""
+        for place in self._both:
+            place.check()
+
+    def reset(self) -> None:
+        """A step was given up."""
+        for place in self._both:
+            place.reset()
+
+    def free(self) -> None:
+        """Let go of every buffer."""
+        for place in self._both:
+            place.free()
+
+
+def open_place(
+    in_place: InPlace,
+    memory: torch.Tensor | None,
+    streamed: Collection[int],
+    regions: Sequence[Region],
+    lanes: Lanes,
+    device: Device,
+    counters: Counters,
+) -> UpdatePlace:
+    """Return where updates run: of regions that are `streamed`, by index, on the device, through this `memory` of it
+    (None where no region is); of the others in place.
+    """
+    if memory is None:
+        return in_place
+    on_device = OnDevice(memory, len(regions), lanes, device, counters)
+    has_others = any(region.trainable and region.index not in streamed for region in regions)
+    return ByRegion(on_device, in_place, streamed) if has_others else on_device

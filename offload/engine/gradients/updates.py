@@ -21,7 +21,7 @@ from offload.engine.gradients.policies import (
     refuse_gradients,
 )
 from offload.engine.gradients.tile_updates import Landed, TileUpdates
-from offload.engine.gradients.update_place import InPlace, OnDevice
+from offload.engine.gradients.update_place import UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
@@ -51,7 +51,7 @@ class Updates:
         due: Due,
         lanes: Lanes,
         settings: Settings,
-        place: InPlace | OnDevice,
+        place: UpdatePlace,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """`workspace`: memory of the device, for rules that compute there."""
