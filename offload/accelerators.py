@@ -150,6 +150,12 @@ class Accelerator:
         """
         return self.module.memory_stats(self.device).get("active_bytes.all.peak", 0)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory that was freed, and that streams other than its own still use, as far as torch's allocator knows."""
+        found = self.module.memory_stats(self.device)
+        return found.get("active_bytes.all.current", 0) - found.get("allocated_bytes.all.current", 0)
+
     def take_peak(self) -> int:
         """Return `peak_bytes`, and begin anew."""
         peak = self.peak_bytes

@@ -33,6 +33,8 @@ class CpuDevice:
     pinning: Pinning | None = None
     late_bytes = 0
     """By which the peaks of equal steps differ: the ledger counts what is held, to the byte."""
+    waiting_bytes = 0
+    """What nobody holds any more, and a stream still uses."""
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
@@ -211,6 +213,10 @@ class AcceleratorDevice:
     def peak_bytes(self) -> int:
         """The most that was held at once, temporaries of operations included."""
         return max(self._peak_bytes, self._accelerator.peak_bytes)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._accelerator.waiting_bytes
 
     def take_recent_peak(self) -> int:
         recent = self._accelerator.take_peak()

@@ -78,6 +78,7 @@ class Control:
             if self.has_context(index):
                 torch.accelerator.synchronize(index)
         self.set_jitter(0)
+        self.set_launch_queue(0)
         self.set_cost(None)
         self.set_computing(True)
         self.set_poison(True)
@@ -113,6 +114,12 @@ class Control:
     ) -> None:
         """Wait at random before each kernel or copy, at most so long, by this seed; 0 for not at all."""
         self._driver.set_jitter(most_us, seed, _SIDES[slow])
+
+    def set_launch_queue(self, most: int) -> None:
+        """Let a stream hold so many launches that are not done, as a driver's queue does; whoever has more blocks. 0:
+        as many as are given.
+        """
+        self._driver.set_launch_queue(most)
 
     def set_cost(self, cost: Cost | None) -> None:
         """Play a device. Change it only while the devices are idle."""

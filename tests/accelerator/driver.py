@@ -57,6 +57,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the result, then the arguments
     "busy_seconds": (c_double, c_int, c_int),
     "reset_counters": (None, c_int),
     "set_jitter": (None, c_int64, c_uint64, c_int),
+    "set_launch_queue": (None, c_int64),
     "set_poison": (None, c_int),
     "set_computing": (None, c_int),
     "set_sync_mode": (None, c_int),

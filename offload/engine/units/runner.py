@@ -20,6 +20,7 @@ from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward, OwnForwards
 from offload.engine.units.resting import OffloadedTensor
+from offload.engine.units.run_ahead import RunAhead
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
@@ -54,7 +55,7 @@ class UnitRunner:
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
         self.forwards = forwards
-        self._lanes, self._executor = lanes, executor
+        self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device, lanes)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
         self._seed, self._comm = seed, comm
@@ -108,6 +109,7 @@ class UnitRunner:
             if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
                 for region in unit.regions:
                     self.gradients.make_lasting(region, for_good=False)
+            self._ahead.enter()
             self._executor.enter(unit.regions, backward, reads)
             if backward:
                 self.gradients.open(unit.regions)
@@ -136,6 +138,7 @@ class UnitRunner:
         unit = self._inside
         if unit is not None:
             marks = self._lanes.computed(self._name, self._begun)
+            self._ahead.leave(marks)
             try:
                 self._executor.leave(unit.regions, marks)
             except BaseException:

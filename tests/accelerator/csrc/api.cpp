@@ -80,6 +80,7 @@ void sim_set_jitter(int64_t most_us, uint64_t seed, int side) {
   settings().slow_side = SlowSide(side);
   settings().jitter_us = most_us;
 }
+void sim_set_launch_queue(int64_t most) { settings().launch_queue = most; }
 void sim_set_poison(int on) { settings().poison = on != 0; }
 void sim_set_computing(int on) { settings().computing = on != 0; }
 void sim_set_sync_mode(int mode) { settings().sync_mode = SyncMode(mode); }

@@ -40,6 +40,7 @@ struct Settings {
   CostModel cost;
   std::atomic<bool> poison{true};    // freed and fresh memory is filled with NaN
   std::atomic<bool> computing{true};  // false: kernels and copies do nothing, in no time but the cost model's
+  std::atomic<int64_t> launch_queue{0};  // launches that a stream holds before its caller blocks; 0: without end
   std::atomic<int64_t> jitter_us{0};  // before each piece of work, at most
   std::atomic<uint64_t> jitter_seed{0};
   std::atomic<SlowSide> slow_side{SlowSide::kAll};

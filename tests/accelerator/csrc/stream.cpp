@@ -49,12 +49,19 @@ Time Moment::at() const {
   return at_;
 }
 
+// A launch blocks where the queue is full, and counts from when it got in. Marks and waits always find room: who makes
+// them may hold the allocator's lock.
 void Stream::enqueue(Work work) {
-  work.enqueued = Clock::now();
-  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t most = settings().launch_queue;
+  std::unique_lock<std::mutex> lock(mutex_);
   if (!is_started_) {
     start();
   }
+  if (work.engine != Engine::kNone) {
+    room_.wait(lock, [this, most] { return most <= 0 || launches_ < most; });
+    ++launches_;
+  }
+  work.enqueued = Clock::now();
   queue_.push_back(std::move(work));
   if (!is_busy_) {
     changed_.notify_one();
@@ -145,6 +152,13 @@ void Stream::perform(Work& work) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     clock_ = clock;
+  }
+  if (work.engine != Engine::kNone) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      --launches_;
+    }
+    room_.notify_one();
   }
   if (work.reaches) {
     std::this_thread::sleep_until(clock);

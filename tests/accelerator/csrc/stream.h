@@ -75,6 +75,8 @@ class Stream {
   std::deque<Work> queue_;
   bool is_started_ = false;
   bool is_busy_ = false;
+  int64_t launches_ = 0;  // given, and not done
+  std::condition_variable room_;
   Time clock_{};  // when all that was performed is over
   // The worker's own.
   std::mt19937_64 random_;
