@@ -266,8 +266,8 @@ class Engine(StateAccess):
 
     @property
     def pins(self) -> bool:
-        """True where the host's memory is registered with the device's driver."""
-        return self._state.device.pinning is not None
+        """True where host memory is registered with the device's driver: what travels, as far as the driver takes."""
+        return self._state.store.pinned_bytes > 0
 
     @property
     def overlaps(self) -> bool:

@@ -156,6 +156,11 @@ class StateAccess:
         """What of the states that rest on the host is updated where, for people; empty where all of it is there."""
         return self._state.plan.told_updates(self._state.regions)
 
+    @property
+    def resting(self) -> frozenset[str]:
+        """The names of those allocations in host memory that the device never copies from, and that are not pinned."""
+        return self._state.plan.layout.resting(self._state.regions)
+
     def export(
         self,
         path: str | Path,

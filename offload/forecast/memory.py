@@ -77,8 +77,9 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
         found, kept = step.allocations, step.kept
-    pinned = "pinned" if hardware.device == "cuda" else "cpu"  # registered, where the device's driver takes that
-    placed = (replace(a, tier=pinned) if a.tier == "cpu" else a for a in found)
+    resting = prepared.plan.layout.resting(prepared.regions)
+    pins = hardware.device == "cuda"  # what travels, where the device's driver takes that
+    placed = (replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in found)
     return Footprint(
         allocations=tuple(a for a in placed if a.num_bytes),
         budgets=_budgets(prepared.settings, prepared.plan, hardware, num_ranks),

@@ -342,6 +342,20 @@ class DiskLayout:
         """True where a plane rests on the device, to which the rest of its region streams."""
         return region.index in self.staying and plane.kind == "optimizer"
 
+    def travels(self, region: Region, plane: Plane) -> bool:
+        """True where a plane in memory is copied to the device or from it; others are updated where they rest."""
+        is_updated_elsewhere = (self.cuts_memory and region.trainable) or plane in self.co_fetched(region)
+        return plane.kind != "optimizer" or is_updated_elsewhere
+
+    def resting(self, regions: Iterable[Region]) -> frozenset[str]:
+        """Return what those planes are called in plans and ledgers that travel for no region."""
+        found: dict[bool, set[str]] = {True: set(), False: set()}
+        for region in regions:
+            for plane in region.states:
+                found[self.travels(region, plane)].add(plane.label)
+            found[self.cuts_memory and region.trainable].update(factor.label for factor in region.factors)
+        return frozenset(found[False] - found[True])
+
     def of(self, region: Region) -> tuple[str, ...]:
         """Return the planes of a region that are on disk."""
         return self.planes.get(region.index, ())

@@ -20,7 +20,8 @@ class Arena:
     pinned: with `pinning`, as soon as all of it is taken.
 
     It is pinned in one piece, as a copy must not reach over two; above `pinning.largest_bytes` in several, each of
-    which begins with a tensor, on a page.
+    which begins with a tensor, on a page. Where the driver refuses that, as many of the first tensors are pinned as it
+    takes: what is used first is to be taken first.
 
     An arena is a mapping of its own: torch's pinned allocator rounds a block up to a power of two, and the heap keeps
     what it freed.
@@ -29,6 +30,7 @@ class Arena:
     def __init__(self, num_bytes: int, pinning: Pinning | None = None) -> None:
         self.num_bytes = num_bytes
         self._pinning, self._taken, self._begins = pinning, 0, [0]
+        self._borders: list[int] = []  # where a piece may begin
         # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge
         # pages.
         # Without a reserve: the plan knows what there is, and a forecast plays engines larger than this machine, whose
@@ -55,7 +57,7 @@ class Arena:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the device can copy from without staging: all, or none."""
+        """Bytes that the device can copy from without staging, from the first on."""
         return self._map.pinned_bytes
 
     def close(self) -> None:
@@ -65,11 +67,14 @@ class Arena:
     def _pin(self, num_bytes: int, pinning: Pinning) -> None:
         """Begin another piece with the tensor of `num_bytes` that comes next, if need be; pin all after the last."""
         begin, end = self._taken, self._taken + num_bytes
-        if end - self._begins[-1] > pinning.largest_bytes and begin % mmap.PAGESIZE == 0 and begin:
-            self._begins.append(begin)
+        if begin % mmap.PAGESIZE == 0 and begin:
+            self._borders.append(begin)
+            if end - self._begins[-1] > pinning.largest_bytes:
+                self._begins.append(begin)
         if end == self.num_bytes:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-            self._map.pin(pinning, [(address + start, stop - start) for start, stop in pairwise([*self._begins, end])])
+            pieces = [(address + start, stop - start) for start, stop in pairwise([*self._begins, end])]
+            self._map.pin(pinning, pieces, [address + border for border in self._borders])
 
 
 def trim_heap() -> None:

@@ -24,7 +24,7 @@ class Pinning:
 
     def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
         """`largest_bytes`: of one registration, where it need not be larger."""
-        self.largest_bytes, self._driver, self._has_warned = largest_bytes, driver, False
+        self.largest_bytes, self._driver, self._has_warned, self._error = largest_bytes, driver, False, 0
         self._mappings: set[ref[HostMapping]] = set()
 
     def holds(self, mapping: HostMapping) -> None:
@@ -41,7 +41,7 @@ class Pinning:
         error = self._driver.register(address, num_bytes)
         if error:
             self._driver.forget_error()
-            self._warn(error, num_bytes)
+            self._error = error
         return not error
 
     def unregister(self, addresses: Sequence[int]) -> bool:
@@ -55,13 +55,14 @@ class Pinning:
             self._driver.forget_error()
         return not refused
 
-    def _warn(self, error: int, num_bytes: int) -> None:
-        if self._has_warned:
+    def tell(self, num_bytes: int, of_bytes: int) -> None:
+        """Warn once that so many of these bytes were refused."""
+        if self._has_warned or not num_bytes:
             return
         self._has_warned = True
         warnings.warn(
-            f"the driver refused to pin {format_bytes(num_bytes)} of host memory (CUDA error {error}): they are used "
-            f"as they are, and copies from and to them are staged and slower. Pinned memory counts in full against the "
+            f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory "
+            f"(CUDA error {self._error}): they are used as they are, and copies from and to them are staged and slower. Pinned memory counts in full against the "
             f"memory limit of the container, pod or job that this runs in: raise that limit, or lower "
             f"offload.host_memory. (This is said once.)",
             stacklevel=2,
@@ -82,18 +83,27 @@ class HostMapping(mmap.mmap):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that are registered: all that were asked for, or none."""
+        """Bytes that are registered."""
         return sum(num_bytes for _, num_bytes in self._pieces)
 
-    def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]]) -> None:
-        """Register all of the pieces, given by address and size, or none of them."""
+    def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]], borders: Sequence[int]) -> None:
+        """Register the pieces, given by address and size; where one is refused, as much as can be of what lies before
+        one of the borders within it, and nothing behind.
+        """
         self._pinning, self._process = pinning, os.getpid()
         pinning.holds(self)
-        for piece in pieces:
-            if not pinning.register(*piece):
-                self.unpin()
-                return
-            self._pieces = (*self._pieces, piece)
+        waiting, num_bytes = [*reversed(pieces)], sum(size for _, size in pieces)
+        while waiting:
+            begin, size = piece = waiting.pop()
+            if pinning.register(*piece):
+                self._pieces = (*self._pieces, piece)
+                continue
+            inside = [border for border in borders if begin < border < begin + size]
+            middle = inside[len(inside) // 2] if inside else begin
+            waiting = [(middle, begin + size - middle), (begin, middle - begin)] if inside else []
+        pinning.tell(num_bytes - self.pinned_bytes, num_bytes)
+        if not self._pieces:
+            return
         with suppress(OSError):  # else fork would copy pinned pages at once: the device goes on using the parent's
             self.madvise(mmap.MADV_DONTFORK)
 

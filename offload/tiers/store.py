@@ -27,9 +27,13 @@ from offload.tiers.nvme import Nvme
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
 
+_RESTING = "resting states"
+
 
 class Store:
-    """All regions' planes, each kind of state on its tier. Host memory is taken by the byte from one arena."""
+    """All regions' planes, each kind of state on its tier. Host memory is taken by the byte from two arenas: what
+    travels is pinned, what rests is not.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,11 @@ class Store:
             for region in regions
         }
         stays = {r: [plane for plane in planes if self._layout.stays(r, plane)] for r, planes in wanted.items()}
-        rest = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
-        made = self._allocate("states", rest) | self._allocate("states", stays, "device")
+        there = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
+        travel = {r: [plane for plane in planes if self._layout.travels(r, plane)] for r, planes in there.items()}
+        rest = {region: [p for p in planes if p not in travel[region]] for region, planes in there.items()}
+        made = self._allocate("states", travel) | self._allocate(_RESTING, rest)
+        made |= self._allocate("states on the device", stays, "device")
         self.states = [
             self._state(region, {plane.name: made[region, plane.name] for plane in planes})
             for region, planes in wanted.items()
@@ -172,7 +179,9 @@ class Store:
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), self._device.pinning)
+        travels = kind != _RESTING and (kind != "factors" or self._layout.cuts_memory)
+        pinning = self._device.pinning if travels else None
+        arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
             for region, plane, num_bytes in planes

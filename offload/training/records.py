@@ -111,8 +111,9 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
         "nvme": config.offload.nvme_memory,
     }
     found: dict[str, dict[str, Any]] = {}
+    resting = engine.resting
     for where, name, num_bytes in engine.allocations:
-        tier = "pinned" if where == "cpu" and engine.pins else where
+        tier = "pinned" if where == "cpu" and engine.pins and name not in resting else where
         held = found.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
         held["bytes"] += num_bytes
         held["allocations"].append({"name": name, "bytes": num_bytes})

@@ -27,11 +27,11 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
 def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = told(capsys, *SMALL, "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
     assert (code, found["fits"], found["machine"]) == (0, True, "RTX 4090")
-    assert set(found["tiers"]) == {"device", "pinned"}
+    assert set(found["tiers"]) == {"device", "pinned", "cpu"}
     for tier in found["tiers"].values():
         assert tier["bytes"] == sum(each["bytes"] for each in tier["allocations"]) <= tier["budget_bytes"]
-    names = {each["name"] for each in found["tiers"]["pinned"]["allocations"]}
-    assert names == {"weights", "low", "exp avg", "exp avg sq", "gradients"}
+    names = [{each["name"] for each in found["tiers"][tier]["allocations"]} for tier in ("pinned", "cpu")]
+    assert names == [{"weights", "gradients"}, {"low", "exp avg", "exp avg sq"}]
     assert found["step_seconds"] > 0
     assert found["bound_by"] in found["lane_seconds"]
     assert 0 < found["mfu"] < 1

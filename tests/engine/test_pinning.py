@@ -95,10 +95,12 @@ def test_an_engine_leaves_nothing_registered(driver: Driver, kind: str, ends: st
 @pytest.mark.filterwarnings("ignore:the driver refused to pin")
 def test_an_engine_that_may_not_pin_trains_all_the_same(driver: Driver) -> None:
     losses = []
-    for limit_bytes in (None, 0):
+    for limit_bytes in (None, 1 << 16, 0):
         driver.limit_bytes = limit_bytes
         engine = Engine(build(llama), precision="bf16")
         losses.append([engine.step(tokens(seed)).loss for seed in range(2)])
-        assert bool(driver.ranges) == (limit_bytes is None)
+        assert engine.pins == bool(driver.ranges) == (limit_bytes != 0)
+        assert engine.counters.peak_pinned_bytes <= (1 << 30 if limit_bytes is None else limit_bytes)
         engine.close()
-    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    for others in losses[1:]:
+        assert torch.equal(torch.stack(losses[0]), torch.stack(others))

@@ -60,7 +60,7 @@ def names(allocations: tuple[Allocation, ...], tier: str) -> set[str]:
     return {a.name.split(" (")[0] for a in allocations if a.tier == tier}
 
 
-def test_without_a_gpu_nothing_is_pinned() -> None:
+def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
     where = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.activations": "cpu"}
     where["train.recompute"] = "always"
     forecaster = Forecaster(config(), 1)
@@ -68,8 +68,9 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
     cpu = GPU.with_(device="cpu", device_bytes=None)
     on_cpu = forecaster.tell(config(**where), cpu, times=False).memory.allocations
     states = {"weights", "exp avg", "exp avg sq", "gradients", "activation checkpoints"}
-    assert names(on_gpu, "pinned") == states | {"low"}
-    assert names(on_gpu, "cpu") == set()
+    travel = {"weights", "gradients", "activation checkpoints"}
+    assert names(on_gpu, "pinned") == travel
+    assert names(on_gpu, "cpu") == states - travel | {"low"}
     assert names(on_cpu, "pinned") == set()
     assert names(on_cpu, "cpu") == states | {"operations"}
     assert "operations" in names(on_gpu, "device")
@@ -125,7 +126,7 @@ def test_more_ranks_share_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
     one, two = (Forecaster(where, n).tell(where, GPU, times=False).memory for n in (1, 2))
     assert two.host_bytes == one.host_bytes // 2
-    assert two.total("pinned") == pytest.approx(one.total("pinned") / 2, rel=0.01)
+    assert two.total("cpu", "pinned") == pytest.approx(one.total("cpu", "pinned") / 2, rel=0.01)
 
 
 def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:

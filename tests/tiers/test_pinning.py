@@ -13,7 +13,7 @@ import torch
 
 from offload.engine.units.activation_offload import OnHost
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.optim.adamw import AdamW
 from offload.telemetry.counters import Counters
 from offload.tiers.host import Arena
@@ -105,20 +105,25 @@ def test_closing_unpins_at_once_and_once(driver: PlayedDriver) -> None:
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_is_all_or_nothing_is_told_once_and_leaves_no_error(driver: PlayedDriver) -> None:
+@pytest.mark.parametrize("piece", [2, 4, 6])
+def test_a_refusal_leaves_what_comes_first_pinned_is_told_once_and_leaves_no_error(
+    driver: PlayedDriver, piece: int
+) -> None:
     driver.limit_bytes = 5 * PAGE
-    pinning = Pinning(driver, 2 * PAGE)
+    pinning = Pinning(driver, piece * PAGE)
     arenas = [Arena(6 * PAGE, pinning) for _ in range(2)]
-    with pytest.warns(UserWarning, match=r"refused to pin .* \(CUDA error 2\).* container") as warned:
+    with pytest.warns(UserWarning, match=r"refused to pin 8 KiB of 24 KiB .* \(CUDA error 2\).* container") as warned:
         flats = [arena.take(2 * PAGE, torch.uint8) for arena in arenas for _ in range(3)]
     driver.launch()
     assert len(warned) == 1
     assert "ulimit" not in str(warned[0].message)
-    assert not driver.ranges
-    assert [arena.pinned_bytes for arena in arenas] == [0, 0]
+    assert [arena.pinned_bytes for arena in arenas] == [4 * PAGE, 0]
+    pinned = [any(begin <= flat.data_ptr() < begin + size for begin, size in driver.ranges.items()) for flat in flats]
+    assert pinned == [True, True, False, False, False, False]
     for flat in flats:
         flat.fill_(1)
         driver.copy(flat)
+    arenas[0].close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         small = Arena(4 * PAGE, pinning)
@@ -163,7 +168,7 @@ def test_a_fork_does_not_copy_pinned_pages(driver: PlayedDriver) -> None:
 def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) -> None:
     infos = [ParameterInfo(number, str(number), (64, 64), True, "bf16", False) for number in range(4)]
     regions = build_regions(infos, {"a": [0, 1], "b": [2, 3]}, [AdamW().moments])
-    device = PlayedDevice(Pinning(driver, 1 << 16), driver)
+    device = PlayedDevice(Pinning(driver, 1 << 14), driver)
     lanes = Lanes(overlap=False, throttle={})
     store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes)
     states = dict(driver.ranges)
@@ -175,6 +180,29 @@ def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) ->
         copy_all(store, device)
     store.close()
     assert not driver.ranges
+
+
+@pytest.mark.parametrize("in_slots", [False, True])
+@pytest.mark.parametrize("cuts_memory", [False, True])
+def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
+    driver: PlayedDriver, cuts_memory: bool, in_slots: bool
+) -> None:
+    infos = [ParameterInfo(number, str(number), (64, 64), number > 0, "bf16", True) for number in range(3)]
+    regions = build_regions(infos, {str(number): [number] for number in range(3)}, [AdamW().moments])
+    layout = DiskLayout(cuts_memory=cuts_memory, in_slots=in_slots)
+    device, lanes = PlayedDevice(Pinning(driver), driver), Lanes(overlap=False, throttle={})
+    store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes, layout=layout)
+
+    def is_pinned(flat: torch.Tensor) -> bool:
+        return any(begin <= flat.data_ptr() < begin + size for begin, size in driver.ranges.items())
+
+    pinned = {name for state in store.states for name, flat in state.planes.items() if is_pinned(flat)}
+    everything = {"weights", "low", "exp_avg", "exp_avg_sq"}
+    assert pinned == (everything if cuts_memory else {"weights", "low"} if in_slots else {"weights"})
+    travels = [flat for state in store.states for name, flat in state.planes.items() if name in pinned]
+    assert store.pinned_bytes == sum(flat.nbytes for flat in travels)
+    assert {label.replace(" ", "_") for label in layout.resting(regions)} == everything - pinned
+    store.close()
 
 
 def copy_all(store: Store, device: PlayedDevice) -> None:
