@@ -62,7 +62,8 @@ class Pinning:
         self._has_warned = True
         warnings.warn(
             f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory "
-            f"(CUDA error {self._error}): they are used as they are, and copies from and to them are staged and slower. Pinned memory counts in full against the "
+            f"(CUDA error {self._error}): they are used as they are, and copies from and to them are staged "
+            f"and slower. Pinned memory counts in full against the "
             f"memory limit of the container, pod or job that this runs in: raise that limit, or lower "
             f"offload.host_memory. (This is said once.)",
             stacklevel=2,
