@@ -60,6 +60,12 @@ class Arena:
         """Bytes that the device can copy from without staging, from the first on."""
         return self._map.pinned_bytes
 
+    def pin(self, pinning: Pinning) -> None:
+        """Pin all that was planned."""
+        address, ends = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), [*self._begins, self.num_bytes]
+        pieces = [(address + start, stop - start) for start, stop in pairwise(ends)]
+        self._map.pin(pinning, pieces, [address + border for border in self._borders])
+
     def close(self) -> None:
         """Unpin. The mapping itself goes with its last tensor, and would take that with it."""
         self._map.unpin()
@@ -72,9 +78,7 @@ class Arena:
             if end - self._begins[-1] > pinning.largest_bytes:
                 self._begins.append(begin)
         if end == self.num_bytes:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-            pieces = [(address + start, stop - start) for start, stop in pairwise([*self._begins, end])]
-            self._map.pin(pinning, pieces, [address + border for border in self._borders])
+            self.pin(pinning)
 
 
 def trim_heap() -> None:

@@ -329,6 +329,21 @@ def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
     assert set(host[1:]) == {most}
 
 
+def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
+    """A driver that registers memory lets every stream wait."""
+    one, within = engine(placement=Placement(activations="cpu")), []
+    one.step(tokens(length=8))
+    held, put = sim.registered(), OnHost.put
+    monkeypatch.setattr(OnHost, "put", lambda *given: (within.append(sim.registered()), put(*given))[1])
+    one.step(tokens(length=16))
+    assert len(within) > 1
+    assert all(found <= held for found in within)
+    assert sim.registered()[1] > held[1], "behind it"
+    sim.reset_counters()
+    one.step(tokens(1, length=16))
+    assert sim.counters()["pageable_copies"] == 0
+
+
 # -- what was mended before there was a device to show it ---------------------------------------------------------
 
 

@@ -215,9 +215,14 @@ def copy_all(store: Store, device: PlayedDevice) -> None:
 def test_activation_buffers_are_registered_as_long_as_they_live(driver: PlayedDriver) -> None:
     device = PlayedDevice(Pinning(driver), driver)
     place = OnHost(device, Lanes(overlap=False, throttle={}), Counters(), Ledger("cpu"))
-    buffers = [place.make(size) for size in (100, 3 * PAGE, PAGE)]
+    for size in (100, PAGE, 3 * PAGE):
+        place.put(torch.zeros(size, dtype=torch.uint8))
+    place.end_step()
+    assert not driver.ranges, "what is in use is left alone"
+    place.reset()
+    place.end_step()
     assert sorted(driver.ranges.values()) == [100, PAGE, 3 * PAGE]
-    del buffers[1]
-    assert sorted(driver.ranges.values()) == [100, PAGE]
-    buffers.clear()
-    assert not driver.ranges
+    place.end_step()
+    assert len(driver.registered) == 3, "once"
+    place.put(torch.zeros(4 * PAGE, dtype=torch.uint8))
+    assert not driver.ranges, "larger ones take their place"

@@ -78,6 +78,8 @@ class _Buffer:
     """Where the tensor lies on the host; of one on disk an address that nobody touches, by which parts are told."""
     file: Stripes | None = None
     """The file, of a buffer on disk."""
+    arena: Arena | None = None
+    """The memory that is to be pinned, of a buffer on the host; None once it was."""
     offset: int = 0
     """The byte of the file at which the tensor begins."""
     shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
@@ -170,6 +172,10 @@ class ActivationOffload(ABC):
             self.free(storage)
 
     @abstractmethod
+    def end_step(self) -> None:
+        """A step is over: what it has made is prepared for the next one."""
+
+    @abstractmethod
     def make(self, num_bytes: int) -> _Buffer:
         """Make one more buffer."""
 
@@ -196,7 +202,9 @@ class ActivationOffload(ABC):
 
 
 class OnHost(ActivationOffload):
-    """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own."""
+    """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own. New ones are pinned
+    behind the step that has made them: a driver that registers memory lets every stream wait.
+    """
 
     def __init__(
         self,
@@ -219,7 +227,14 @@ class OnHost(ActivationOffload):
 
     def make(self, num_bytes: int) -> _Buffer:
         self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
-        return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
+        arena = Arena(num_bytes)
+        return _Buffer(arena.take(num_bytes, torch.uint8), arena=arena)
+
+    def end_step(self) -> None:
+        for buffer in self._free if self._device.pinning is not None else ():
+            if buffer.arena is not None:
+                buffer.arena.pin(self._device.pinning)
+                buffer.arena = None
 
     def _drop(self) -> None:
         # Unpinned as well. What a copy still needs goes with the copy.
@@ -265,7 +280,10 @@ class OnDisk(ActivationOffload):
 
     def make(self, num_bytes: int) -> _Buffer:
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
-        return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset)
+        return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset=offset)
+
+    def end_step(self) -> None:
+        pass
 
     @property
     def room_bytes(self) -> int:

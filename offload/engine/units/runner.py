@@ -318,7 +318,7 @@ class UnitRunner:
         """A step is over; return the most that the device held at once in it."""
         self.step_number += 1
         self.forget_forwards()
-        return self.saved.policy.end_step()
+        return self.saved.end_step()
 
     def close(self) -> None:
         """Nothing is held any more."""

@@ -166,6 +166,12 @@ class SavedInputs:
         self._calls.clear()
         self.policy.begin_step()
 
+    def end_step(self) -> int:
+        """A step is over; return the most that the device held at once in it."""
+        for pool in self._pools:
+            pool.end_step()
+        return self.policy.end_step()
+
     def reset(self) -> None:
         """Every pass so far was given up."""
         self._held.clear()
