@@ -28,7 +28,7 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
 .PHONY: sanitize check clean offline upstream docs wheel
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
+	@echo "make wheels    what that needs beside torch and transformers, into wheels/, for a machine without a network"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
@@ -86,8 +87,14 @@ $(READY): pyproject.toml CMakeLists.txt $(PINS)
 build: $(READY)
 	@$(PIP) $(EDITABLE) --no-deps -e . $(QUIETLY)
 
+PLAN_8B := --model.preset 8b --data.sequence_length 4096 --train.batch_size 8 --train.micro_batch_size 4
+# Without arguments, on a machine with a GPU, which the small model does not fill: what one of 8B would do there.
 train: $(READY)
 	$(BIN)/python -m offload.train $(ARGS)
+ifndef ARGS
+	@! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo; echo "A model of 8B, on this machine:"; $(BIN)/python -m offload.plan $(PLAN_8B) || test $$? -eq 3; }
+endif
 
 # One thread each: that is a twenty-fifth less for tensors of this size; the long run has as many as there are cores.
 test: $(READY)
@@ -125,6 +132,11 @@ gpu-check:
 	  PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup > /dev/null 2>&1 || \
 	  $(MAKE) --no-print-directory offline
 	@ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
+
+# What a machine with torch and transformers lacks, gathered on one with a network: for make gpu-check WHEELS=wheels there.
+wheels: $(READY)
+	@$(PIP) wheel --no-deps -w wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
+	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil && ls wheels
 
 offline:
 	@echo "make setup does not get through (no package index?): using what $(PYTHON) has$(if $(WHEELS), and $(WHEELS))"

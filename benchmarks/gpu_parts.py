@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -188,15 +188,26 @@ def sanitizer(check: Check) -> str:
         return f"a dry run of what it would watch: {watched(check)}"
     if tool is None:
         raise SkippedPart("compute-sanitizer is not installed")
+    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or a stray access hits what torch keeps
+    if why := refusal([tool, "--tool", "memcheck", "--error-exitcode", "9"], alone, check.left_s):
+        raise SkippedPart(f"compute-sanitizer may not be used here: {why}")
     code = "from benchmarks.gpu_parts import *; print(watched(Check(False, 1e9, print)))"
     words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or a stray access hits what torch keeps
     limit_s = max(1.0, check.left_s)
     done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=limit_s, check=False)
     print(done.stdout[-4000:], done.stderr[-4000:])
     if done.returncode:
         raise RuntimeError(f"compute-sanitizer ended with {done.returncode}: {done.stdout.strip()[-300:]}")
     return done.stdout.strip().splitlines()[-1].strip("= ")
+
+
+def refusal(tool: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str | None:
+    """Return what a tool says where it cannot watch one addition, as containers do not let it; None where it can."""
+    code = "import torch; (torch.ones(1, device='cuda') + 1).item()"
+    words = [*tool, sys.executable, "-c", code]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=max(1.0, limit_s), check=False)
+    told = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.strip("= ")]
+    return (told[-1] if told else f"exit code {done.returncode}") if done.returncode else None
 
 
 def watched(check: Check) -> str:

@@ -48,7 +48,7 @@ def _show(found: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from offload.forecast.here import NAMES
+    from offload.forecast.here import NAMES, of_budget
 
     console = Console(highlight=False, markup=False)
     # Lines are not broken: a flag is copied with its value.
@@ -57,8 +57,7 @@ def _show(found: Forecast) -> None:
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     for tier, held in found.tiers.items():
-        of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
-        table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of}", style="bold")
+        table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}", style="bold")
         for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
             table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
     beside = {"while loading": found.memory.loading_bytes, "while operations run": found.memory.operations_bytes}

@@ -104,3 +104,17 @@ def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None
     rates = [result for result in found["results"] if result["name"] == "14b, 16384 tokens a step"]
     assert rates[0]["placement"] == "AdamW, what host memory does not hold on disk"  # its states are too many
     assert set(rates[0]["exposed_seconds"]) >= {"h2d", "d2h", "nvme_read"}
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("exit 0", None),
+        ("echo '========= Error: not permitted'; exit 1", "Error: not permitted"),
+        ("exit 3", "exit code 3"),
+    ],
+)
+def test_a_sanitizer_that_may_not_watch_is_no_failure(script: str, why: str | None) -> None:
+    from benchmarks.gpu_parts import refusal
+
+    assert refusal(["sh", "-c", script], {}, forks.PATIENCE_S) == why

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -93,8 +94,17 @@ def summary(found: Forecast) -> str:
     """Return a forecast in a line: of each tier the most that a step holds."""
     parts = []
     for tier, held in found.tiers.items():
-        of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
-        parts.append(f"{tier} {format_bytes(held['bytes'])}{of}")
+        parts.append(f"{tier} {format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}")
     if found.timing is not None:
         parts.append(f"{found.timing.step_seconds:.3g} s a step, {found.timing.bound_by}-bound")
     return ", ".join(parts)
+
+
+def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
+    """Return how the budget of a tier is told behind its bytes; what is pinned shares that of the rest of the host."""
+    both = [tiers[each] for each in ("pinned", "cpu") if each in tiers]
+    budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
+    if budget is None or (is_shared and tier == "pinned"):
+        return ""
+    together = f", with what is pinned {format_bytes(sum(each['bytes'] for each in both))}" if is_shared else ""
+    return f"{together} of {format_bytes(budget)}"

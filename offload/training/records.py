@@ -13,6 +13,7 @@ from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
+from offload.forecast.here import of_budget
 from offload.machine.environment import describe_environment
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
@@ -125,8 +126,7 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     held = tiers(engine, config)
     shown = []
     for tier, each in held.items():
-        of = f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else ""
-        shown.append(f"{tier} {format_bytes(each['bytes'])}{of}")
+        shown.append(f"{tier} {format_bytes(each['bytes'])}{of_budget(held, tier)}")
     where = f"; {engine.told_updates}" if engine.told_updates else ""
     text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}"
     if config.offload.nvme_dir and "nvme" not in held:

@@ -231,9 +231,10 @@ class OnHost(ActivationOffload):
         return _Buffer(arena.take(num_bytes, torch.uint8), arena=arena)
 
     def end_step(self) -> None:
-        for buffer in self._free if self._device.pinning is not None else ():
-            if buffer.arena is not None:
-                buffer.arena.pin(self._device.pinning)
+        pinning = self._device.pinning
+        for buffer in self._free:
+            if buffer.arena is not None and pinning is not None:
+                buffer.arena.pin(pinning)
                 buffer.arena = None
 
     def _drop(self) -> None:
