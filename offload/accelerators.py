@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from offload.errors import ConfigError
 
+_ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
+
 
 def accelerators() -> list[Accelerator]:
     """Return the accelerators that this process may use, in torch's order; none where the CPU is all there is."""
@@ -153,8 +155,9 @@ class Accelerator:
     @property
     def waiting_bytes(self) -> int:
         """Memory that was freed, and that streams other than its own still use, as far as torch's allocator knows."""
-        found = self.module.memory_stats(self.device)
-        return found.get("active_bytes.all.current", 0) - found.get("allocated_bytes.all.current", 0)
+        found = self.module.memory_stats_as_nested_dict(self.device)  # flat it takes a hundred calls
+        active, held = (found.get(which, {}).get("all", {}).get("current", 0) for which in _ACTIVE_AND_HELD)
+        return active - held
 
     def take_peak(self) -> int:
         """Return `peak_bytes`, and begin anew."""

@@ -159,6 +159,9 @@ def _memory(driver: Driver) -> Iterable[Callable[..., Any]]:
     def memory_stats(device: Any = None) -> dict[str, Any]:
         return torch.accelerator.memory_stats(_as_device(device))
 
+    def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+        return torch._C._accelerator_getDeviceStats(_as_device(device).index)
+
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return torch._C._accelerator_getMemoryInfo(_as_device(device).index)
 
@@ -189,7 +192,14 @@ def _memory(driver: Driver) -> Iterable[Callable[..., Any]]:
         named.append(function)
     return (
         *named,
-        *(memory_stats, mem_get_info, reset_peak_memory_stats, reset_accumulated_memory_stats, empty_cache),
+        *(
+            memory_stats,
+            memory_stats_as_nested_dict,
+            mem_get_info,
+            reset_peak_memory_stats,
+            reset_accumulated_memory_stats,
+            empty_cache,
+        ),
         set_per_process_memory_fraction,
     )
 

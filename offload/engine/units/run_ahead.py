@@ -30,7 +30,7 @@ class RunAhead:
     def enter(self) -> None:
         """Another use is about to be launched."""
         ends, budget = self._ends, self._device.ledger.budget_bytes
-        while ends and all(ticket.is_over for ticket in ends[0]):
+        while ends and ends[0][-1].is_over:
             ends.popleft()
         if len(ends) < _MOST_USES or budget is None or self._device.waiting_bytes <= budget * _SHARE_OF_BUDGET:
             return
