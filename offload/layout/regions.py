@@ -344,7 +344,7 @@ class DiskLayout:
 
     def travels(self, region: Region, plane: Plane) -> bool:
         """True where a plane in memory is copied to the device or from it; others are updated where they rest."""
-        is_updated_elsewhere = (self.cuts_memory and region.trainable) or plane in self.co_fetched(region)
+        is_updated_elsewhere = region.index in self.streamed or plane in self.co_fetched(region)
         return plane.kind != "optimizer" or is_updated_elsewhere
 
     def resting(self, regions: Iterable[Region]) -> frozenset[str]:
@@ -353,7 +353,7 @@ class DiskLayout:
         for region in regions:
             for plane in region.states:
                 found[self.travels(region, plane)].add(plane.label)
-            found[self.cuts_memory and region.trainable].update(factor.label for factor in region.factors)
+            found[bool(self.streamed)].update(factor.label for factor in region.factors)
         return frozenset(found[False] - found[True])
 
     def of(self, region: Region) -> tuple[str, ...]:

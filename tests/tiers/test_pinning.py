@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -183,24 +184,27 @@ def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) ->
 
 
 @pytest.mark.parametrize("in_slots", [False, True])
-@pytest.mark.parametrize("cuts_memory", [False, True])
+@pytest.mark.parametrize("streamed", [(), (1,), (1, 2)])
 def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
-    driver: PlayedDriver, cuts_memory: bool, in_slots: bool
+    driver: PlayedDriver, streamed: Sequence[int], in_slots: bool
 ) -> None:
     infos = [ParameterInfo(number, str(number), (64, 64), number > 0, "bf16", True) for number in range(3)]
     regions = build_regions(infos, {str(number): [number] for number in range(3)}, [AdamW().moments])
-    layout = DiskLayout(cuts_memory=cuts_memory, in_slots=in_slots)
+    layout = DiskLayout(streamed=frozenset(streamed), in_slots=in_slots)
     device, lanes = PlayedDevice(Pinning(driver), driver), Lanes(overlap=False, throttle={})
     store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes, layout=layout)
 
     def is_pinned(flat: torch.Tensor) -> bool:
         return any(begin <= flat.data_ptr() < begin + size for begin, size in driver.ranges.items())
 
-    pinned = {name for state in store.states for name, flat in state.planes.items() if is_pinned(flat)}
-    everything = {"weights", "low", "exp_avg", "exp_avg_sq"}
-    assert pinned == (everything if cuts_memory else {"weights", "low"} if in_slots else {"weights"})
-    travels = [flat for state in store.states for name, flat in state.planes.items() if name in pinned]
-    assert store.pinned_bytes == sum(flat.nbytes for flat in travels)
+    everything, travels, pinned = {"weights", "low", "exp_avg", "exp_avg_sq"}, 0, set[str]()
+    for state in store.states:
+        found = {name for name, flat in state.planes.items() if is_pinned(flat)}
+        always = {"weights", "low"} if in_slots and state.region.trainable else {"weights"}
+        assert found == (everything if state.region.index in streamed else always)
+        travels += sum(flat.nbytes for name, flat in state.planes.items() if name in found)
+        pinned |= found
+    assert store.pinned_bytes == travels
     assert {label.replace(" ", "_") for label in layout.resting(regions)} == everything - pinned
     store.close()
 
