@@ -565,13 +565,16 @@ def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
 
 
-def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(sim, tmp_path, monkeypatch):
+@pytest.mark.parametrize("graphs", [{}, {"offload.graphs": "cpu", "offload.graphs_memory": "17MiB"}], ids=["", "below"])
+def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(sim, tmp_path, monkeypatch, graphs):
     """The states alone would fit the device, and beside them no step. Measured first, beyond the budget, the machine
-    leaves nothing behind of what that took."""
+    leaves nothing behind of what that took. Of graphs that wait below the device some give way to the allocator's
+    fragments."""
     monkeypatch.setattr(probe, "_user_cache", lambda: tmp_path / "cache")
     gc.collect()
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.batch_size": 4, "checkpoint.export": False}
-    assert math.isfinite(Trainer(Config.load(None, {**given, "offload.device_memory": "40MiB"})).run().loss)
+    given |= {"offload.device_memory": "40MiB", **graphs}
+    assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
     plan, decided = (tmp_path / "run" / name for name in ("plan.json", "config.yaml"))
     assert json.loads(plan.read_text())["tiers"]["device"]["bytes"] <= 40 << 20
     assert "optimizer: cpu  # resolved" in decided.read_text()

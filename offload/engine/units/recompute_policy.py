@@ -187,9 +187,15 @@ class RecomputePolicy:
         self._recomputed_bytes = 0
 
     def retreat(self) -> bool:
-        """Choose anew at the end of the next step, for half as much; False where no graph was chosen."""
-        if not self._kept or self._ledger.budget_bytes is None:
+        """Choose anew at the end of the next step, for half as much; where none stays on the device, let half of those
+        that go below it recompute. False where no graph was chosen.
+        """
+        if self._ledger.budget_bytes is None:
             return False
+        if not self._kept:  # on its way down, and back, each passes through the device
+            below = [key for key in self._sizes if key in self._below]
+            self._below = set(below[1::2])
+            return bool(below)
         self._new = [key for key in self._sizes if key in self._kept]
         self._others_peak_bytes = self._ledger.budget_bytes - sum(self._sizes[key] for key in self._new) // 2
         self._kept.clear()
