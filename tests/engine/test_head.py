@@ -230,7 +230,9 @@ def test_the_budget_says_how_large_a_chunk_is_unless_somebody_does(
     assert Settings(head_chunk_bytes=given).chunk_bytes(budget) == bytes_
 
 
-@pytest.mark.parametrize("budget", ["300KiB", "600KiB", None])
+@pytest.mark.parametrize(
+    "budget", ["300KiB", "600KiB", pytest.param(None, marks=cpu_only("an accelerator's free memory is a budget"))]
+)
 def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
     budget: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,18 +187,21 @@ def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
     make, reads = MODELS[name]
     settings = {"prefetch": 0, "max_grad_norm": None, "debug": True, "recompute": recompute}
     engine, _ = train_both(build(make), [words(s) for s in range(5)], loss_fn=cross_entropy, **settings)
-    assert engine.counters.h2d_bytes == fetched(engine, reads, num_uses=2 if name == "twice" else 1)
+    assert_fetched(engine, reads, num_uses=2 if name == "twice" else 1)
 
 
-def fetched(engine: Engine, reads: bool, num_uses: int) -> int:
-    """Return the bytes of a step in which one unit at a time has room, and the head is still there for its backward;
-    what stays goes up once.
+def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
+    """Assert the bytes of a step in which one unit at a time has room, and the head is still there for its backward;
+    what stays goes up once. Of an accelerator the free memory is a budget, which keeps units, and nothing is asserted.
     """
+    if parts_of(engine).plan.limited:
+        return
     sizes = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(engine).units}
     staying = {unit.name for unit in parts_of(engine).units if unit.resident}
     streaming = sum(size for name, size in sizes.items() if name not in staying)
     table, stays = sizes["embedding"], sum(sizes[name] for name in staying)
-    return 2 * (streaming + (num_uses - 1) * table) - sizes["head"] - (not reads) * num_uses * table + stays
+    wanted = 2 * (streaming + (num_uses - 1) * table) - sizes["head"] - (not reads) * num_uses * table + stays
+    assert engine.counters.h2d_bytes == wanted
 
 
 @pytest.mark.parametrize("name", quick(MODELS, ("embedding", "tied", "twice", "own function", "checkpoint")))
@@ -223,10 +226,10 @@ def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> No
     engine, _ = train_both(
         build(lambda: Without(Sometimes)), batches, loss_fn=cross_entropy, prefetch=0, max_grad_norm=None, debug=True
     )
-    assert engine.counters.h2d_bytes == fetched(engine, True, 1)
+    assert_fetched(engine, reads=True)
     for _ in range(2):  # the order of the last pass has it still
         engine.step(batches[0], loss_fn=cross_entropy)
-    assert engine.counters.h2d_bytes == fetched(engine, False, 1)
+    assert_fetched(engine, reads=False)
 
 
 def test_frozen_and_thawed_again() -> None:
@@ -235,4 +238,5 @@ def test_frozen_and_thawed_again() -> None:
         engine.model.embedding.requires_grad_(is_trained)
         for seed in range(3):
             engine.step(words(seed), loss_fn=cross_entropy)
-        assert not is_trained or engine.counters.h2d_bytes == fetched(engine, False, 1)
+        if is_trained:
+            assert_fetched(engine, reads=False)
