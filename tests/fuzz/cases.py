@@ -181,7 +181,10 @@ def _give_habits(dice: random.Random, case: Case) -> None:
     if "odd" in case.habits and case.forwards is None and case.settings.get("clip") != "speculative":
         case.settings["optimizer"] = dice.choice(RULES)
         if dice.random() < 0.5:
-            case.layouts[0] |= {"parameters": "nvme", "optimizer": "nvme"}
+            layout = case.layouts[0]
+            layout |= {"parameters": "nvme", "optimizer": "nvme"}
+            if layout.pop("optimizer_memory", None) is not None:  # no part of the states is on the device now
+                del layout["update"]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
