@@ -44,6 +44,11 @@ class EnginePlan:
     units: list[UnitPlan]
     plan: Plan
 
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Bytes of logits that may exist at once; None for all."""
+        return self.settings.chunk_bytes(self.plan.device_bytes)
+
 
 def prepare(
     model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None, *, checks: bool = True

@@ -245,12 +245,13 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
     yield from _shorter_masters(config)
     yield from wider(found)
-    if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
-        yield {"offload.update": "device" if found.prepared.plan.update == "cpu" else "cpu"}
-    if found.hardware.device != "cpu" and config.offload.graphs in ("auto", "device"):
-        yield {"offload.graphs": "cpu"}
-    if found.hardware.device != "cpu" and config.train.compile == "never":
-        yield {"train.compile": "auto"}
+    if found.hardware.device != "cpu":
+        if found.prepared.plan.tiers[1] != "device":
+            yield {"offload.update": "device" if found.prepared.plan.update == "cpu" else "cpu"}
+        if config.offload.graphs in ("auto", "device"):
+            yield {"offload.graphs": "cpu"}
+        if config.train.compile == "never":
+            yield {"train.compile": "auto"}
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size

@@ -227,8 +227,7 @@ class Forecaster:
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // self.num_ranks)
         batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=not config.data.packing)
-        chunk_bytes = told.chunk_bytes(prepared.plan.device_bytes)
-        key = batch, told.micro_batch_size, chunk_bytes, told.precision, told.device
+        key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device
         if key not in self._works:
             try:
                 self._works[key] = measure(self._model, batch, prepared)

@@ -89,12 +89,8 @@ def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int) ->
     """Return what one micro-batch of so many rows computes."""
     probe = _Probe(prepared)
     with probe.routed(), probe.counter.watching(), torch.enable_grad():
-        num_chunks = probe.run(model, batch.make(rows), _chunk_bytes(prepared), batch)
+        num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
-
-
-def _chunk_bytes(prepared: EnginePlan) -> int | None:
-    return prepared.settings.chunk_bytes(prepared.plan.device_bytes)
 
 
 def _of_all_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:

@@ -144,11 +144,6 @@ class Lanes:
                 self.timeline.expose(last.held_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)
 
-    def catch_up(self, marks: Sequence[Ticket]) -> None:
-        """Block this thread, which is ahead of compute, until compute comes to these marks: nothing is late by it."""
-        for mark in marks:
-            mark.synchronize()
-
     def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
         """Block until all are done; raise what those that are needed raised."""
         wait_until_done(self.lock, (*tickets, *fills))

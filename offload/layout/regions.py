@@ -353,7 +353,7 @@ class DiskLayout:
         for region in regions:
             for plane in region.states:
                 found[self.travels(region, plane)].add(plane.label)
-            found[bool(self.streamed)].update(factor.label for factor in region.factors)
+            found[False].update(factor.label for factor in region.factors)  # of rules that do not stream
         return frozenset(found[False] - found[True])
 
     def of(self, region: Region) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ def _make_plan(
         )
 
     update_ring_bytes = 0
-    tiers = _choose_tiers(placement, free, plan_for, optimizer_bytes(regions, sharding))
+    tiers = _choose_tiers(placement, free, plan_for, partial(optimizer_bytes, regions, sharding))
     if "nvme" in (placement.activations, placement.graphs):
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
@@ -324,7 +324,7 @@ def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[
 
 
 def _choose_tiers(
-    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]], state_bytes: int
+    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]], state_bytes: Callable[[], int]
 ) -> tuple[str, str]:
     """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
     called cpu here.
@@ -336,10 +336,9 @@ def _choose_tiers(
     budget = _device_bytes(placement, free)
     if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
         budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    everything = plan_for("device", "device")
-    fits = budget is None or bytes_on("device", everything) <= budget
+    fits = budget is None or bytes_on("device", plan_for("device", "device")) <= budget
     if placement.optimizer_memory is not None:
-        fits = fits and state_bytes <= int(placement.optimizer_memory)
+        fits = fits and state_bytes() <= int(placement.optimizer_memory)
     choice = "device" if fits else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]
     states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]

@@ -179,8 +179,7 @@ class Store:
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        travels = kind != _RESTING and (kind != "factors" or bool(self._layout.streamed))
-        pinning = self._device.pinning if travels else None
+        pinning = None if kind in (_RESTING, "factors") else self._device.pinning
         arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)

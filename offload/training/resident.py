@@ -29,12 +29,11 @@ Part = tuple[Batch, float]
 class Resident:
     """Trains a model that is whole in memory, in any floating dtype, with fp32 master weights beside it.
 
-    device: what computes. update_devices: where masters and moments of each
-    parameter rest, and its updates run, by name. max_grad_norm: None for no
-    clipping. skips: a step whose gradients are not finite changes nothing. late_after: from that step on (counted from
-    0) an update is seen one step late; None for never. sums_by_unit: a unit of the engine sums the gradients of an
-    input that it uses in several places before it hands them on, where plain autograd does it in the order of the
-    whole graph.
+    device: what computes. update_devices: where masters and moments of each parameter rest, and its updates run, by
+    name. max_grad_norm: None for no clipping. skips: a step whose gradients are not finite changes nothing. late_after:
+    from that step on (counted from 0) an update is seen one step late; None for never. sums_by_unit: a unit of the
+    engine sums the gradients of an input that it uses in several places before it hands them on, where plain autograd
+    does it in the order of the whole graph.
 
     A gradient in bf16 is summed in fp32 over parts of a batch and over the places of a tied weight, and rounded
     once, as docs/reference/numerics.md says. So that this can be done, each place of a tied weight has a parameter

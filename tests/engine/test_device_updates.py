@@ -77,9 +77,12 @@ def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[s
 
 
 @cache
-def on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    with Engine(build(llama), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
-        return train(engine)
+def on_the_host(
+    model: Callable[[], nn.Module], clip: str, precision: str, rule: str
+) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
+    """Return what steps gave, the weights, and the states as text."""
+    with Engine(build(model), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
+        return *train(engine), {name: str(state) for name, state in states(engine).items()}
 
 
 @TWO_KERNELS
@@ -100,7 +103,7 @@ def test_bits_are_those_of_updates_on_the_host(
     settings = {"precision": precision, "optimizer": RULES[rule], "debug": debug} | CLIPS[clip]
     with Engine(build(llama), placement=placed(place, tmp_path), update="device", **settings) as engine:
         steps, found = train(engine)
-    wanted_steps, wanted = on_the_host(clip, precision, rule)
+    wanted_steps, wanted, _ = on_the_host(llama, clip, precision, rule)
     assert steps == wanted_steps
     assert_same(found, wanted)
 
@@ -266,12 +269,6 @@ def shared(
     return {"placement": Placement(**places | BELOW[place] | on_disk), "update": "both"}
 
 
-@cache
-def deep_on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
-    with Engine(build(deep), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
-        return *train(engine), {name: str(state) for name, state in states(engine).items()}
-
-
 def assert_shared(engine: Engine) -> None:
     """Some regions are updated on the device, with all that rests of them there, the others on the host."""
     layout, trained_ones = parts_of(engine).plan.layout, [r for r in parts_of(engine).regions if r.trainable]
@@ -307,7 +304,7 @@ def test_both_places_in_one_step_change_no_bit(
         assert bool(tier_bytes(engine, "nvme")) == (place == "nvme")
         steps, found = train(engine)
         marks = {name: str(state) for name, state in states(engine).items()}
-    wanted_steps, wanted, wanted_marks = deep_on_the_host(clip, precision, rule)
+    wanted_steps, wanted, wanted_marks = on_the_host(deep, clip, precision, rule)
     assert steps == wanted_steps
     assert_same(found, wanted)
     assert marks == wanted_marks
@@ -563,4 +560,3 @@ def test_weights_that_are_not_finite_are_refused_by_unit(clip: str) -> None:
 def forget() -> Iterator[None]:
     yield
     on_the_host.cache_clear()
-    deep_on_the_host.cache_clear()

@@ -36,8 +36,7 @@ class Place:
 )
 def test_launches_are_two_uses_ahead_where_more_than_a_share_waits(waiting_bytes, budget, behind):
     device = SimpleNamespace(reached=0, waiting_bytes=waiting_bytes, ledger=Ledger("device", budget))
-    lanes = SimpleNamespace(catch_up=lambda marks: [mark.synchronize() for mark in marks])
-    ahead, most = RunAhead(device, lanes), 0
+    ahead, most = RunAhead(device), 0
     for use in range(1, 11):
         ahead.enter()
         most = max(most, use - device.reached)
@@ -52,7 +51,7 @@ def test_what_the_device_has_done_is_not_asked_about():
             raise AssertionError("the allocator's figures take a tenth of a millisecond")
 
     device = Device(reached=0, ledger=Ledger("device", BUDGET))
-    ahead = RunAhead(device, SimpleNamespace())
+    ahead = RunAhead(device)
     for use in range(1, 11):
         ahead.enter()
         ahead.leave((Ticket("compute", is_done=True, event=Place(use, device)),))

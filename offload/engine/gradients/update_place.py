@@ -234,32 +234,31 @@ class ByRegion:
 
     def __init__(self, on_device: OnDevice, in_place: InPlace, streamed: Collection[int]) -> None:
         """`streamed`: the regions that are updated on the device, by index."""
-        self._on_device, self._in_place, self._streamed = on_device, in_place, streamed
-        self._both: tuple[UpdatePlace, UpdatePlace] = on_device, in_place
+        self._places: Mapping[bool, UpdatePlace] = {True: on_device, False: in_place}
+        self._streamed = streamed
 
     def begin_step(self) -> None:
         """A step begins."""
-        for place in self._both:
+        for place in self._places.values():
             place.begin_step()
 
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit the update of a tile where its region has it."""
-        place = self._on_device if tile.region.index in self._streamed else self._in_place
-        return place.submit(tile)
+        return self._places[tile.region.index in self._streamed].submit(tile)
 
     def check(self) -> None:
         """All of a step is submitted."""
-        for place in self._both:
+        for place in self._places.values():
             place.check()
 
     def reset(self) -> None:
         """A step was given up."""
-        for place in self._both:
+        for place in self._places.values():
             place.reset()
 
     def free(self) -> None:
         """Let go of every buffer."""
-        for place in self._both:
+        for place in self._places.values():
             place.free()
 
 

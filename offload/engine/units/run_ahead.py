@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device
 
@@ -23,8 +22,8 @@ class RunAhead:
     differ from step to step: unit inputs on their way down or back, and gradients.
     """
 
-    def __init__(self, device: Device, lanes: Lanes) -> None:
-        self._device, self._lanes = device, lanes
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._ends: deque[Sequence[Ticket]] = deque()
 
     def enter(self) -> None:
@@ -36,7 +35,8 @@ class RunAhead:
             return
         while len(ends) >= _MOST_USES:
             last = ends.popleft()
-        self._lanes.catch_up(last)
+        for mark in last:  # compute is not late by it, and no timeline is told
+            mark.synchronize()
 
     def leave(self, marks: Sequence[Ticket]) -> None:
         """A use was launched up to these marks of compute."""

@@ -55,7 +55,7 @@ class UnitRunner:
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
         self.forwards = forwards
-        self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device, lanes)
+        self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
         self._seed, self._comm = seed, comm
