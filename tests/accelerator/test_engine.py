@@ -413,7 +413,11 @@ def does_not_wait(lane: str) -> Change:
 WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # the case that shows it, and which side is late there
     "compute waits for copies": (compute_does_not_wait, "plain", "copies"),
     "compute waits for weights": (without("compute_after", "Cargoes.wait"), "plain", "copies"),
-    "compute waits for inputs that come back": (without("compute_after", "SavedInputs.wait"), "activations", "copies"),
+    "compute waits for inputs that come back": (
+        without("compute_after", "SavedInputs.wait"),
+        "micro-batches",
+        "copies",
+    ),
     "compute waits for gradients on their way": (without("compute_after", "GradientFlow.open"), "unclipped", "copies"),
     "streams wait for each other": (streams_do_not_wait, "plain", "compute"),
     "copies wait for compute": (nobody_waits_for_compute, "plain", "compute"),
