@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from offload.benches.report import Result, machine, versions
 from offload.errors import OffloadError
 
-PARTS = ("build", "copies", "tests", "sync", "3b", "8b", "small", "1b", "14b", "sanitizer")
+PARTS = ("build", "copies", "updates", "tests", "sync", "3b", "8b", "small", "1b", "14b", "sanitizer")
 """First what tells most, as a machine may be lent for half an hour."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -292,6 +293,60 @@ def plain_copies(accelerator: Accelerator, num_bytes: int) -> dict[str, float]:
     return {name: num_bytes / statistics.median(times[1:]) for name, times in found.items()}
 
 
+def updates(check: Check) -> str:
+    """Compare AdamW in one launch with torch's operations, bit for bit, and time both, by the widths of its moments."""
+    from offload.native import device_update, kernels, torch_fallback
+
+    n, device, notes = check.scaled(1 << 26), check.accelerator.device, []
+    weights, moment, grad = (torch.randn(n, device=device) for _ in range(3))
+    settings: dict[str, Any] = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+    def planes(states: str) -> tuple[Any, ...]:
+        master = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
+        torch_fallback.split(weights, *master)
+        if states == "int8":
+            moments: Any = [
+                (torch.zeros(n, dtype=torch.uint8, device=device), weights.new_zeros(-(-n // 128))) for _ in "mv"
+            ]
+        else:
+            dtype = torch.float32 if states == "fp32" else torch.bfloat16
+            moments = [moment.to(dtype, copy=True), moment.square().to(dtype)]
+        return master, *moments, grad.bfloat16()
+
+    def in_operations(*arrays: Any, **settings: Any) -> None:
+        with mock.patch.object(device_update, "update", return_value=None):
+            kernels.adamw(*arrays, **settings)
+
+    def milliseconds(run: Callable[..., Any], arrays: tuple[Any, ...]) -> float:
+        times = []
+        for step in range(6):
+            begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
+            begin.record(check.accelerator.current_stream())
+            run(*arrays, **settings | {"step": 3 + step})
+            end.record(check.accelerator.current_stream())
+            check.accelerator.wait()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[2:])
+
+    for states in ("fp32", "bf16", "int8"):
+        apart, fused = planes(states), planes(states)
+        before, after = milliseconds(in_operations, apart), milliseconds(kernels.adamw, fused)
+        if device_update._refused:
+            raise RuntimeError(f"updates have no kernels of their own: {device_update._refused}")
+        flats = [
+            [part for each in a for part in (each if isinstance(each, tuple) else (each,))] for a in (apart, fused)
+        ]
+        if not all(torch.equal(a, b) for a, b in zip(*flats, strict=True)) and not check.is_dry:
+            raise RuntimeError(f"AdamW over {states} moments: other bits in one launch than by torch's operations")
+        read_bytes = 2 * sum(part.nbytes for part in flats[0][:-1]) + flats[0][-1].nbytes
+        name = f"AdamW, {states} moments"
+        check.add(Result(f"{name}, torch's operations", before, "ms"))
+        details = {"elements": n, "bytes_per_s": read_bytes / max(after, 1e-6) * 1e3}
+        check.add(Result(name, after, "ms", f"{name}, torch's operations", before / max(after, 1e-6), details))
+        notes.append(f"{states} {before:.2f} to {after:.2f} ms")
+    return ", ".join(notes)
+
+
 def small(check: Check) -> str:
     """Compare steps of a model that fits the device with plain PyTorch and DeepSpeed: `offload.bench step`."""
     sizes = {"hidden": 2048, "layers": 16, "vocabulary": 32768, "sequence": 2048, "batch": 8}
@@ -461,6 +516,7 @@ RUN: Mapping[str, Callable[[Check], str]] = {
     "sanitizer": sanitizer,
     "sync": sync,
     "copies": copies,
+    "updates": updates,
     "small": small,
     **{name: partial(size, name) for name in MODELS},
 }

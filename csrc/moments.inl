@@ -191,18 +191,20 @@ struct ByteMoment {
             Lane::set_int(0)};
   }
 
-  // The scale is the largest magnitude. Where that is no normal number, all are 0; where one is not finite, all are NaN.
+  // Returns the scale for the bits of the largest magnitude, which it is, and lets `inverse` be one over it. Where that is
+  // no normal number, all are 0; where one is not finite, all are NaN. Either has an inverse of 0.
+  static float scale_of(int32_t most, float& inverse) {
+    const float scale = float_of(static_cast<uint32_t>(most));
+    inverse = 1.0f / scale;
+    if (most >= 0x00800000 && most < 0x7F800000) return scale;
+    inverse = 0;
+    return most < 0x00800000 ? 0.0f : float_of(0x7FC00000);
+  }
+
   template <class Lane>
   OFFLOAD_INLINE void close(const Block<Lane>& block, int64_t i) {
-    const int32_t most = Lane::largest(block.largest);
-    float scale = float_of(static_cast<uint32_t>(most));
-    inverse = 1.0f / scale;
-    if (most < 0x00800000 || most >= 0x7F800000) {
-      scale = most < 0x00800000 ? 0.0f : float_of(0x7FC00000);
-      inverse = 0;
-      for (int64_t k = 0; k < kBlock; ++k) fresh[k] = 0;  // 0 times what is not finite is no number
-    }
-    scales[i / kBlock] = scale;
+    scales[i / kBlock] = scale_of(Lane::largest(block.largest), inverse);
+    for (int64_t k = 0; k < kBlock && inverse == 0; ++k) fresh[k] = 0;  // 0 times what is not finite is no number
     to = codes + i;
     waiting = fresh;
     fresh = fresh == buffers[0] ? buffers[1] : buffers[0];
@@ -212,13 +214,15 @@ struct ByteMoment {
   template <class Lane>
   OFFLOAD_INLINE void quantise(int64_t k) const {
     typename Lane::Int places[Lane::kPacked];
-    for (int j = 0; j < Lane::kPacked; ++j) places[j] = place<Lane>(Lane::load(waiting + k + j * Lane::kWidth));
+    for (int j = 0; j < Lane::kPacked; ++j) {
+      places[j] = place<Lane>(Lane::load(waiting + k + j * Lane::kWidth), inverse);
+    }
     if constexpr (kIsSigned) Lane::store_signed_codes(to + k, places);
     else Lane::store_codes(to + k, places);
   }
 
   template <class Lane>
-  OFFLOAD_INLINE typename Lane::Int place(typename Lane::Vec x) const {
+  OFFLOAD_INLINE static typename Lane::Int place(typename Lane::Vec x, float inverse) {
     const auto& map = kMap<kIsSigned>;
     const auto size = Lane::fma(kIsSigned ? Lane::magnitude(x) : x, Lane::set(inverse), Lane::set(kLeastSize));
     const auto border = Lane::pick16(map.border, Lane::template shift_right<24>(Lane::bits(size)));

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,12 @@ class Accelerator:
         """Return when the device has done all that it was given. Raises RuntimeError where the device has failed."""
         self.module.synchronize(self.device)
 
+    def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:  # noqa: ARG002
+        """Compile a kernel for the device, `name` in C++, and return what launches it, called as torch's compiled
+        kernels are; None where torch compiles none for this kind. Raises whatever the compiler, or torch, refuses by.
+        """
+        return None
+
     def register(self, address: int, num_bytes: int) -> int:
         """Register a range of host memory, of which no byte is registered; return the driver's error, 0 for none."""
         raise NotImplementedError
@@ -208,6 +215,17 @@ class CudaAccelerator(Accelerator):
     can_register = True
     _sleeping: Mapping[str, bool] = {"blocking": True}  # which torch.Event ignores
 
+    def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
+        # torch's own `_compile_kernel` does the same, where a CUDA toolkit is installed: it asks for headers of one.
+        found, tools = self.module.get_device_properties(self.device), self.module._utils
+        own = ["--gpu-architecture=sm_{0.major}{0.minor}", "-default-device"]
+        if torch.version.hip:
+            own = ["--offload-arch={0.gcnArchName}", "-ffp-contract=off"]
+        with self.module.device(self.device):
+            options = [*(option.format(found) for option in own), *options]
+            image, lowered = compiled_image(tools._get_gpu_rtc_library(), source, name, options)
+            return tools._cuda_load_module(image, [lowered])[lowered]
+
     def register(self, address: int, num_bytes: int) -> int:
         with self.module.device(self.device):
             return int(self.module.cudart().cudaHostRegister(address, num_bytes, 0))
@@ -221,3 +239,42 @@ class CudaAccelerator(Accelerator):
         # finds; Python has no way to call it. So this launches one kernel, for the error.
         with self.module.device(self.device), suppress(RuntimeError):
             torch.ones(1, device=self.device)
+
+
+_SIZED = ["signed char int8", "short int16", "int int32", "long long int64"]
+INTEGERS = "".join(
+    f"typedef {each}_t; typedef unsigned {each.removeprefix('signed ').replace(' int', ' uint')}_t; " for each in _SIZED
+)
+"""<cstdint> as far as a kernel wants it, for compilers that come without a standard library."""
+
+
+def compiled_image(
+    library: Any, source: str, name: str, options: Sequence[str], kind: str = "CUBIN"
+) -> tuple[bytes, str]:
+    """Return what NVRTC, or what torch calls by its names, makes of a source, and what the kernel `name` is called
+    there. Raises RuntimeError with the compiler's words.
+    """
+    program, size, lowered = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
+
+    def check(error: int, doing: str) -> None:
+        if error:
+            raise RuntimeError(f"{doing}: error {error} of the GPU's compiler")
+
+    def read(what: str) -> bytes:
+        check(getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
+        text = ctypes.create_string_buffer(size.value)
+        check(getattr(library, f"nvrtcGet{what}")(program, text), what)
+        return text.raw
+
+    names, texts = ((ctypes.c_char_p * 1)(text.encode()) for text in ("cstdint", INTEGERS))
+    begun = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"offload.cu", 1, texts, names)
+    check(begun, "create a program")
+    try:
+        check(library.nvrtcAddNameExpression(program, name.encode()), name)
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            raise RuntimeError(read("ProgramLog").rstrip(b"\0").decode())
+        check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)), name)
+        return read(kind), (lowered.value or b"").decode()
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))

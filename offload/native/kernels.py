@@ -422,7 +422,7 @@ def _update(
     if stored.count(states) < len(stored):
         raise ConfigError(f"{' and '.join(moments)} are {' and '.join(sorted({*stored}))}; they must be alike.")
     if _core is None or not on_cpu(whole):
-        from offload.native import torch_fallback
+        from offload.native import device_update, torch_fallback
 
         first = tensor(name, whole, kinds)
         low = None if lo is None else tensor("lo", lo, BITS16, first)
@@ -434,8 +434,10 @@ def _update(
             for name, moment in moments.items()
         ]
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
-        rule = getattr(torch_fallback, function)
-        count: torch.Tensor = torch_fallback.update(rule, states, first, low, checked, gradient, scalars, drawn)
+        given = first, low, checked, gradient, scalars, drawn
+        count = None if on_cpu(whole) else device_update.update(function, states, *given, _update)
+        if count is None:
+            count = torch_fallback.update(getattr(torch_fallback, function), states, *given)
         return int(count) if on_cpu(whole) else count
     address, n, _ = flat(name, whole, kinds)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]

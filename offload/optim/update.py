@@ -59,9 +59,10 @@ def update_tile(
                 states |= state.factors_of(position)
                 by = replace(by, shape=info.shape, workspace=workspace)
         if applied_scale is None:
-            num_wrong += rule.update(states, gradients[span], by)
+            found = rule.update(states, gradients[span], by)
         else:
-            num_wrong += rule.correct(states, gradients[span], by, applied_scale)
+            found = rule.correct(states, gradients[span], by, applied_scale)
+        num_wrong = found if isinstance(num_wrong, int) and not num_wrong else num_wrong + found  # 0 + is a launch
     return num_wrong
 
 

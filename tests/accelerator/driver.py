@@ -63,6 +63,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the result, then the arguments
     "set_sync_mode": (None, c_int),
     "sync_mode": (c_int,),
     "set_cost": (None, c_void_p),
+    "launch": (None, c_void_p, c_void_p, c_int, c_uint64, c_int64, c_int64, c_double),
     "hold": (c_void_p, c_int, c_int64),
     "release": (None, c_void_p),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.accelerator.driver import Driver
+from tests.accelerator.rtc import utilities
 
 NAME = "sim"
 
@@ -61,6 +62,7 @@ def make_module(driver: Driver, memory_bytes: int) -> types.ModuleType:
     """Return the module, over a library that is loaded. `memory_bytes`: of each device."""
     made = types.ModuleType(f"torch.{NAME}", __doc__)
     made._initialized = True  # type: ignore[attr-defined]
+    made._utils = utilities(driver)  # type: ignore[attr-defined]
     parts = (partial(_devices, memory_bytes=memory_bytes), _streams, _memory, _random, _pinning, _debugging)
     for part in parts:
         for function in part(driver):

@@ -1,4 +1,5 @@
 // What Python calls through ctypes, which lets go of the interpreter's lock meanwhile. Nothing here raises.
+#include "cost.h"
 #include "device.h"
 #include "generator.h"
 #include "pinned.h"
@@ -86,6 +87,25 @@ void sim_set_computing(int on) { settings().computing = on != 0; }
 void sim_set_sync_mode(int mode) { settings().sync_mode = SyncMode(mode); }
 int sim_sync_mode() { return int(settings().sync_mode.load()); }
 void sim_set_cost(const CostModel* model) { settings().cost = model ? *model : CostModel{}; }
+
+// A kernel that was compiled at run time, in the current stream: arguments of 8 bytes each, of which `pointers` has the
+// addresses as bits. It reads and writes so many bytes.
+void sim_launch(void (*kernel)(const uint64_t*, int64_t, int64_t), const uint64_t* arguments, int number,
+                uint64_t pointers, int64_t grid, int64_t block, double bytes) {
+  const LaunchTimer timer;
+  Device& here = device(-1);
+  here.touch();
+  std::vector<uint64_t> seen(arguments, arguments + number);
+  for (int k = 0; k < number; ++k) {
+    if (pointers >> k & 1) seen[size_t(k)] = uint64_t(here.heap().real(reinterpret_cast<void*>(seen[size_t(k)])));
+  }
+  here.count(Counter::launches);
+  Work work;
+  work.engine = Engine::kCompute;
+  work.seconds = memorySeconds(bytes);
+  if (settings().computing) work.run = [=, seen = std::move(seen)] { kernel(seen.data(), grid, block); };
+  currentStream(-1).enqueue(std::move(work));
+}
 
 // A stream that is held does nothing that it is given from now on until it is released.
 void* sim_hold(int index, int64_t stream) {

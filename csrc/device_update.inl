@@ -1,0 +1,154 @@
+// The update rules as kernels of a GPU: those of OFFLOAD_KERNEL, one of the host's files of rules, over a lane whose
+// operations are intrinsics that round by themselves and that no compiler fuses. So the host's expressions are these, and
+// its bits too. A GPU's runtime compiler compiles this (offload/native/device_update.py), and for tests g++ does
+// (tests/accelerator/rtc.h); neither has more of a standard library than the sized integers.
+#include "kernels.h"
+
+#define OFFLOAD_INLINE
+#define __builtin_prefetch(address)
+#define __builtin_fmaf __fmaf_rn
+#define __builtin_sqrtf __fsqrt_rn
+#if defined(__HIP__)
+#pragma clang force_cuda_host_device begin
+#define __shfl_xor_sync(mask, value, lane, width) __shfl_xor(value, lane, width)
+#endif
+
+namespace offload {
+namespace {
+
+#include "simd_scalar.inl"
+struct Wide : Narrow {
+  static Vec add(Vec a, Vec b) { return __fadd_rn(a, b); }
+  static Vec sub(Vec a, Vec b) { return __fsub_rn(a, b); }
+  static Vec mul(Vec a, Vec b) { return __fmul_rn(a, b); }
+  static Vec div(Vec a, Vec b) { return __fdiv_rn(a, b); }
+};
+#include OFFLOAD_KERNEL
+
+// 16 threads share a block of 128 elements: thread c has elements c, 16 + c ... 112 + c. Neighbours read neighbours, all
+// elements of a thread have their random bits from one counter, and the scale of a block is found within a warp.
+constexpr int kLanes = 16, kEach = 8;
+
+template <template <class> class Rule, class Scalars, class Master, States kStates, class Grad>
+struct Thread {
+  static constexpr int kNum = Rule<Wide>::kNumMoments;
+  static constexpr int64_t kBlock = kLanes * kEach;
+  const UpdateArrays& a;
+  const int64_t block;
+  const int lane;
+  float fresh[2][kEach];      // new moments that are to be quantised
+  int32_t most[2] = {0, 0};  // the bits of their largest magnitudes
+  int64_t num_nonfinite = 0;
+
+  Thread(const UpdateArrays& a, int64_t number)
+      : a(a), block(number / kLanes), lane(static_cast<int>(number % kLanes)) {}
+  int64_t place(int j) const { return block * kBlock + j * kLanes + lane; }
+
+  Counters<Wide> draw() const {
+    const uint64_t number = (a.moments.element / kBlock + static_cast<uint64_t>(block)) * kLanes + static_cast<uint64_t>(lane);
+    Counters<Wide> drawn;
+    drawn.words[0] = static_cast<uint32_t>(number);
+    drawn.words[1] = number >> 32;
+    drawn.words[2] = a.moments.draws.step;
+    drawn.words[3] = a.moments.draws.purpose;
+    for (const auto& key : Keys(a.moments.draws.key).of_round) drawn.round(key[0], key[1]);
+    return drawn;
+  }
+
+  template <bool kIsSigned>
+  float load_code(int which, int64_t i) const {
+    const float scale = a.moments.scales[which][i / kBlock];
+    const auto& map = kMap<kIsSigned>;
+    using Block = typename ByteMoment<kIsSigned>::template Block<Wide>;
+    const auto* codes = static_cast<const uint8_t*>(a.moments.values[which]);
+    return Block{codes, nullptr, Wide::scaled(map.by, scale), Wide::scaled(map.from, scale), 0}.load(i);
+  }
+  float load(int which, int64_t i) const {
+    if constexpr (kStates == States::int8) return which ? load_code<false>(which, i) : load_code<true>(which, i);
+    if constexpr (kStates == States::bf16) return Wide::load_bf16(static_cast<uint16_t*>(a.moments.values[which]) + i);
+    return static_cast<float*>(a.moments.values[which])[i];
+  }
+
+  void update(const Scalars& scalars, Master master) {
+    const Rule<Wide> rule(scalars);
+    Counters<Wide> drawn;
+    if constexpr (kStates == States::bf16) drawn = draw();
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = place(j);
+      if (i >= a.n) continue;  // a break would leave the loop as it is, and `fresh` in memory
+      float moments[kNum + 1];
+      for (int which = 0; which < kNum; ++which) moments[which] = load(which, i);
+      const float gradient = load_grad<Wide>(static_cast<const Grad*>(a.grad) + i);
+      const float weight = rule(master.template load<Wide>(i), moments, gradient);
+      master.template store<Wide>(i, weight);
+      num_nonfinite += Wide::count_nonfinite(weight);
+      for (int which = 0; which < kNum; ++which) {
+        if constexpr (kStates == States::int8) {
+          fresh[which][j] = moments[which];
+          most[which] = Wide::max_int(most[which], Wide::bits(Wide::magnitude(moments[which])));
+        } else if constexpr (kStates == States::bf16) {
+          const auto word = static_cast<int32_t>(drawn.words[j / 2]);
+          const auto random = j % 2 ? Wide::shift_right<16>(word) : Wide::low_half(word);
+          Wide::store_bf16_between(static_cast<uint16_t*>(a.moments.values[which]) + i, moments[which], random);
+        } else {
+          static_cast<float*>(a.moments.values[which])[i] = moments[which];
+        }
+      }
+    }
+  }
+
+  // With the largest magnitude of all the block's threads in `most`.
+  template <bool kIsSigned>
+  void quantise(int which) const {
+    float inverse;
+    const float scale = ByteMoment<kIsSigned>::scale_of(most[which], inverse);
+    if (lane == 0 && place(0) < a.n) a.moments.scales[which][block] = scale;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if (place(j) >= a.n) continue;
+      const float x = inverse == 0 ? 0.0f : fresh[which][j];
+      const int32_t code = ByteMoment<kIsSigned>::template place<Wide>(x, inverse);
+      auto* to = static_cast<uint8_t*>(a.moments.values[which]) + place(j);
+      kIsSigned ? Wide::store_signed_codes(to, &code) : Wide::store_codes(to, &code);
+    }
+  }
+};
+
+}  // namespace
+
+// Numbers come as whoever launches a kernel from Python can give them: ints, and doubles, of which each is a member of
+// Scalars. `size`, `key` and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
+template <template <class> class Rule, class Scalars, class Master, States kStates, class Grad>
+__global__ void update(void* master, int16_t* lo, void* moments0, void* moments1, float* scales0, float* scales1,
+                       const void* grad, unsigned long long* num_nonfinite, uint32_t size0, uint32_t size1, uint32_t key0,
+                       uint32_t key1, uint32_t step, uint32_t element0, uint32_t element1, double s0, double s1, double s2,
+                       double s3, double s4, double s5, double s6, double s7) {
+  const auto whole = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
+  const double given[] = {s0, s1, s2, s3, s4, s5, s6, s7};
+  float rounded[sizeof(Scalars) / sizeof(float)];
+  for (size_t k = 0; k < sizeof(Scalars) / sizeof(float); ++k) rounded[k] = static_cast<float>(given[k]);
+  Scalars scalars;
+  memcpy(&scalars, rounded, sizeof scalars);
+  const Moments moments{kStates, {moments0, moments1}, {scales0, scales1}, {whole(key0, key1), step, 0},
+                        whole(element0, element1)};
+  const UpdateArrays arrays{master, lo, moments, grad, sizeof(Grad) == 2, static_cast<int64_t>(whole(size0, size1))};
+
+  Thread<Rule, Scalars, Master, kStates, Grad> thread(arrays, static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
+  if constexpr (sizeof(Master) == sizeof(void*)) thread.update(scalars, {static_cast<float*>(master)});
+  else thread.update(scalars, {static_cast<uint16_t*>(master), lo});
+  if constexpr (kStates == States::int8) {
+#pragma unroll
+    for (int which = 0; which < Thread<Rule, Scalars, Master, kStates, Grad>::kNum; ++which) {
+      for (int other = kLanes / 2; other; other /= 2) {
+        const int32_t theirs = __shfl_xor_sync(0xFFFFFFFFu, thread.most[which], other, kLanes);
+        thread.most[which] = Wide::max_int(thread.most[which], theirs);
+      }
+      if (which) thread.template quantise<false>(which);
+      else thread.template quantise<true>(which);
+    }
+  }
+  if (thread.num_nonfinite) atomicAdd(num_nonfinite, static_cast<unsigned long long>(thread.num_nonfinite));
+}
+
+}  // namespace offload

@@ -1,0 +1,171 @@
+"""Updates on a GPU in one launch each: the host's own expressions (`csrc/device_update.inl`), compiled at run time.
+
+AdamW and Lion with moments in fp32, bf16 and bytes, gradient descent, and the correction of AdamW are compiled. What
+stays in torch, operation by operation (`torch_fallback`): rules that are written in torch themselves (Muon, the
+factored ones, MeZO), corrections between equal scales, sums of squares, and everything on a device for which torch
+compiles no kernels, or refuses to. Before a kernel is used it has to give the host's bits, of numbers of all kinds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.accelerators import open_accelerator
+from offload.native.core import core
+from offload.native.moments import BLOCK
+from offload.native.torch_fallback import join, split
+
+_RULES = {  # the file, the scalars; the rule's class by the number of moments, and where these will be rounded
+    "adamw": ("adamw", "AdamwScalars", {2: "AdamwStep"}, "AdamwShortStep"),
+    "correct_adamw": ("adamw", "CorrectionScalars", {2: "AdamwCorrection"}, ""),
+    "lion": ("lion", "LionScalars", {1: "LionStep"}, "LionStep"),
+    "sgd": ("sgd", "SgdScalars", {0: "SgdStep", 1: "SgdMomentumStep"}, ""),
+}
+_THREADS, _EACH = 256, 8  # of a launch's block; elements of a thread
+_NUM_SCALARS = 8
+_Moments = Sequence[Tensor | tuple[Tensor, Tensor]]
+_Kernel = Callable[..., None]
+_refused: dict[torch.device, str] = {}
+"""Devices that do without, and why."""
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for: a function of `offload.native.kernels`, and arrays of some widths."""
+
+    function: str
+    states: str
+    num_moments: int
+    is_split: bool
+    has_short_gradients: bool
+
+    @property
+    def program(self) -> tuple[str, str, list[str]]:
+        """The source, the kernel's name in C++, and the options of a compiler."""
+        assert core is not None
+        assert core.__file__ is not None
+        file, scalars, rules, of_rounded = _RULES[self.function]
+        rule = rules[self.num_moments] if self.states == "fp32" else of_rounded
+        master = "SplitMaster" if self.is_split else "WholeMaster"
+        gradient = "uint16_t" if self.has_short_gradients else "float"
+        arguments = (
+            f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
+        )
+        folder = Path(core.__file__).with_name("csrc")
+        source = f'#define OFFLOAD_KERNEL "{file}_kernel.inl"\n#include "device_update.inl"\n'
+        return source, f"offload::update<{arguments}>", ["-std=c++17", f"-I{folder}"]
+
+
+def update(
+    function: str,
+    states: str,
+    master: Tensor,
+    lo: Tensor | None,
+    moments: _Moments,
+    grad: Tensor,
+    scalars: tuple[float, ...],
+    drawn: tuple[int, int, int],
+    on_host: Callable[..., int | Tensor],
+) -> Tensor | None:
+    """Do what `torch_fallback.update` does, in one launch, and return the same; None where no kernel is for that.
+    `on_host`: does the same to arrays of the host, with which a kernel is compared before it is used.
+    """
+    if core is None or master.device in _refused or (function == "correct_adamw" and scalars[0] == scalars[1]):
+        return None  # without the C++ kernels there is no source either, which is installed with them
+    kind = Kind(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
+    kernel = _checked(master.device, kind, len(scalars), on_host)
+    return None if kernel is None else _launched(kernel, master, lo, moments, grad, scalars, drawn)
+
+
+def _launched(
+    kernel: _Kernel,
+    master: Tensor,
+    lo: Tensor | None,
+    moments: _Moments,
+    grad: Tensor,
+    scalars: tuple[float, ...],
+    drawn: tuple[int, int, int],
+) -> Tensor:
+    count = torch.zeros((), dtype=torch.int64, device=master.device)
+    if not master.numel():
+        return count
+    pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
+    pairs += [(master, master)] * (2 - len(pairs))  # which no kernel looks at
+    values, scales = zip(*pairs, strict=True)
+    key, step, element = drawn
+    halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
+    numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
+    padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
+    given = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
+    grid = -(-master.numel() // (_THREADS * _EACH))
+    device = open_accelerator(master.device)
+    with device.module.device(master.device):
+        kernel((grid, 1, 1), (_THREADS, 1, 1), given, stream=device.current_stream())
+    return count
+
+
+@cache
+def _checked(
+    device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
+) -> _Kernel | None:
+    """Return a kernel that gave the host's bits on this device; None where there is none."""
+    try:
+        kernel = open_accelerator(device).compile_kernel(*kind.program)
+        if kernel is not None and not _gives_the_bits_of_the_host(kernel, device, kind, num_scalars, on_host):
+            raise RuntimeError(f"{kind.function} over {kind.states} moments gives other bits than the host")
+    except Exception as error:  # of a compiler, a driver, or a torch that has no such thing
+        _refused[device] = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"Updates on {device} run as torch's operations, some thirty launches each, as their own kernels cannot be "
+            f"had there ({_refused[device][:300]}). The results are the same.",
+            stacklevel=2,
+        )
+        return None
+    return kernel
+
+
+def _gives_the_bits_of_the_host(
+    kernel: _Kernel, device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
+) -> bool:
+    """Compare an update of numbers of all kinds with that of the C++ kernels. Waits for the device."""
+    n = 20 * BLOCK + 7
+    words = torch.arange(4 * n, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_and_(0xFFFFFFFF).sub_(2**31)
+    wild = words.int().view(torch.float32)  # of any bits
+    wild.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2  # as training has them
+    weight, m, v, grad = (each.clone() for each in wild.split(n))
+    v.abs_()
+    grad = grad.bfloat16() if kind.has_short_gradients else grad
+
+    def stored(exact: Tensor) -> tuple[Tensor, ...]:
+        if kind.states == "int8":
+            return exact.view(torch.int32).bitwise_and(255).to(torch.uint8), exact[: -(-n // BLOCK)].abs()
+        return (exact if kind.states == "fp32" else exact.bfloat16(),)
+
+    halves = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
+    split(weight, *halves)
+    here = [halves if kind.is_split else (weight,), *map(stored, (m, v)[: kind.num_moments])]
+    there = [tuple(part.to(device, copy=True) for part in each) for each in here]
+    scalars = (0.75, 0.5, 0.1, 0.9, 0.3, 0.25, 1e-3, -1e-2)[:num_scalars]
+    drawn = (2**63 + 12345, 7, 5 * BLOCK)
+    (whole, *low), *moments = there
+    counted = _launched(
+        kernel, whole, low[0] if low else None, [as_given(each) for each in moments], grad.to(device), scalars, drawn
+    )
+    own = {str(which): as_given(each) for which, each in enumerate(here[1:])}
+    expected = on_host(kind.function, as_given(here[0]), own, grad, scalars, None, None, drawn)
+    found = [tuple(part.cpu() for part in each) for each in there]
+    if kind.is_split:
+        found[0], here[0] = ((join(*each),) for each in (found[0], here[0]))
+    parts = ((a, b) for f, h in zip(found, here, strict=True) for a, b in zip(f, h, strict=True))
+    return int(counted) == int(expected) and all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
+
+
+def as_given(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+    """Return arrays as kernels take them: one alone, or two together."""
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])

@@ -1,0 +1,68 @@
+"""What a GPU's compiler makes of the update rules, on a machine that has the compiler and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.accelerators import compiled_image
+from offload.native import kernels
+from offload.native.device_update import Kind
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+PER_ELEMENT = {  # of the operations of a rule, in csrc/*_kernel.inl; with those by which bytes are read and written
+    ("adamw", "fp32", 2): {"mul": 5, "fma": 2, "div": 2, "add": 2, "sub": 1, "sqrt": 1},
+    ("adamw", "bf16", 2): {"mul": 4, "fma": 3, "div": 1, "add": 1, "sub": 1, "sqrt": 1},
+    ("adamw", "int8", 2): {"mul": 4, "fma": 3 + 3 + 4, "div": 1, "add": 1 + 1, "sub": 1, "sqrt": 1},
+    ("correct_adamw", "fp32", 2): {"mul": 10, "fma": 4, "div": 4, "add": 3, "sub": 1, "sqrt": 2},
+    ("lion", "fp32", 1): {"mul": 4, "fma": 2, "add": 1, "sub": 2},
+    ("lion", "bf16", 1): {"mul": 4, "fma": 2, "add": 1, "sub": 2},
+    ("sgd", "fp32", 0): {"mul": 1, "fma": 2},
+    ("sgd", "fp32", 1): {"mul": 2, "fma": 2, "add": 1},
+}
+UNROLLED = 8
+
+
+def nvrtc() -> Any:
+    """Return NVRTC: of the package nvidia-cuda-nvrtc, or of a library that NVRTC=... names."""
+    found = os.environ.get("NVRTC")
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    libraries = [Path(found)] if found else [so for p in places for so in sorted(p.glob("**/libnvrtc.so.*"))]
+    if not libraries:
+        pytest.skip("there is no NVRTC: pip install nvidia-cuda-nvrtc, or NVRTC=FILE")
+    for builtins in libraries[0].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(libraries[0]))
+
+
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built, nor is their source there")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("function", "states", "num_moments"), PER_ELEMENT)
+def test_every_operation_is_rounded_by_itself(function: str, states: str, num_moments: int, architecture: str) -> None:
+    library = nvrtc()
+    for is_split in (False, True):
+        for is_short in (False, True):
+            source, name, options = Kind(function, states, num_moments, is_split, is_short).program
+            options = [f"--gpu-architecture={architecture}", "-default-device", *options]
+            assert len(compiled_image(library, source, name, options)[0]) > 1000
+            text, lowered = compiled_image(library, source, name, options, "PTX")
+            ptx = text.decode()
+            assert f".entry {lowered}(" in ptx
+            assert "__local_depot" not in ptx, "all of it stays in registers"
+            assert not re.search(r"\.ftz|\.approx|\bfma\.(?!rn)|\bfma\.\w+\.f64", ptx)
+            found = Counter(re.findall(r"\b(mul|fma|div|add|sub|sqrt)\.rn\.f32", ptx))
+            wanted = {name: UNROLLED * number for name, number in PER_ELEMENT[function, states, num_moments].items()}
+            if states == "int8":
+                assert {key: found[key] for key in ("mul", "div", "sub", "sqrt", "fma")} == {
+                    key: wanted[key] for key in ("mul", "div", "sub", "sqrt", "fma")
+                }
+            else:
+                assert found == wanted
