@@ -90,7 +90,8 @@ def times(found: Forecast) -> Iterator[str]:
         f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
     )
-    yield f"busy, in seconds: {busy}"
+    hidden = "" if timing.hides_from_tokens is None else f"; hidden from {timing.hides_from_tokens:,} tokens a step on"
+    yield f"busy, in seconds: {busy}{hidden}"
     if where := found.prepared.plan.told_updates(found.prepared.regions):
         yield where
     if found.written_bytes:

@@ -66,7 +66,8 @@ def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> It
             yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
     for change in _changes(found):
         other = None if flags(change) == found.fix else _told(forecaster, found, change)
-        if other is not None and not other.fits:  # where the states are now; elsewhere there may be room
+        # Where the states are now; elsewhere there may be room, as there is for more where fewer rows run at once.
+        if other is not None and (not other.fits or "train.micro_batch_size" in change):
             other = place(forecaster, _told(forecaster, given, change) or other)
         if other is not None and _is_different(found, other):
             yield _alternative(other, flags(change))
@@ -252,6 +253,8 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.graphs": "cpu"}
         if config.train.compile == "never":
             yield {"train.compile": "auto"}
+        rows = config.train.micro_batch_size or config.train.batch_size // found.num_ranks
+        yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size

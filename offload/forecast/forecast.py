@@ -134,6 +134,7 @@ class Forecast:
             "bound_by": None if timing is None else timing.bound_by,
             "tokens_per_second": None if timing is None else timing.tokens_per_second,
             "mfu": None if timing is None else timing.mfu,
+            "hides_from_tokens": None if timing is None else timing.hides_from_tokens,
             "nvme_written_bytes_per_step": self.written_bytes,
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
@@ -145,6 +146,11 @@ class Forecast:
             "fix": self.fix or None,
             "notes": list(self.notes),
             "alternatives": [asdict(each) for each in self.alternatives],
+            "levers": [
+                {"change": each.change, "step_seconds": each.step_seconds}
+                for each in self.alternatives
+                if each.fits and each.step_seconds is not None
+            ],
         }
 
 

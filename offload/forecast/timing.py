@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import shared_out
@@ -57,6 +58,8 @@ class Timing:
         alone) over what the device could have made meanwhile.
     nvme_written_bytes: by this rank, in a step.
     exposed: how long compute had nothing to do, by the link that it waited for.
+    hides_from_tokens: with how many tokens of all ranks a step would compute for as long as its busiest link works;
+        None where no number does, as what moves grows with them as fast.
     """
 
     step_seconds: float
@@ -66,6 +69,7 @@ class Timing:
     mfu: float
     nvme_written_bytes: int
     exposed: Mapping[str, float]
+    hides_from_tokens: int | None = None
 
 
 @dataclass
@@ -300,7 +304,26 @@ class PlannedStep:
             mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
             nvme_written_bytes=round(found.nvme_written_bytes),
             exposed={name: waited for name, waited in found.exposed_s.items() if waited},
+            hides_from_tokens=self._hides_from(found),
         )
+
+    def _hides_from(self, found: Simulated) -> int | None:
+        """Return `Timing.hides_from_tokens`: what computes and what waits elsewhere grow with the tokens, and the rest
+        of what moves does not.
+        """
+        seconds, most = self.seconds(), 0.0
+        computes = sum(call.forward_s + call.backward_s for call in self.calls)
+        around = found.busy_s["compute"] - computes  # what the host does for each use
+        for lane, busy in found.busy_s.items():
+            tiers = {"h2d": ("cpu", "nvme"), "d2h": ("cpu", "nvme"), "nvme_read": ("nvme",), "nvme_write": ("nvme",)}
+            waiting = self.waiting_bytes(*tiers.get(lane, ()))
+            grows = seconds[lane](waiting) if waiting else 0.0
+            if lane == "compute" or busy <= grows:
+                continue
+            if grows >= computes:
+                return None
+            most = max(most, (busy - grows - around) / (computes - grows))
+        return ceil(most * self.workload.num_tokens * self.plan.layout.sharding.size)
 
     def _both_ways(self, found: Simulated) -> float:
         """Return what a step's traffic takes in both directions at once, which may share what a machine moves."""

@@ -38,6 +38,9 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert found["tokens_per_second"] == pytest.approx(8 * 256 / found["step_seconds"])
     assert "--optimizer.states int8" in [each["change"] for each in found["alternatives"]]
     assert all(set(each) >= {"change", "step_seconds", "fits"} for each in found["alternatives"])
+    fitting = {each["change"]: each["step_seconds"] for each in found["alternatives"] if each["fits"]}
+    assert {each["change"]: each["step_seconds"] for each in found["levers"]} == fitting
+    assert found["hides_from_tokens"] > 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
 from offload.forecast.played_step import simulate
 from offload.forecast.timing import PlannedStep, compute_seconds
-from offload.forecast.workload import Cost
+from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
@@ -172,3 +172,34 @@ def test_a_throttle_stands_for_its_link() -> None:
         return PlannedStep(its, work, MACHINE).play().step_seconds
 
     assert seconds(throttle={"d2h": 1e4}) > 5 * seconds()
+
+
+@pytest.mark.parametrize("activations", ["device", "cpu"])
+def test_from_so_many_tokens_on_a_step_computes_for_as_long_as_links_work(activations: str) -> None:
+    """What computes grows with the tokens, and so do inputs that wait on the host; weights and gradients do not."""
+    settings = Settings(throttle=THROTTLE | {"h2d": 2e6}, placement=Placement(activations=activations))
+    its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
+
+    def times(factor: float) -> Workload:
+        calls = [
+            replace(
+                call,
+                forward=Cost(call.forward.flops * factor, 0, 0),
+                backward=Cost(call.backward.flops * factor, 0, 0),
+                input_bytes=round(call.input_bytes * factor),
+            )
+            for call in found.calls
+        ]
+        return replace(found, calls=tuple(calls), num_tokens=round(found.num_tokens * factor))
+
+    foretold = PlannedStep(its, found, MACHINE).play().hides_from_tokens
+    assert foretold is not None
+    below, above = (times(share * foretold / found.num_tokens) for share in (0.9, 1.1))
+    assert PlannedStep(its, below, MACHINE).play().bound_by == "h2d"
+    assert PlannedStep(its, above, MACHINE).play().bound_by == "compute"
+
+
+def test_no_number_of_tokens_hides_what_grows_as_fast_as_compute() -> None:
+    settings = Settings(throttle=THROTTLE | {"d2h": 1e4}, placement=Placement(activations="cpu"))
+    step = PlannedStep(planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings), MACHINE)
+    assert step.play().hides_from_tokens is None
