@@ -20,7 +20,8 @@ ON_HOST := any_batch batches close_and_export disk_faults early exporting loss_r
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Of these what needs no second showing on the simulated device: cases on disk and of checkpoints, which tests/accelerator has
 # with delays on either side, and kinds of models, rules and scripts, whose units move as those of all others.
-SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition handmade judge own_loops parameters recording rules)
+SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition families generators_and_buffers handmade judge \
+  own_loops parameters recording rules)
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.

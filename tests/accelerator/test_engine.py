@@ -251,11 +251,10 @@ def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: s
     (tmp_path / "first").mkdir()
     with both_places(clip) as engine:
         wanted = [*resumed(engine, tmp_path / "first"), *weights(engine).values()]
-    for seed in (1, 2):
-        sim.set_jitter(LATE_US, seed, slow)
-        (folder := tmp_path / str(seed)).mkdir()
-        with both_places(clip) as engine:
-            assert is_same([*resumed(engine, folder), *weights(engine).values()], wanted)
+    sim.set_jitter(LATE_US, 1, slow)
+    (tmp_path / "late").mkdir()
+    with both_places(clip) as engine:
+        assert is_same([*resumed(engine, tmp_path / "late"), *weights(engine).values()], wanted)
 
 
 @pytest.mark.parametrize("clip", list(BOTH))

@@ -61,12 +61,13 @@ def tiny() -> list[str]:
 
 @pytest.fixture
 def begin() -> Callable[..., Any]:
-    """What starts a process. `EITHER` instead, in a file, runs its tests in both kinds of process."""
+    """What starts a process. `EITHER`, at a test, runs that in both kinds of process."""
     return forks.start
 
 
-EITHER = pytest.fixture(
-    params=[pytest.param(forks.start, id="forked"), pytest.param(forks.start_anew, id="anew", marks=pytest.mark.slow)]
+EITHER = pytest.mark.parametrize(
+    "begin",
+    [pytest.param(forks.start, id="forked"), pytest.param(forks.start_anew, id="anew", marks=pytest.mark.slow)],
 )
 
 

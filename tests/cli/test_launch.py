@@ -30,11 +30,6 @@ NOTE = "note: no GPU is found here; the 2 ranks share the CPU."
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 
 
-@EITHER
-def begin(request: pytest.FixtureRequest) -> Begin:
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -116,6 +111,7 @@ def test_a_wrong_configuration_is_refused_before_any_rank_starts(
     assert not [word for word in words if word not in result.stderr], result.stderr
 
 
+@EITHER
 @no_gpu
 def test_two_ranks_train_one_model(
     train: Train,
@@ -216,6 +212,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
     assert not (folder / name / "hf").exists()
 
 
+@EITHER
 @pytest.mark.slow
 @no_gpu
 def test_ranks_whose_launcher_is_killed_save_and_end(

@@ -179,6 +179,7 @@ def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFi
     assert any("disk of RTX 4090" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """The graphs of a step would be 196 GiB, and beside states of 75 GiB there are 30 for all that is on the device."""
     words = ("--model.preset", "8b", "--hardware", "dgx-spark", "--train.micro_batch_size", "2")

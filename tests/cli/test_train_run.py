@@ -31,11 +31,6 @@ FIELDS = [
 ]
 
 
-@EITHER
-def begin(request: pytest.FixtureRequest) -> Begin:
-    return request.param
-
-
 def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) -> None:
     program = (
         "import sys\nfrom offload.train import main\n"
@@ -48,6 +43,7 @@ def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) 
     assert not [key for key in all_keys() if f"--{key}" not in result.stdout]
 
 
+@EITHER
 def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     run = folder / "whole"
     (folder / "whole.yaml").write_text(
@@ -187,6 +183,7 @@ def training(
         process.close()
 
 
+@EITHER
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals

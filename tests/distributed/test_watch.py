@@ -49,6 +49,7 @@ def test_a_killed_rank_ends_all_others_at_once(tmp_path: Path, size: int, victim
     assert [path.name for path in tmp_path.glob("file-*")] == [f"file-of-{victim}"], "the others cleaned up"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path):
     with ranks(tmp_path, 3, "losing", "none", str(tmp_path), VICTIM="-1", SILENCE_S="2") as started:
         stopped = in_steady_state(started)[2]

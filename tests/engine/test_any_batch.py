@@ -395,6 +395,7 @@ def test_a_model_in_which_nothing_is_called_by_the_batch_keeps_its_weights() -> 
 PICTURES = ([1, 1, 1, 1], [1, 0, 1, 0], [2, 0, 1, 1], [1, 1, 1, 1])
 
 
+@pytest.mark.slow
 def test_pictures_that_come_in_other_numbers_than_rows() -> None:
     """Two rows of four have none, or one has two: they go through the tower, and are no rows."""
 
@@ -487,6 +488,7 @@ def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 @matrix(strength=1, micro_batch_size=[None, 1], name=["Whisper", "BERT's answers", "denoiser"])
 def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size: int | None) -> None:
     found = run(2, trained, name=name, rows=(3, 2), micro_batch_size=micro_batch_size)

@@ -64,15 +64,18 @@ def compile_layers(make: Callable[[], nn.Module], model: nn.Module) -> None:
     compile_modules(LAYERS[make](model))
 
 
+WAYS = [
+    (llama, {"parameters": "nvme", "optimizer": "nvme", "activations": "cpu"}, {"prefetch": 0}),
+    (gpt2, {"parameters": "cpu"}, {"recompute": "never"}),
+    (gemma2, {"parameters": "device", "optimizer": "cpu"}, {"recompute": "always"}),
+    (qwen3, {"parameters": "cpu"}, {"prefetch": 0}),
+    (mixtral, {"parameters": "cpu"}, {"recompute": "never"}),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "placement", "settings"),
-    [
-        (llama, {"parameters": "nvme", "optimizer": "nvme", "activations": "cpu"}, {"prefetch": 0}),
-        (gemma2, {"parameters": "device", "optimizer": "cpu"}, {"recompute": "always"}),
-        (gpt2, {"parameters": "cpu"}, {"recompute": "never"}),
-        pytest.param(qwen3, {"parameters": "cpu"}, {"prefetch": 0}, marks=pytest.mark.slow),
-        pytest.param(mixtral, {"parameters": "cpu"}, {"recompute": "never"}, marks=pytest.mark.slow),
-    ],
+    quick(WAYS, WAYS[:2]),
 )
 def test_steps_are_those_of_plain_torch_over_the_same_compiled_blocks(
     tmp_path: Path, family: Callable[[], nn.Module], placement: dict[str, str], settings: dict[str, Any]
@@ -134,6 +137,7 @@ def test_a_block_that_is_something_else_compiled_runs_as_it_is(monkeypatch: pyte
         train_both(build(llama), batches(2), compile="auto")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_something_else_compiled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", backend(1.0, of_gradients=1.01))
     with pytest.warns(UserWarning, match="its gradients are 0.01 of their norm"):
@@ -209,6 +213,7 @@ def test_a_block_that_checkpoints_itself_is_compiled(recompute: str) -> None:
     assert engine.compiled_classes
 
 
+@pytest.mark.slow
 def test_what_a_block_counts_is_counted_once_a_forward() -> None:
     model = Stack(Counts)
     batches = [words(seed) for seed in range(3)]
@@ -218,6 +223,7 @@ def test_what_a_block_counts_is_counted_once_a_forward() -> None:
     assert [b.num_uses for b in model.blocks] == [b.num_uses for b in reference.model.blocks] == [3] * 3
 
 
+@pytest.mark.slow
 def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_MOST_KINDS", 2)
     engine = Engine(build(llama), compile="auto", recompute="never")
@@ -279,6 +285,7 @@ def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
     assert torch.equal(found[0][0], found[1][0])
 
 
+@pytest.mark.slow
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The unit must not run as it is from then on, without a word."""
     full, distance = [True], forwards._distance

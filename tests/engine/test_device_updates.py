@@ -27,7 +27,7 @@ from tests.engine.ranks import run
 from tests.engine.ranks_child import trained
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 NUM_STEPS = 4
 PLACES: dict[str, dict[str, str]] = {
@@ -326,7 +326,7 @@ def test_a_checkpoint_goes_on_with_another_mixture(tmp_path: Path) -> None:
 
 
 @TWO_KERNELS
-@pytest.mark.parametrize("place", list(BELOW))
+@pytest.mark.parametrize("place", quick(BELOW, ["cpu"]))
 def test_sums_edits_and_both_places(place: str, tmp_path: Path) -> None:
     found = []
     for settings in ({"update": "cpu"}, shared(place, tmp_path, host_memory="900KiB")):

@@ -200,6 +200,7 @@ def inside(folder: Path) -> list[str]:
 # -- the disk is full ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted) -> None:
     engine = make(small_disk.path, {**ALL, "nvme_memory": "4MiB"})
     train(engine, wanted, 0, 2)
@@ -216,6 +217,7 @@ def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted)
     assert inside(small_disk.path) == []
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
     nursery.run(child_at_its_limit, str(folder), wanted)
 
@@ -301,6 +303,7 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
     assert inside(small_disk.path) == []
 
 
+@pytest.mark.slow
 @filters
 @in_cpp
 @matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
@@ -323,6 +326,7 @@ def test_a_disk_that_goes_away(small_disk: Disk, wanted: Wanted) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> None:
     place = folder / "place"
     place.mkdir()
@@ -366,6 +370,7 @@ def test_a_folder_that_cannot_be_used(
         paragraph(command(path, uid=uid), 2, f"offload.nvme_dir is {path}", reason, "--offload.nvme_dir")
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
     nursery.run(child_that_is_two, str(folder), wanted)
 
@@ -438,7 +443,7 @@ def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Co
     assert ended.code == 0, ended.err
 
 
-@pytest.mark.parametrize("how", ["end", "exception", "dropped"])
+@pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
 def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
     nursery.start(child_that_never_closes, str(folder), how)
     ended = nursery.wait()

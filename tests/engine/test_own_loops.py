@@ -98,6 +98,7 @@ def recordings(engine: Engine) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_number_that_is_another_in_every_call_is_recorded_a_few_times() -> None:
     """How many logits to keep follows the lengths of a batch."""
     engine, reference = pair(llama)
@@ -255,7 +256,7 @@ def test_a_forward_without_backward_changes_nothing() -> None:
     assert_weights(engine, reference)
 
 
-@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("recompute", quick(["always", "never"], ["always"]))
 def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
     """A cycle of a result and its graph would keep every unit's activations."""
     engine = Engine(build(llama), recompute=recompute)
@@ -604,6 +605,7 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
     return found, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", quick([1, 3], [3]))
 def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     """On the norm and the update; and refuse to clip to different norms."""
@@ -656,6 +658,7 @@ def dropped_gradients(zero_stage: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", quick([0, 3], [3]))
 def test_gradients_are_dropped_on_all_ranks(zero_stage: int) -> None:
     for told in ranks.run(2, dropped_gradients, zero_stage=zero_stage):

@@ -147,6 +147,7 @@ def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
         assert_equal(one, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ENDS)
 def test_the_weights_at_the_start_are_those_of_rank_0(stage: int) -> None:
     """Break: let every rank take its own shard, or all, from its own model."""
@@ -249,6 +250,7 @@ def test_what_is_not_clipped_is_the_same_in_every_mode(stage: int) -> None:
         assert_equal(other, first)
 
 
+@pytest.mark.slow
 @matrix(strength=0, stage=[1, 3], recompute=["never", "auto"])
 def test_kept_graphs_change_no_bit(stage: int, recompute: str) -> None:
     """Break: gather a unit for its backward into another place than the one its graph looks at."""
@@ -260,6 +262,7 @@ def test_kept_graphs_change_no_bit(stage: int, recompute: str) -> None:
 # -- what ranks may do differently -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
     """One that no rank used keeps its bits, though weights decay; see `routed`.
@@ -332,6 +335,7 @@ def test_padding_on_one_rank_alone(stage: int) -> None:
     assert_near(found, wanted, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batches(stage: int) -> None:
     """It is called again for each of them, three times on rank 0 and once on rank 1: a rank that has none left is
@@ -344,6 +348,7 @@ def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batch
     assert_equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ENDS)
 def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
     """All ranks have the same rows and began with the same generator: only their masks can differ.

@@ -760,6 +760,7 @@ def compiled_forward(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [torch.compile, compiled_layer, compiled_in_place, compiled_forward])
 def test_a_compiled_model_is_refused(compiled: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"(the model|model\.layers\.1) was compiled.*before torch\.compile"):

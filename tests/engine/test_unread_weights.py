@@ -17,7 +17,7 @@ from tests.engine.compare import train_both
 from tests.engine.families import build
 from tests.engine.handmade import WIDTH, WORDS, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
-from tests.matrix import quick
+from tests.matrix import matrix, quick
 
 
 class Scaled(nn.Embedding):
@@ -176,8 +176,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
 """And whether the table's backward reads it."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recompute", ["always", "never"])
+@matrix(strength=1, name=list(MODELS), recompute=["always", "never"])
 def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
     """Each step has the bits of plain PyTorch, and the bytes of a fetch for each use that needs one.
 

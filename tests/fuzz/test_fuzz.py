@@ -14,6 +14,7 @@ from tests.fuzz.cases import KINDS, Case, draw, parse
 from tests.fuzz.habits import HABITS
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.workers import Crew, signature
+from tests.matrix import quick
 
 FEW = {"engine": 3, "loops": 2, "saves": 1, "interrupts": 1, "commands": 4}
 """How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
@@ -49,7 +50,7 @@ def test_more_cases(crew: Crew, kind: str) -> None:
     passes(crew, kind, range(100, 100 + MANY[kind]))
 
 
-@pytest.mark.parametrize("habit", sorted(HABITS))
+@pytest.mark.parametrize("habit", quick(sorted(HABITS), sorted(HABITS)[::3]))
 def test_a_habit(crew: Crew, habit: str) -> None:
     kind = "scripts" if habit in ("scheduler", "change") else "loops"
     having = (case for case in drawn(1, [kind]) if habit in case.habits)

@@ -130,7 +130,8 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
     assert_same_run(offloaded, plain)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "grpo" else pytest.mark.slow) for n in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
     """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
     how: dict[str, Any] = {

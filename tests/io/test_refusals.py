@@ -165,6 +165,7 @@ def test_waiting_sleeps_and_leaves_the_gil(uring):
     assert out == "0 b'x' True\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(kind, tmp_path):
     """Each sector is the old one or the new one, nothing else is touched, and the file can be used at once."""
     path, size = tmp_path / "file", 64 << 20

@@ -372,7 +372,7 @@ def lower_bound(work: Work) -> float:
     return max(*lanes, cycle, landing, path)
 
 
-@examples(90)
+@examples(50)
 @given(works() | works(streams=True))
 def test_between_the_bounds(work):
     run = ideal(work, 6)
@@ -381,7 +381,7 @@ def test_between_the_bounds(work):
     assert max(run.busy_s.values()) <= run.seconds + 1e-9
 
 
-@examples(40)
+@examples(30)
 @given(works(equal=True))
 def test_more_slots_are_hardly_ever_slower(work):
     """A list schedule takes what is ready, and may lose a little by that (Graham's anomalies): 38 s with five slots for

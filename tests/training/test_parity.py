@@ -109,6 +109,7 @@ def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
     assert calm["steps"][0]["loss"] != found["steps"][0]["loss"], "dropout was on"
 
 
+@pytest.mark.slow
 def test_an_operation_without_a_repeatable_algorithm_is_named(
     words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, prec
     assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
 
 
+@pytest.mark.slow
 def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(run: Run) -> None:
     """T5's decoder blocks get the encoder's output, each in one place; its position biases go to all blocks."""
     code, found = run("--same-order", *HOST, family="t5")
@@ -164,6 +166,7 @@ def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings:
     assert 0 < found["weights"]["distance"] < found["tolerance"]["weights"]
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_beyond_the_tolerance(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Resident.step
     monkeypatch.setattr(Resident, "step", lambda self, parts: step(self, [(rows, 0.9) for rows, _ in parts]))

@@ -267,6 +267,7 @@ def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> No
         run("other", **resume)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> None:
     common = {"checkpoint.every": 3}
     first, _, _ = run("run", **common, **{"train.steps": 3})
@@ -386,6 +387,7 @@ def test_an_export_to_a_full_disk_loses_no_states(
     assert (tmp_path / "out/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_every_hour(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not steps_of(run("short")[0].dir)
     monkeypatch.setattr(checkpoints, "_AUTO_S", 0.0)
@@ -519,6 +521,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_what_is_written_is_json(run: Any) -> None:
     """Every line of a cut file of metrics is whole, also where the last process was killed within one."""
     result, _, _ = run("run", **{"checkpoint.every": 2, "train.steps": 4})

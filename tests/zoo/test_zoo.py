@@ -18,13 +18,15 @@ QUICK = ("mamba", "xlnet", "zamba", "gemma3n_text")
 tests of the engine have more of them (tests/engine/families.py)."""
 
 
-def cases(modes: Sequence[Mode], quick: Sequence[str], first: int = 0, every: int = 1) -> list[object]:
+def cases(
+    modes: Sequence[Mode], quick: Sequence[str], first: int = 0, every: int = 1, *, unlike: bool = True
+) -> list[object]:
     """Buildable families as parameters in one of the modes, which take turns; all but the quick ones are slow. Of
-    `every` so many one is taken, from the `first` on, and with it those that are unlike others: that need settings or a
-    batch of their own. (tests/zoo/table.py takes each family in every mode.)"""
+    `every` so many one is taken, from the `first` on, and with it those that are `unlike` others: that need settings or
+    a batch of their own. (tests/zoo/table.py takes each family in every mode.)"""
     found: list[object] = []
     for number, name in enumerate(families()):
-        if number % every != first and name not in (*quick, *OVERRIDES, *BATCHES):
+        if number % every != first and name not in quick and not (unlike and name in (*OVERRIDES, *BATCHES)):
             continue
         mode = modes[len(found) % len(modes)]
         marks = [] if name in quick else [pytest.mark.slow]
@@ -71,7 +73,7 @@ def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["gradient"] < 1e-4, outcome.differences
 
 
-@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK[::3], first=1, every=5))
+@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK[::3], first=1, every=5, unlike=False))
 def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "bf16", mode)
     assert outcome.is_finite

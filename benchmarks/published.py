@@ -1,0 +1,136 @@
+"""Tokens a second that other projects publish, and what `offload.plan` foretells for the same model, GPU and batch.
+
+python -m benchmarks.published > benchmarks/results/published.md     # minutes
+
+Ours are forecasts by the figures in `offload/machine/described/`, each with its source there; theirs were measured by
+them. Of micro-batches of 8, 4, 2 and 1 rows the fastest that fits is told, eager and with compiled blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_models import MODELS
+from offload.config.config import Config
+from offload.forecast.alternatives import changed, place
+from offload.forecast.forecast import Forecast, Forecaster
+from offload.hf.models import quiet_transformers
+from offload.machine.hardware import Hardware
+
+SEQUENCE, MICRO_ROWS = 4096, (8, 4, 2, 1)
+_QWEN = MODELS["Qwen3-14B"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, shared: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return _QWEN | sizes | {"num_attention_heads": heads, "num_key_value_heads": shared}
+
+
+SHAPES = {
+    "Llama 3.1 8B": MODELS["Llama-3.1-8B"],
+    "Qwen2.5 7B": _qwen(3584, 18944, 28, 28, 4),
+    "Qwen2.5 14B": _qwen(5120, 13824, 48, 40, 8),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something published."""
+
+    who: str
+    """The project, and where the figure comes from."""
+    model: str
+    """The model, a key of SHAPES."""
+    gpu: str
+    """The GPU, as described."""
+    host_gib: int
+    """The memory of the host that is planned for, in GiB."""
+    tokens: int
+    """The tokens of a step."""
+    tokens_per_second: int | None
+    """What is published; None where that is with other tokens."""
+
+
+ROWS = (
+    Row("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 8192, 914),
+    Row("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 16384, 1373),
+    Row("DeepSpeed ZeRO-Offload [a]", "Llama 3.1 8B", "rtx-4090", 256, 32768, 1791),
+    Row("–", "Llama 3.1 8B", "rtx-4090", 256, 65536, None),
+    Row("–", "Llama 3.1 8B", "rtx-4090", 256, 131072, None),
+    Row("llmq [b]", "Qwen2.5 7B", "rtx-4090", 256, 524288, 2777),
+    Row("–", "Llama 3.1 8B", "h100", 512, 16384, None),
+    Row("MegaTrain [c]", "Qwen2.5 7B", "h100", 512, 32768, 5950),
+    Row("–", "Llama 3.1 8B", "h100", 512, 32768, None),
+    Row("–", "Llama 3.1 8B", "h100", 512, 131072, None),
+    Row("–", "Qwen2.5 14B", "h100", 512, 131072, None),
+    Row("llmq [b]", "Qwen2.5 14B", "h100", 512, 524288, 6320),
+)
+_HEAD = """# Published rows beside our plans
+
+Made by `python -m benchmarks.published > benchmarks/results/published.md`. Ours are forecasts, not measurements: AdamW
+with fp32 states and split fp32 masters, bf16, clipping, rows of 4096 tokens, everything else `auto`, by the described
+machines (`offload/machine/described/`), with as much host memory as said. The share is of the products that the GPU
+could make; in brackets is the micro-batch.
+
+| published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled |
+|---|---|---|---|---|---|---|"""
+_NOTES = """
+What they do that we do not:
+
+- [a] DeepSpeed, full training on one GPU, as others printed it; its rows lie on a line of 5.85 s and 0.38 ms a token.
+  Nothing that we do not do: its update comes after the backward, and each micro-batch fetches the weights again.
+- [b] [LLMQ](https://arxiv.org/abs/2512.15306): products in FP8; kernels of its own for everything else, each with its
+  quantisation; moments and masters in bf16 with stochastic rounding; a choice of what is recomputed; a few families.
+  Of 524,288 tokens unit inputs and states are more than the host holds here, with states in fp32.
+- [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
+  beside its figure; ours are for 32,768.
+
+With a recompute of every block three quarters of the products count, so that no plan passes 75 %; kept graphs, of
+which some wait on the host, are what goes beyond. 14B at 131,072 tokens would have 600 GB of them.
+"""
+
+
+def cell(found: Forecast | None) -> str:
+    """Return what is said of a plan."""
+    if found is None or found.timing is None:
+        return "does not fit"
+    rows, timing = found.config.train.micro_batch_size, found.timing
+    return f"{timing.tokens_per_second:,.0f} ({100 * timing.mfu:.0f} %) [{rows}]"
+
+
+def best(forecaster: Forecaster, row: Row, compiled: str) -> Forecast | None:
+    """Return the fastest plan that fits; None without one."""
+    hardware, found = Hardware.read(row.gpu).with_(host_bytes=row.host_gib << 30), []
+    rows = row.tokens // SEQUENCE
+    for micro_rows in (size for size in MICRO_ROWS if size <= rows):
+        change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.compile": compiled}
+        found.append(place(forecaster, forecaster.tell(changed(forecaster.config, change), hardware)))
+    fitting = [each for each in found if each.fits and each.timing is not None]
+    return max(fitting, key=lambda each: each.timing.tokens_per_second if each.timing else 0.0, default=None)
+
+
+def main() -> None:
+    quiet_transformers()
+    print(_HEAD)
+    with tempfile.TemporaryDirectory() as folder:
+        forecasters = {}
+        for name, shape in SHAPES.items():
+            path = Path(folder) / f"{name}.json"
+            path.write_text(json.dumps(shape), encoding="utf-8")
+            config = Config.load(None, {"model.path": str(path), "data.sequence_length": SEQUENCE})
+            forecasters[name] = Forecaster(config, 1)
+        for row in ROWS:
+            cells = [cell(best(forecasters[row.model], row, compiled)) for compiled in ("never", "auto")]
+            theirs = "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,}"
+            where = f"{Hardware.read(row.gpu).name}, {row.host_gib} GiB"
+            found = (row.who, row.model, where, f"{row.tokens:,}", theirs, *cells)
+            print(f"| {' | '.join(found)} |", flush=True)
+    print(_NOTES)
+
+
+if __name__ == "__main__":
+    main()
