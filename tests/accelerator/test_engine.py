@@ -465,7 +465,7 @@ def test_without_this_wait_a_result_is_wrong(
     expected = wanted(case)
     change(monkeypatch)
     for seed in range(20):
-        sim.set_jitter(LATE_US, seed, slow)
+        sim.set_jitter(LATE_US * (1 + seed), seed, slow)  # later and later, so that a rare race is a sure one
         try:
             if not is_same(run(case, tmp_path / str(seed), "sim"), expected):
                 return
