@@ -391,21 +391,22 @@ class _PlayedEngine:
         """Wait for the saved inputs of a micro-batch, and start on what is needed after them: as of `Call` and
         `SavedInputs.look_back`.
         """
+        call = self._calls[number]
+        is_last = part + 1 == call.num_parts
         self._prepare(number, part)
+        if call.regions and self._lanes.overlap:
+            if is_last:  # pieces of a head are through, each of them, before the next one begins
+                before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), call.regions))
+                self._prepare(next(before, -1), 0)
+            else:
+                self._prepare(number, part + 1)
         tickets = self._coming.pop((number, part), None)
         if tickets is None:
             return
         self._lanes.compute_after(tickets)
-        num_parts = self._calls[number].num_parts
-        if part + 1 == num_parts:
+        if is_last:
             pool, saved = self._saved.pop(number)
             pool.free(saved.untyped_storage().data_ptr())
-        if not self._lanes.overlap:
-            return
-        if part + 1 < num_parts:
-            self._prepare(number, part + 1)
-        else:
-            self._prepare(max((other for other in self._saved if other < number), default=-1), 0)
 
     def _prepare(self, number: int, part: int) -> None:
         if number in self._saved and (number, part) not in self._coming:
