@@ -307,9 +307,9 @@ class TrainSection(Section):
     log_every: Count = 10
     """Print a line after this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
-    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of tokens. auto: a
-    thirtieth of the device's budget, since loss and gradients take twice as much again, and at least 256 MiB. none: all
-    at once.
+    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of those tokens that
+    have a target. auto: a thirtieth of the device's budget, since loss and gradients take twice as much again, and at
+    least 256 MiB. none: all at once.
     """
 
 

@@ -65,7 +65,7 @@ class Judging:
         tells = self._settle(
             partial(self._difference, facts, sample, cuts=facts.plan.num_parts > 1),
             cuts=facts.plan.num_parts > 1,
-            chunks=self._losses.num_chunks_of(facts) > 1,
+            chunks=self._losses.chunk_tokens(facts) > 0,
             recomputes=facts.trains and self._losses.has_gradient,
             interleaves=facts.trains and not self._losses.has_gradient,
         )
@@ -146,7 +146,7 @@ class Judging:
     def _kind(self, facts: BatchFacts) -> str:
         told = facts.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
-        cuts, chunks = facts.plan.num_parts > 1, self._losses.num_chunks_of(facts) > 1
+        cuts, chunks = facts.plan.num_parts > 1, self._losses.chunk_tokens(facts) > 0
         modes, way = sorted({each.modes for each in facts.plan.ranks}), vars(self._state.way).values()
         return repr((told.operation, names, told.has_loss_function, cuts, chunks, modes, *way))
 
@@ -175,15 +175,16 @@ class Judging:
             )
 
     def _difference(self, facts: BatchFacts, sample: Batch, *, cuts: bool) -> Verdict:
-        is_cut, has_chunks = cuts and self._state.way.cut != "whole", self._losses.num_chunks_of(facts) > 1
-        case = self._case(facts.of_sample(sample, 1 if is_cut else None), _CHUNKS if has_chunks else 1)
+        is_cut, has_chunks = cuts and self._state.way.cut != "whole", self._losses.chunk_tokens(facts) > 0
+        facts = facts.of_sample(sample, 1 if is_cut else None)
+        case = self._case(facts, max(1, -(-facts.num_targets // _CHUNKS)) if has_chunks else 0)
         with nullcontext() if facts.trains else in_eval_mode(self._state.model):
             return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
 
-    def _case(self, facts: BatchFacts, num_chunks: int) -> Case:
+    def _case(self, facts: BatchFacts, chunk_tokens: int) -> Case:
         state, method, trains = self._state, self._method, facts.trains
         has_backward = trains and self._losses.has_gradient
-        parts = partial(self._losses.parts, facts, num_chunks=num_chunks)
+        parts = partial(self._losses.parts, facts, chunk_tokens=chunk_tokens)
 
         def evaluate() -> list[torch.Tensor]:
             with closing(parts()) as found:

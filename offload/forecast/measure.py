@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
-from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
@@ -177,9 +177,8 @@ class _Probe:
             head = _chunked_head(model, batch)
             if head is None or chunk_bytes is None:
                 return self._run_whole(model, given)
-            columns = max(1, chunk_bytes // (batch.rows * _num_logits(model) * 4))
-            num_chunks = -(-batch.length // columns)
-            if num_chunks <= 1:
+            size = max(1, chunk_bytes // (_num_logits(model) * 4))
+            if batch.rows * batch.length <= size:
                 return self._run_whole(model, given)
             try:
                 output = head.base_output(lambda: model(**select_inputs(model, given, False)))
@@ -189,11 +188,14 @@ class _Probe:
             hidden = output["last_hidden_state"]
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
-            self._run_chunk(head.losses(output, given, num_chunks, given["labels"].numel()))
+            # Of a batch of all rows a chunk has so many tokens, and each row the same share of them.
+            here = len(given["labels"]) * max(1, size // batch.rows)
+            chunk = Chunk(torch.arange(here, device="cpu"), here)
+            self._run_chunk(head.losses(output, given, [chunk], given["labels"].numel()))
             self.begin()
             hidden.backward(gradient)
             self._end_backward(0)
-        return num_chunks
+        return -(-batch.rows * (batch.length - 1) // size)  # each token but a row's last has a target
 
     def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
         loss = find_loss(model(**select_inputs(model, given, False)))
@@ -203,12 +205,12 @@ class _Probe:
         self._end_backward(0)
         return 1
 
-    def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, slice]]) -> None:
+    def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
         """Run the first chunk: its memory is its own, and nothing of it waits for the backward of what is below."""
         before, held, held_bytes = self._entries, dict(self._held), sum(self._held.values())
         self._entries = []
         self.counter.begin()
-        loss, _leaf, _span = next(losses)
+        loss, _leaf, _places = next(losses)
         self._end_stretch()
         most = self.counter.peak_bytes
         loss.backward()

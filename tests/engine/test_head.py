@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from offload import Engine, Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
-from offload.engine.loss.chunked_head import find_chunked_head
+from offload.engine.loss.chunked_head import chunks_of, find_chunked_head
 from offload.forecast.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
 from offload.planning.settings import Settings
@@ -46,8 +46,9 @@ from tests.matrix import matrix
 Maker = Callable[[], nn.Module]
 ROUNDING = 1e-6
 ROWS, LENGTH = 4, 10
-CHUNK = ROWS * VOCABULARY * 4 * 3
-"""Bytes of the logits of three columns of a batch."""
+SIZE = 3 * ROWS
+CHUNK = SIZE * VOCABULARY * 4
+"""Bytes of the logits of so many tokens: a third of those that have a target."""
 
 
 def granite() -> nn.Module:
@@ -129,7 +130,7 @@ def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None
     engine, _ = train_both(build(calm), batches(3), head_chunk_bytes=CHUNK, **settings)
     with calls_of(engine.model.get_output_embeddings()) as shapes:
         engine.step(tokens(3))
-    assert [shape[1] for shape in shapes] == [3, 3, 3], "the last column has no target"
+    assert [shape[:2] for shape in shapes] == [(1, SIZE)] * 3, "the last column has no target"
     whole = Engine(build(calm), PROPORTIONAL)
     for batch in (*batches(3), tokens(3)):
         whole.step(batch)
@@ -143,7 +144,7 @@ def test_evaluate_in_chunks(make: Maker) -> None:
     with calls_of(engine.model.get_output_embeddings()) as shapes:
         found = engine.evaluate(tokens()).item()
     assert found == pytest.approx(whole.evaluate(tokens()).item(), rel=ROUNDING)
-    assert [shape[1] for shape in shapes] == [3, 3, 3], "the last column has no target"
+    assert [shape[:2] for shape in shapes] == [(1, SIZE)] * 3, "the last column has no target"
 
 
 @pytest.mark.parametrize("make", [bart, pegasus, xlnet, deaf])
@@ -164,7 +165,7 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
     """Weights are small here, the vocabulary is not: the largest tensor of all is a chunk's."""
     vocabulary = 2000
     chunk_bytes *= vocabulary // VOCABULARY
-    columns = max(1, chunk_bytes // (ROWS * vocabulary * 4))
+    size = max(1, chunk_bytes // (vocabulary * 4))
 
     def largest(**settings: Any) -> int:
         engine = Engine(build(lambda: llama(vocab_size=vocabulary, hidden_size=8)), **settings)
@@ -175,8 +176,8 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
 
     assert largest() >= ROWS * LENGTH * vocabulary, "a check of the checker"
     weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with its padding
-    assert largest(head_chunk_bytes=chunk_bytes) <= max(ROWS * columns * vocabulary, weights_)
-    assert ROWS * columns * vocabulary < ROWS * LENGTH * vocabulary / 2
+    assert largest(head_chunk_bytes=chunk_bytes) <= max(size * vocabulary, weights_)
+    assert size * vocabulary < ROWS * LENGTH * vocabulary / 2
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
@@ -240,7 +241,7 @@ def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
     monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
     settings = Settings(placement=Placement("cpu", "cpu", device_memory=budget))
     length = 4 * LENGTH
-    wanted = {"300KiB": 4, "600KiB": 2, None: length}[budget]
+    wanted = {"300KiB": 4, "600KiB": 2, None: length - 1}[budget]
     model = build(llama)
     twin = copy.deepcopy(model).to("meta")
     told = measure(twin, BatchSpec("causal", ROWS, length), prepare(twin, settings, Comm()))
@@ -269,28 +270,34 @@ def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     assert_same(weights(resumed), weights(engine))
 
 
-def test_rows_and_chunks_without_targets() -> None:
-    """A chunk whose labels are all ignored is left out; a row without labels adds nothing."""
-    batch = tokens()
-    batch["labels"][1] = -100
-    batch["labels"][:, 4:7] = -100  # the second chunk, after the shift
-    engine, _ = train_both(build(llama), [batch, tokens(1)], head_chunk_bytes=CHUNK, within=2 * ROUNDING)
-    with calls_of(engine.model.lm_head) as shapes:
-        engine.step(batch)
-    assert len(shapes) == 2
+@matrix(strength=1, make=CHUNKED, share=[0.0, 0.3, 0.9])
+def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float) -> None:
+    """They are gathered from wherever they are; a row and a column may have none."""
+    found = batches(3)
+    for seed, batch in enumerate(found):
+        kept = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed)) < share
+        kept[2], kept[:, 4], kept[0, 1] = False, False, True
+        batch["labels"] = batch["labels"].masked_fill(~kept, -100)
+    settings = {"head_chunk_bytes": CHUNK, "micro_batch_size": 2 if share == 0.3 else None}
+    engine, _ = train_both(build(make), found, within=2 * ROUNDING, **settings)
+    count = int((found[0]["labels"][:, 1:] != -100).sum())
+    with calls_of(engine.model.get_output_embeddings()) as shapes:
+        engine.step(found[0])
+    assert sum(shape[1] for shape in shapes) == -(-count // SIZE) * SIZE, "the last chunk is filled up"
 
 
 @cpu_only("without an engine, the model stays where it was made")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
-    """Over ranks all run as many as the longest row of any needs, the first ones for nothing."""
+    """Over ranks all run as many as the one with the most targets, the first ones for nothing."""
     model, batch = build(llama), {key: value[:rows] for key, value in tokens().items()}
     head = find_chunked_head(model, batch, lambda given: model(**given))
     assert head is not None
     output, count = head.base_output(lambda: model(**batch)), int((batch["labels"][:, 1:] != -100).sum())
     wanted = float(model(**batch).loss)
-    for num_chunks in (2, LENGTH - 1, LENGTH + 3):
-        parts = [float(loss) for loss, _, _ in head.losses(output, batch, num_chunks, count, skips=False)]
+    for num_chunks in (3, LENGTH + 3):
+        chunks = chunks_of(batch["labels"], -(-count // 3), num_chunks)
+        parts = [float(loss) for loss, _, _ in head.losses(output, batch, chunks, count)]
         assert len(parts) == num_chunks
         assert sum(parts) == pytest.approx(wanted, rel=1e-5)
 

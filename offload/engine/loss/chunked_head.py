@@ -1,5 +1,5 @@
-"""The loss of a causal LM without its full logits: the final hidden states in chunks of tokens, through the model's own
-forward.
+"""The loss of a causal LM without its full logits: the final hidden states of tokens with a target, in chunks, through
+the model's own forward.
 
 For each chunk the model runs with its base model replaced by one that hands back the chunk, so that soft-capping, logit
 scaling and every other quirk of a family stay its own. `shift_labels` and `num_items_in_batch` make the sum of the
@@ -9,8 +9,9 @@ parts the loss of the whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,34 @@ from torch import nn
 
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.loss import IGNORED, find_loss
+
+_ROUNDED_TO = 64
+"""Tokens: products of other numbers are slower on a GPU, and what is known of a shape is known of few."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that go through the head at once.
+
+    places: where they lie in all rows one behind the other, int64 on the host.
+    num_targets: how many of the first ones count; the others fill up.
+    """
+
+    places: torch.Tensor
+    num_targets: int
+
+
+def chunks_of(labels: torch.Tensor, size: int, num_chunks: int) -> list[Chunk]:
+    """Return the tokens whose next label [rows, columns], on the host, is a target, in chunks of `size`; of so many
+    chunks the first ones count for nothing: what is overwritten comes first.
+    """
+    rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    found = []
+    for places in (rows * labels.shape[1] + columns).split(size) if len(rows) else ():
+        missing = min(size, -(-len(places) // _ROUNDED_TO) * _ROUNDED_TO) - len(places)
+        found.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
+    nothing = Chunk(torch.zeros(1, dtype=torch.int64), 0)
+    return [*[nothing] * (num_chunks - len(found)), *found]
 
 
 class _CapturedError(Exception):
@@ -58,45 +87,31 @@ class ChunkedHead:
         raise TypeError("the model did not call its base model")
 
     def losses(
-        self,
-        output: Any,
-        batch: Batch,
-        num_chunks: int,
-        tokens: int,
-        host_labels: torch.Tensor | None = None,
-        skips: bool = True,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-        """Yield each chunk's part of the loss, its leaf of hidden states [batch, columns, hidden], and its columns.
-
-        `host_labels`: those of the batch on the host, where nobody waits who counts them. With `skips` only those with
-        targets; else exactly `num_chunks`, of which some count for nothing.
+        self, output: Any, batch: Batch, chunks: Iterable[Chunk], tokens: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each chunk's part of the loss, its leaf of hidden states [1, tokens, hidden], and where those of them
+        lie that count, in the hidden states of all rows one behind the other.
         """
         hidden = output["last_hidden_state"]
-        shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        has_targets = ((batch["labels"] if host_labels is None else host_labels) != IGNORED).any(0).tolist()[1:]
-        columns = -(-hidden.shape[1] // num_chunks)
-        spans = [slice(start, start + columns) for start in range(0, hidden.shape[1], columns)]
-        missing = 0 if skips else num_chunks - len(spans)
-        for number, span in enumerate([*spans[:1] * missing, *spans]):  # what is overwritten comes first
-            labels = shifted[:, span].contiguous()
-            if number < missing:
-                labels = torch.full_like(labels, IGNORED)
-            elif skips and not any(has_targets[span]):
-                continue
-            leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
+        states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), batch["labels"].flatten()
+        for chunk in chunks:
+            places = chunk.places.to(hidden.device)
+            targets = labels[places + 1]
+            targets[chunk.num_targets :] = IGNORED
+            leaf = states[places][None].requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
             with self._replaced(lambda *_args, part=part, **_kwargs: part):
                 # No name for the outputs: the logits of a chunk go before the next one's come.
                 loss = find_loss(
                     self._model(
-                        input_ids=batch["input_ids"][:, span],
-                        labels=labels,
-                        shift_labels=labels,
+                        input_ids=ids[places][None],
+                        labels=targets[None],
+                        shift_labels=targets[None],
                         num_items_in_batch=tokens,
                     )
                 )
-            yield loss, leaf, span
+            yield loss, leaf, places[: chunk.num_targets]
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -129,7 +144,8 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         return None
     head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
-    labels[:, labels.shape[1] // 3] = IGNORED
+    for row, of_row in enumerate(labels):  # targets at other places of each row
+        of_row[1 + (2 * row + 1) % (len(of_row) - 1) :: 3] = IGNORED
     batch = {**batch, "labels": labels}
     tokens = int((labels[:, 1:] != IGNORED).sum())
     try:
@@ -138,7 +154,8 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         output = head.base_output(lambda: run(batch))
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
-        parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, 2, tokens))
+        chunks = chunks_of(labels.cpu(), -(-tokens // 2), 2)
+        parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, chunks, tokens))
     except Exception:
         return None
     precise = next(iter(model.parameters())).dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import BatchFacts
+from offload.engine.loss.chunked_head import chunks_of
 from offload.engine.loss.loss import IGNORED, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 
@@ -36,9 +38,9 @@ class Losses:
         """True where some unit cannot be cut, so that the model is called on one micro-batch after the other."""
         return self._state.way.cut == "calls"
 
-    def parts(self, facts: BatchFacts, num_chunks: int | None = None) -> Generator[torch.Tensor, None, None]:
-        """Yield the loss in parts; those of all ranks add up to the mean over their target tokens. `num_chunks`: of the
-        head, None for what the plan of the pass asks for.
+    def parts(self, facts: BatchFacts, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
+        """Yield the loss in parts; those of all ranks add up to the mean over their target tokens. `chunk_tokens`: how
+        many go through the head at once, 0 for all, None for what the plan of the pass asks for.
 
         The units cut the batch themselves where they can (the model is called once, and its weights stream once);
         otherwise the model is called on one micro-batch after the other.
@@ -51,10 +53,11 @@ class Losses:
         is_cut = known.num_parts > 1 and self._state.way.cut == "units"
         rows = own.micro_rows if is_cut else own.rows
         with self._state.runner.as_ours(), self._state.runner.micro_batches(own.rows, rows, is_cut):
-            self.num_chunks = num_chunks or self.num_chunks_of(facts)
-            if self.num_chunks > 1:
-                yield self._chunked(facts)
+            size = self.chunk_tokens(facts) if chunk_tokens is None else chunk_tokens
+            if size:
+                yield self._chunked(facts, size)
                 return
+            self.num_chunks = 1
             share = 1.0
             if known.has_peers:
                 share = known.num_targets(rule, known.rank) / max(1, facts.num_targets)
@@ -91,39 +94,36 @@ class Losses:
         found = [(t, leaf.grad) for t in hanging if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
 
-    def num_chunks_of(self, facts: BatchFacts) -> int:
-        """Return into how many chunks the tokens go through the head, 1 where the logits are made whole."""
+    def chunk_tokens(self, facts: BatchFacts) -> int:
+        """Return how many tokens go through the head at once; 0 where the logits of all of them are made."""
         is_whole = facts.loss_fn is not None or not self._state.way.chunks
         if facts.head is None or self.chunk_bytes is None or is_whole:
-            return 1
-        most = 1
-        for told in facts.plan.ranks:
-            shape = dict(told.shapes)["labels"]
-            assert isinstance(shape, tuple)
-            rows, length = shape
-            columns = max(1, self.chunk_bytes // (rows * facts.head.vocabulary * 4))
-            most = max(most, -(-length // columns))
-        return most
+            return 0
+        size = max(1, self.chunk_bytes // (facts.head.vocabulary * 4))
+        shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
+        return size if any(math.prod(shape) > size for shape in shapes if isinstance(shape, tuple)) else 0
 
-    def _chunked(self, facts: BatchFacts) -> torch.Tensor:
+    def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
         """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
 
         The backward of the units below runs here too: the loss that comes back has nothing left to do.
         """
-        head, batch = facts.head, facts.batch
+        head, batch, known = facts.head, facts.batch, facts.plan
         assert head is not None
+        assert facts.labels is not None
+        most = max(known.num_targets(facts.rule, rank) for rank in range(len(known.ranks)))
+        chunks = chunks_of(facts.labels, size, max(1, -(-most // size)))  # on each rank as many
+        self.num_chunks = len(chunks)
         output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, False)))
         hidden = output["last_hidden_state"]
-        gradient = torch.zeros_like(hidden, requires_grad=False) if hidden.requires_grad else None
+        gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        skips = self._state.comm.size == 1  # else another rank may have targets where this one has none
         with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
-            found = head.losses(output, batch, self.num_chunks, facts.num_targets, facts.labels, skips=skips)
-            for loss, leaf, span in found:
+            for loss, leaf, places in head.losses(output, batch, chunks, facts.num_targets):
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     self._state.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:
-                    gradient[:, span] = leaf.grad
+                    gradient.view(-1, hidden.shape[-1])[places] = leaf.grad[0, : len(places)]
                 total += loss.detach().to(torch.float32)
         if gradient is not None:
             self._state.backward(hidden, gradient)
