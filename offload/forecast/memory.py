@@ -188,7 +188,8 @@ class StepMemory:
         tier, placement = self.settings.placement.graphs, self.settings.placement
         budget = budget_bytes(placement.host_memory if tier == "cpu" else placement.nvme_memory)
         there = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
-        left = [each - bytes_on(tier, self.plan.allocations) for each in (budget, there) if each is not None]
+        inputs = sum(map(self._first_away, self.workload.calls)) if placement.activations == tier else 0
+        left = [each - bytes_on(tier, self.plan.allocations) - inputs for each in (budget, there) if each is not None]
         most = budget_bytes(placement.graphs_memory)
         return min([*left, *([] if most is None else [most])], default=sys.maxsize)
 
@@ -214,6 +215,7 @@ class StepMemory:
         on_device: Counter[str] = Counter()
         away, of_graphs, below = 0, 0, self._below(kept)
         for number, call in self._each():
+            away += self._first_away(call)
             if number in below:
                 graph_bytes = self._graph_bytes(call)
                 waits = _over_all(call, call.input_bytes + call.saved_bytes - call.unsaved_bytes, work)
@@ -222,7 +224,6 @@ class StepMemory:
                 continue
             name, bytes_away = self._waits(call, number in kept)
             on_device[name] += _over_all(call, call.input_bytes, work) - bytes_away
-            away += bytes_away
             if number in kept and call.name is not None and not call.keeps_graph:
                 on_device[KEPT] += call.saved_bytes * work.num_micro_batches
         for name in (INPUTS, KEPT):
@@ -249,6 +250,13 @@ class StepMemory:
             return INPUTS, away
         counts_as_input = settings.recompute == "auto" and not goes_away and call.is_cut
         return INPUTS if counts_as_input else KEPT, 0
+
+    def _first_away(self, call: UnitWork) -> int:
+        """Return how many bytes of the inputs of a use wait elsewhere in a first step, which recomputes what may be
+        kept later: their memory there is kept for the next ones.
+        """
+        always_kept = call.keeps_graph or call.name is None
+        return 0 if always_kept or self.settings.recompute == "never" else self._waits(call, False)[1]
 
     def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
         """Return the most that is held on the device at once, less what waits at the end of the forward."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_memory import CASES, Case, compare
+from benchmarks.plan_memory import CASES, Case, actual, compare, planned
 from offload.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.forecast.alternatives import forecast, place
@@ -43,6 +43,14 @@ def test_what_is_told_is_held(case: Case) -> None:
     assert found["worst_ratio"] == pytest.approx(1, abs=0.02), found["worst_allocation"]
     assert found["waiting_ratio"] == pytest.approx(1, abs=0.1)
     assert found["operations_ratio"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["always", "auto"])
+def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(recompute: str, tmp_path: Path) -> None:
+    case = replace(SMALL, graphs="cpu", activations="cpu", recompute=recompute, device_memory="24MiB")
+    told, was = (tell(case, str(tmp_path)).waiting for tell in (planned, actual))
+    assert told[CHECKPOINTS] == was[CHECKPOINTS] > 0
+    assert told.get(GRAPHS, 0) == pytest.approx(was.get(GRAPHS, 0), rel=0.02)
 
 
 def test_there_are_as_many_configurations_as_are_promised() -> None:
@@ -186,7 +194,7 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
     assert "--offload.graphs cpu --offload.graphs_memory" in found.placed
     slow = large.with_(rates=replace(large.rates, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, both_ways_bytes_per_s=2e9))
     assert place(forecaster, forecaster.tell(given, slow)).config.offload.graphs == "auto", "a link that has no time"
-    assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=24 << 30))).config.offload.graphs == "auto"
+    assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=20 << 30))).config.offload.graphs == "auto"
 
 
 def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_otherwise() -> None:
