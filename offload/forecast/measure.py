@@ -190,7 +190,7 @@ class _Probe:
             gradient = torch.zeros_like(hidden, requires_grad=False)
             # Of a batch of all rows a chunk has so many tokens, and each row the same share of them.
             here = len(given["labels"]) * max(1, size // batch.rows)
-            chunk = Chunk(torch.arange(here, device="cpu"), here)
+            chunk = Chunk(torch.arange(here, device=hidden.device), here)
             self._run_chunk(head.losses(output, given, [chunk], given["labels"].numel()))
             self.begin()
             hidden.backward(gradient)

@@ -296,7 +296,7 @@ def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
     output, count = head.base_output(lambda: model(**batch)), int((batch["labels"][:, 1:] != -100).sum())
     wanted = float(model(**batch).loss)
     for num_chunks in (3, LENGTH + 3):
-        chunks = chunks_of(batch["labels"], -(-count // 3), num_chunks)
+        chunks = chunks_of(batch["labels"], -(-count // 3), num_chunks, torch.clone)
         parts = [float(loss) for loss, _, _ in head.losses(output, batch, chunks, count)]
         assert len(parts) == num_chunks
         assert sum(parts) == pytest.approx(wanted, rel=1e-5)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine
+from offload.engine.loss.label_trials import LabelTrials
 from offload.engine.loss.loss import LossRule, probe_loss
 from tests.engine.handmade import Block, cross_entropy
 
@@ -56,7 +57,7 @@ def probed(model: nn.Module, batch: dict[str, Tensor], loss_fn: Any = None) -> L
         with torch.no_grad():
             return model(**inputs, **more)
 
-    return probe_loss(model, batch, run, loss_fn)
+    return probe_loss(model, batch, LabelTrials(model, run), loss_fn)
 
 
 @pytest.mark.parametrize("columns", [1, 8])
@@ -127,3 +128,46 @@ def test_one_function_with_other_switches_is_another_loss(bind: Callable[..., An
     for shifts in (True, False):
         assert engine.step(right(), bind(given, shifts)).tokens == right()["labels"][:, shifts:].numel()
     engine.close()
+
+
+class Body(nn.Module):
+    """Counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.count = nn.Embedding(CLASSES, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.embedding(x)
+
+
+class WithBody(nn.Module):
+    """A base model and a head; one that `feeds` gives the base model its labels, as a decoder has them before it."""
+
+    def __init__(self, feeds: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base_model, self.head, self.feeds = Body(), nn.Linear(4, CLASSES), feeds
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: int | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.base_model(labels.clamp(min=0) if self.feeds else x))
+        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return {"loss": losses / (num_items_in_batch or (labels[:, 1:] != -100).sum()), "logits": logits}
+
+
+@pytest.mark.parametrize("feeds", [False, True])
+def test_a_base_model_runs_again_only_where_it_sees_the_labels(feeds: bool) -> None:
+    model, batch = WithBody(feeds), right()
+
+    def run(inputs: dict[str, Tensor], **more: int) -> Any:
+        with torch.no_grad():
+            return model(**inputs, **more)
+
+    trials = LabelTrials(model, run)
+    trials.learn(batch)
+    rule = probe_loss(model, batch, trials, None)
+    runs = model.base_model.count
+    assert rule == probe_loss(model, batch, LabelTrials(model, run), None) == LossRule(shifts=True, takes_count=True)
+    assert (trials.output is None) == feeds
+    assert runs > 6 if feeds else runs == 2, "once to learn, once with other labels"

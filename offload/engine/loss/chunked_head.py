@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch import Batch
+from offload.engine.loss.label_trials import forward_replaced
 from offload.engine.loss.loss import IGNORED, find_loss
 
 _ROUNDED_TO = 64
@@ -28,7 +28,7 @@ _ROUNDED_TO = 64
 class Chunk:
     """Tokens that go through the head at once.
 
-    places: where they lie in all rows one behind the other, int64 on the host.
+    places: where they lie in all rows one behind the other, int64.
     num_targets: how many of the first ones count; the others fill up.
     """
 
@@ -36,16 +36,19 @@ class Chunk:
     num_targets: int
 
 
-def chunks_of(labels: torch.Tensor, size: int, num_chunks: int) -> list[Chunk]:
+def chunks_of(
+    labels: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Chunk]:
     """Return the tokens whose next label [rows, columns], on the host, is a target, in chunks of `size`; of so many
-    chunks the first ones count for nothing: what is overwritten comes first.
+    chunks the first ones count for nothing: what is overwritten comes first. `bring_up` takes places to the device.
     """
     rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    all_places = bring_up(rows * labels.shape[1] + columns)
     found = []
-    for places in (rows * labels.shape[1] + columns).split(size) if len(rows) else ():
+    for places in all_places.split(size) if len(rows) else ():
         missing = min(size, -(-len(places) // _ROUNDED_TO) * _ROUNDED_TO) - len(places)
         found.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
-    nothing = Chunk(torch.zeros(1, dtype=torch.int64), 0)
+    nothing = Chunk(all_places.new_zeros(1), 0)
     return [*[nothing] * (num_chunks - len(found)), *found]
 
 
@@ -80,7 +83,7 @@ class ChunkedHead:
             raise _CapturedError(original(*args, **kwargs))
 
         try:
-            with self._replaced(capture):
+            with forward_replaced(self._base, capture):
                 run()
         except _CapturedError as captured:
             return captured.output
@@ -95,13 +98,13 @@ class ChunkedHead:
         hidden = output["last_hidden_state"]
         states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), batch["labels"].flatten()
         for chunk in chunks:
-            places = chunk.places.to(hidden.device)
+            places = chunk.places
             targets = labels[places + 1]
             targets[chunk.num_targets :] = IGNORED
             leaf = states[places][None].requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
-            with self._replaced(lambda *_args, part=part, **_kwargs: part):
+            with forward_replaced(self._base, lambda *_args, part=part, **_kwargs: part):
                 # No name for the outputs: the logits of a chunk go before the next one's come.
                 loss = find_loss(
                     self._model(
@@ -113,23 +116,14 @@ class ChunkedHead:
                 )
             yield loss, leaf, places[: chunk.num_targets]
 
-    @contextmanager
-    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        own = self._base.__dict__.get("forward")
-        self._base.forward = forward
-        try:
-            yield
-        finally:
-            if own is None:
-                del self._base.forward
-            else:
-                self._base.forward = own
 
-
-def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any]) -> ChunkedHead | None:
+def find_chunked_head(
+    model: nn.Module, batch: Batch, run: Callable[[Batch], Any], output: Any = None
+) -> ChunkedHead | None:
     """Return the model's head in chunks, where that reproduces the whole loss; else None.
 
-    The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch.
+    The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch; `output` that
+    of the base model under any labels, where that is known.
     """
     base = getattr(model, "base_model", None)
     labels = batch.get("labels")
@@ -151,10 +145,10 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
     try:
         outputs = run(batch)
         whole = float(find_loss(outputs))
-        output = head.base_output(lambda: run(batch))
+        output = head.base_output(lambda: run(batch)) if output is None else output
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
-        chunks = chunks_of(labels.cpu(), -(-tokens // 2), 2)
+        chunks = chunks_of(labels.cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
         parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, chunks, tokens))
     except Exception:
         return None

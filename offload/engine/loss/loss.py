@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch import Batch
+from offload.engine.loss.label_trials import LabelTrials
 from offload.errors import ConfigError, OffloadError, nearest
 
 IGNORED = -100
@@ -105,9 +106,7 @@ def run_loss(
     return check_loss(loss_fn(outputs, batch), has_gradient=has_gradient) if loss_fn else find_loss(outputs)
 
 
-def probe_loss(
-    model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None
-) -> LossRule | None:
+def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:
     """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
     None where it is no number on these rows, so that it tells nothing.
 
@@ -119,10 +118,12 @@ def probe_loss(
     if labels is None or labels.dim() < 2 or labels.is_floating_point():
         return LossRule(shifts=False)
 
+    def loss_of(outputs: Any, inputs: Batch) -> float:
+        return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+
     def tried(given: torch.Tensor, **extra: int) -> float:
         inputs = {**batch, "labels": given}
-        outputs = run(inputs, **extra)
-        return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+        return loss_of(trials(inputs, **extra), inputs)
 
     def tried_without(given: torch.Tensor) -> float:
         """Return the loss where there may be no target; NaN for one that cannot be computed."""
@@ -135,6 +136,7 @@ def probe_loss(
 
     one = labels.masked_fill(labels == IGNORED, 0)
     other = torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
+    trials.confirm({**batch, "labels": other}, loss_of)
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([its[:, :1], none[:, 1:]], 1) for its in (one, other)]
     empty, alone = tried_without(none), [tried_without(first) for first in firsts]

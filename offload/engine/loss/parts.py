@@ -112,7 +112,7 @@ class Losses:
         assert head is not None
         assert facts.labels is not None
         most = max(known.num_targets(facts.rule, rank) for rank in range(len(known.ranks)))
-        chunks = chunks_of(facts.labels, size, max(1, -(-most // size)))  # on each rank as many
+        chunks = chunks_of(facts.labels, size, max(1, -(-most // size)), self._state.device.bring_up)
         self.num_chunks = len(chunks)
         output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, False)))
         hidden = output["last_hidden_state"]

@@ -25,6 +25,7 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
+from offload.engine.loss.label_trials import LabelTrials
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
@@ -198,10 +199,11 @@ class TrialRuns:
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside in eval mode alone (RWKV rescales its blocks there). Watched once: that
             # takes as long as a run, and which weights are read does not depend on the labels.
-            self._settled(lambda _: run(probe))
-            rule = probe_loss(self._model, probe, run, loss_fn)
+            trials = LabelTrials(self._model, run)
+            self._settled(lambda _: trials.learn(probe))
+            rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, run)
+                head = find_chunked_head(self._model, probe, trials, trials.output)
         self.forget_traffic()
         return rule, head
 

@@ -1,0 +1,73 @@
+"""Trials of a loss on the same rows under other labels, for which most of a model need not run again."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from offload.engine.loss.batch import Batch
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, a module has another forward, which is called without it."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+class LabelTrials:
+    """Runs a model on the same rows under other labels. Where labels do not change the output of the base model, that
+    output is computed once, and only what follows the base model runs again.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        """`run` is the model on a batch and further arguments."""
+        base = getattr(model, "base_model", None)
+        self._base = base if isinstance(base, nn.Module) and base is not model else None
+        self._run, self._learned = run, list[Any]()
+        self.output: Any = None
+        """The output of the base model; None while that may change with labels."""
+
+    def __call__(self, batch: Batch, **extra: Any) -> Any:
+        return self._run(batch, **extra) if self.output is None else self._again(self.output, batch, **extra)
+
+    def learn(self, batch: Batch) -> None:
+        """Run the model as it is, and note the output of the base model."""
+        base, self._learned = self._base, []
+        if base is None:
+            self._run(batch)
+            return
+        forward = base.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._learned.append(forward(*args, **kwargs))
+            return self._learned[-1]
+
+        with forward_replaced(base, noted):
+            self._run(batch)
+
+    def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
+        """Take what was learned for the output under any labels, where the loss is the same to the bit for these, which
+        differ from those learned with everywhere.
+        """
+        if len(self._learned) == 1:
+            whole, again = (loss_of(its, batch) for its in (self._run(batch), self._again(self._learned[0], batch)))
+            if whole == again and math.isfinite(whole):
+                self.output = self._learned[0]
+
+    def _again(self, output: Any, batch: Batch, **extra: Any) -> Any:
+        assert self._base is not None
+        with forward_replaced(self._base, lambda *_args, **_kwargs: copy.copy(output)):
+            return self._run(batch, **extra)
