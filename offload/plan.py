@@ -92,7 +92,7 @@ def times(found: Forecast) -> Iterator[str]:
     )
     hidden = "" if timing.hides_from_tokens is None else f"; hidden from {timing.hides_from_tokens:,} tokens a step on"
     yield f"busy, in seconds: {busy}{hidden}"
-    if where := found.prepared.plan.told_updates(found.prepared.regions):
+    if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
     if found.written_bytes:
         told = found.to_dict()

@@ -143,7 +143,7 @@ class Placed:
 
     def __init__(self, settings: Settings, placer: Placer) -> None:
         self.settings, self._placer = settings, placer
-        self._hardware, self._regions = placer.hardware, placer.prepared.regions
+        self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
         self._sharding = Sharding(0, placer.num_ranks, settings.zero_stage)
 
     @property
@@ -290,7 +290,7 @@ class Placer:
         # Whatever is recomputed, the plan is the same.
         key = repr(replace(settings, recompute="always"))
         if key not in self._plans:
-            units, regions = self.prepared.units, self.prepared.regions
+            units, regions = self.prepared.structure.units, self.prepared.structure.regions
             try:
                 self._plans[key] = make_plan(settings, units, regions, ImaginedRanks(self.num_ranks), self.machine)
             except (DoesNotFitError, ConfigError):

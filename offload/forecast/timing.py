@@ -88,8 +88,8 @@ class PlannedStep:
     """
 
     def __post_init__(self) -> None:
-        its = self.prepared
-        self.settings, self.regions, self.units, self.plan = its.settings, its.regions, its.units, its.plan
+        its, structure = self.prepared, self.prepared.structure
+        self.settings, self.regions, self.units, self.plan = its.settings, structure.regions, structure.units, its.plan
 
     def play(self, num_steps: int = 6) -> Timing:
         """Return what it takes, by playing so many of it, of which the later half counts. Of many blocks that are alike

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,7 +42,7 @@ class Plane:
     block: int = 1
     """How many neighbouring weights have one element together; a divisor of PARAMETER_ALIGNMENT."""
 
-    @property
+    @cached_property
     def label(self) -> str:
         """What it is called in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
