@@ -616,15 +616,17 @@ def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(s
     leaves nothing behind of what that took. Of graphs that wait below the device some give way to the allocator's
     fragments."""
     monkeypatch.setattr(probe, "_user_cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(device, "ROUNDING_BYTES", 0)
+    monkeypatch.setattr(device, "ROUNDING_BYTES", 4 << 20)
     gc.collect()
+    torch.sim.empty_cache()
+    most = torch.sim.memory_allocated() + (40 << 20) + device.ROUNDING_BYTES
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.batch_size": 4, "checkpoint.export": False}
     given |= {"offload.device_memory": "40MiB", **graphs}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
     plan, decided = (tmp_path / "run" / name for name in ("plan.json", "config.yaml"))
     assert json.loads(plan.read_text())["tiers"]["device"]["bytes"] <= 40 << 20
     assert "optimizer: cpu  # resolved" in decided.read_text()
-    assert torch.sim.memory_reserved() <= 40 << 20
+    assert torch.sim.memory_reserved() <= most
 
 
 # -- weights that stream for inference -----------------------------------------------------------------------------
