@@ -74,7 +74,8 @@ class EngineState:
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
         accelerator = own_accelerator(settings.device)
-        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap)
+        most_bytes = budget_bytes(placement.device_memory)
+        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(
             accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
@@ -336,8 +337,7 @@ class EngineState:
         self.gradients.free()
         self.updates.free()
         self.store.close()
-        if self.device.pinning is not None:
-            self.device.pinning.close()
+        self.device.close()
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()

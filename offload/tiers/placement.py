@@ -44,7 +44,9 @@ class Placement:
     graphs_memory: float | str | None = None
     """The most memory that graphs take there, of this machine's; the other units recompute."""
     device_memory: float | str | None = None
-    """The budget of the device."""
+    """The budget of the device. torch's allocator has no more for the whole process, but for what others hold on the
+    device before the engine and 256 MiB, until the engine is closed.
+    """
     host_memory: float | str | None = None
     """The budget of the host."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None

@@ -137,8 +137,6 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
-    if accelerator is not None and config.offload.device_memory is not None:
-        accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
     made = engine(config, built, comm)
     built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
