@@ -441,6 +441,11 @@ class OffloadSection(Section):
     """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
     YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.
     """
+    frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
+    """How the matrices of frozen blocks rest and travel: as they are; in int8, a byte each with a scale for 128; or in
+    nf4, half a byte each as in QLoRA. They are decoded on the device. Embeddings, what is outside of the blocks, and
+    parameters of fewer than 4096 elements stay as they are.
+    """
     device: str | None = None
     """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
     none.

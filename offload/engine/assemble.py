@@ -19,7 +19,7 @@ from offload.hf.sources import Fill
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan
+from offload.planning.plan import Plan, make_plan, told_frozen_weights
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -45,6 +45,11 @@ class EnginePlan:
     plan: Plan
 
     @property
+    def told_frozen_weights(self) -> str:
+        """As of `told_frozen_weights` in `planning/plan.py`."""
+        return told_frozen_weights(self.infos, self.regions)
+
+    @property
     def chunk_bytes(self) -> int | None:
         """Bytes of logits that may exist at once; None for all."""
         return self.settings.chunk_bytes(self.plan.device_bytes)
@@ -62,7 +67,7 @@ def prepare(
         disable()
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
     settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
-    infos = describe_parameters(model, settings.optimizer, settings.precision)
+    infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights)
     candidates = find_units(model, infos)
     parameters = {unit.name: unit.parameters for unit in candidates}
     rules = settings.optimizer.parts

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import torch
+
 from offload.errors import ConfigError
-from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
+from offload.layout.codecs import CODECS, EXACT, Codec
+from offload.layout.planes import CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -46,6 +49,8 @@ class ParameterInfo:
     """The weight decay."""
     rule: int = 0
     """The number of the parameter's update rule, in the `parts` of the optimizer."""
+    codec: str = EXACT.name
+    """The name of the codec in which the parameter rests; that of what is trained is exact."""
 
     @property
     def numel(self) -> int:
@@ -88,6 +93,13 @@ class Region:
     """The shape of each parameter."""
     by_matrix: bool = False
     """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
+    codec: Codec = EXACT
+    """How the weights rest, and travel to where they are used."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the weights are used."""
+        return DTYPES[self.compute]
 
     @property
     def is_bf16(self) -> bool:
@@ -116,6 +128,11 @@ class Region:
 
     @cached_property
     def weight_bytes(self) -> int:
+        """Bytes of the weights on the device, as they are used."""
+        return self.dtype.itemsize * self.numel
+
+    @cached_property
+    def travelling_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
         return self.plane("weights").num_bytes(self.numel)
 
@@ -176,25 +193,32 @@ def build_regions(
         info = parameters[index]
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
-        rule = info.rule if info.trainable else 0
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule), []).append(info)
+        rule, codec = info.rule if info.trainable else 0, CODECS[info.codec]
+        has_low = has_low and codec is EXACT
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(info)
     regions: list[Region] = []
-    for (names, compute, trainable, has_low, rule), members in groups.items():
+    for (names, compute, trainable, has_low, rule, codec), members in groups.items():
+        border = max(PARAMETER_ALIGNMENT, codec.block)
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
         by_matrix = trainable and factors is not None and rule in factors
         bins = _balanced(members, num_ranges) if by_matrix else [members]
-        step = align(max(map(_length, bins)), SHARD_MULTIPLE * world_size // len(bins))
+        lengths = [_length(its, border) for its in bins]
+        step = align(max(lengths), max(SHARD_MULTIPLE, border) * world_size // len(bins))
         _check_padding(names, members, step, len(bins))
         offsets = [
-            number * step + _length(its[:position]) for number, its in enumerate(bins) for position in range(len(its))
+            number * step + _length(its[:position], border)
+            for number, its in enumerate(bins)
+            for position in range(len(its))
         ]
         members = [info for its in bins for info in its]
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
+        if not trainable:
+            suffix += " (frozen)" if codec is EXACT else f" (frozen, {codec.name})"
         regions.append(
             Region(
                 index=len(regions),
-                name=" = ".join(names) + suffix + ("" if trainable else " (frozen)"),
+                name=" = ".join(names) + suffix,
                 compute=compute,
                 trainable=trainable,
                 has_low=has_low,
@@ -203,19 +227,20 @@ def build_regions(
                 sizes=tuple(info.numel for info in members),
                 numel=step * len(bins),
                 units=names,
-                table=table(compute, moments[rule], delays),
+                table=table(compute, moments[rule], delays, codec),
                 rule=rule,
                 factors=tuple(factors[rule]) if by_matrix and factors else (),
                 shapes=tuple(info.shape for info in members),
                 by_matrix=by_matrix,
+                codec=codec,
             )
         )
     return tuple(regions)
 
 
-def _length(members: Sequence[ParameterInfo]) -> int:
-    """Return the elements that parameters take one behind the other."""
-    return sum(align(info.numel, PARAMETER_ALIGNMENT) for info in members)
+def _length(members: Sequence[ParameterInfo], border: int = PARAMETER_ALIGNMENT) -> int:
+    """Return the elements that parameters take one behind the other, where each starts on a border."""
+    return sum(align(info.numel, border) for info in members)
 
 
 def _balanced(members: Sequence[ParameterInfo], num_ranges: int) -> list[list[ParameterInfo]]:
@@ -370,7 +395,7 @@ class DiskLayout:
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
         moves = self.of(region) or region.index in self.streamed
-        step = self.tile_numel if moves else max(1, end - begin)
+        step = align(self.tile_numel, region.codec.block) if moves else max(1, end - begin)
         if region.by_matrix:
             # Who publishes does it tile by tile, of which all ranks have as many.
             step = end - begin if self.sharding.publishes else step
@@ -380,7 +405,7 @@ class DiskLayout:
     def largest_tile(self, region: Region) -> int:
         """Return the elements of the largest tile of a region that any rank has."""
         if not region.by_matrix:
-            return min(self.tile_numel, region.numel // self.sharding.num_ranges)
+            return min(align(self.tile_numel, region.codec.block), region.numel // self.sharding.num_ranges)
         owners = range(self.sharding.num_ranges)
         return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 

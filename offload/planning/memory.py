@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
+from offload.layout.codecs import EXACT
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.schedule.build import window_bytes
+from offload.tiers.decoding import DECODING, decoding_bytes
 
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 """The setting that bounds each tier."""
@@ -17,7 +19,7 @@ SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
 STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
-_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING)
+_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING, DECODING)
 """What the device holds wherever the states are."""
 
 
@@ -157,11 +159,14 @@ def plan_memory(
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
 
     resident = resident_regions(units)
-    if states_tier == "cpu" or sharding.gathers:
-        kept = sum(region.weight_bytes for region in regions if region.index in resident)
+    in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]
+    if in_slots:
+        kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
-        plan.append(_slots(units, resident, stay, ahead, layout))
+        there = resident.union(region.index for region in regions if region not in in_slots)
+        plan.append(_slots(units, there, stay, ahead, layout))
+        plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
     plan.append(Allocation("device", WORKSPACE, workspace_bytes))

@@ -10,7 +10,8 @@ from typing import Any
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
-from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.layout.codecs import EXACT, LEAST_NUMEL
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, optimizer_bytes, ring_bytes, with_early_tiles
 from offload.planning.estimates import is_small
@@ -110,6 +111,24 @@ class Plan:
 def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
     return next(found, Allocation(tier, name, 0))
+
+
+def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region]) -> str:
+    """Return which frozen weights rest in codes, and which do not, for people; empty where none do."""
+    coded = [region for region in regions if region.codec is not EXACT]
+    if not coded:
+        return ""
+    num_coded = sum(len(region.parameters) for region in coded)
+    rests = format_bytes(sum(region.travelling_bytes for region in coded))
+    used = format_bytes(sum(region.weight_bytes for region in coded))
+    others = [info for info in infos if not info.trainable and info.codec == EXACT.name]
+    small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
+    named = [info.name for info in others if info not in small]
+    named += [f"{len(small)} vectors and small matrices"] if small else []
+    return (
+        f"{num_coded} frozen parameters rest in {coded[0].codec.name}, {rests} for {used} on the device; "
+        f"others as they are: {', '.join(named) or 'none'}"
+    )
 
 
 def make_plan(

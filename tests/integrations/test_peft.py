@@ -17,6 +17,7 @@ from offload.errors import ConfigError
 from tests.engine import families
 from tests.engine.compare import train_both
 from tests.engine.reference import count_labels
+from tests.engine.test_frozen_weights import dequantised
 from tests.integrations.plain import (
     assert_same_run,
     assert_same_weights,
@@ -78,6 +79,15 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
     loaded = PeftModel.from_pretrained(llama(), tmp_path / "offloaded", is_trainable=True)
     trained = {n: p.detach() for n, p in plain.model.named_parameters() if p.requires_grad}
     assert_same_weights({n: p.detach() for n, p in loaded.named_parameters() if n in trained}, trained)
+
+
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_an_adapter_over_a_base_in_few_bits(codec: str) -> None:
+    base = families.build(lambda: families.llama(hidden_size=64, intermediate_size=96, num_key_value_heads=4))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    batches = [families.tokens(seed) for seed in range(3)]
+    engine, _ = train_both(model, batches, plain=dequantised(model, codec), frozen_weights=codec)
+    assert engine.told_frozen_weights.startswith(f"14 frozen parameters rest in {codec}")
 
 
 @pytest.mark.parametrize(
