@@ -17,7 +17,12 @@ from torch import nn
 from offload import Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.lanes.throttle import parse_throttle
+from offload.layout import codecs
 from offload.layout.codecs import CODECS, decoded
+from offload.machine.hardware import Hardware
+from offload.planning.estimates import weight_seconds
+from offload.planning.machines import Speeds
 from tests.engine.compare import assert_same, same_bits, train_both, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens
@@ -92,8 +97,9 @@ def test_training_is_that_of_an_engine_over_the_dequantised_weights(
 
 @matrix(strength=1, codec=["int8", "nf4"], way=[WAYS[""], WAYS["kept"]], precision=["fp32", "bf16"])
 def test_training_is_that_of_plain_pytorch_over_the_dequantised_weights(
-    codec: str, way: dict[str, Any], precision: str
+    codec: str, way: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)  # so that pieces of a unit are decoded over the records of others
     model = build(adapted)
     plain = dequantised(model, codec, torch.bfloat16 if precision == "bf16" else torch.float32)
     settings = way | {"frozen_weights": codec, "precision": precision}
@@ -124,6 +130,25 @@ def test_tiers_and_links_have_the_bytes_of_codes(codec: str) -> None:
     assert rests - rests_coded == saved, "on the host"
     assert up_coded <= up_bytes - 2 * saved, "over the link; a slot that is larger may keep another unit"
     assert down == down_coded
+
+
+def test_codes_have_no_low_half() -> None:
+    """Where the weights came in fp32, and are used in bf16, a frozen matrix has one as long as it is not in codes."""
+    exact, low = (
+        tier_bytes(Engine(build(adapted), precision="bf16", frozen_weights=codec), "cpu")["low"]
+        for codec in ("exact", "int8")
+    )
+    assert exact - low == 2 * sum(base_bytes(build(adapted), "int8")) // 132 * 128
+
+
+def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
+    def seconds(codec: str) -> float:
+        parts = parts_of(Engine(build(adapted), frozen_weights=codec))
+        throttles = parse_throttle({"h2d": "1MB"})
+        return weight_seconds(parts.regions, parts.plan.layout.sharding, throttles, Speeds(Hardware.read("rtx-4090")))
+
+    saved = sum(base_bytes(build(adapted), "int8")) - sum(base_bytes(build(adapted), "nf4"))
+    assert seconds("int8") - seconds("nf4") == pytest.approx(2 * saved / 1e6, abs=1e-3)
 
 
 @LEDGER

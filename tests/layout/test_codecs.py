@@ -4,6 +4,8 @@ computation gives; in any pieces, to any dtype, over the records themselves.
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ SIZES, SCALES = "00172ea0d0e6fe", "49b2b93f49b2f83f"
 def some_weights() -> Tensor:
     place = torch.arange(448)
     return (place * 7919 % 1009 - 504).float() / 1024 * (1 + place // 64)
+
+
+def more_weights() -> Tensor:
+    place = torch.arange(1 << 18)
+    return (place * 7919 % 1009 - 504).float() / 1024 * (1 + place // 64 * 31 % 97)
 
 
 def weights(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -53,6 +60,8 @@ def test_nf4_makes_the_bytes_that_it_is_known_by() -> None:
     codes, sizes, scales = parts(records_of(Nf4(), some_weights()), 448)
     assert codes.hex() == CODES.replace("\n", "")
     assert (sizes.hex(), scales.hex()) == (SIZES, SCALES)
+    more = parts(records_of(Nf4(), more_weights()), 1 << 18)
+    assert [sha256(part).hexdigest()[:16] for part in more[:2]] == ["1b31e9434bf26a09", "218dcb399e8b18aa"]
 
 
 @pytest.mark.parametrize(
