@@ -399,8 +399,10 @@ class OptimizerSection(Section):
 class OffloadSection(Section):
     """Which tier holds what, and how much of it may be used."""
 
-    parameters: StateTier = "auto"
-    """Tier of the parameters at rest."""
+    parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
+    """Tier of the parameters at rest. files: frozen ones stay in the model's own files, are read whenever they come up,
+    and are copied nowhere; the others are on the cpu.
+    """
     optimizer: StateTier = "auto"
     """Tier of the optimizer states."""
     gradients: StateTier = "auto"

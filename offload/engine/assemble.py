@@ -47,7 +47,7 @@ class EnginePlan:
     @property
     def told_frozen_weights(self) -> str:
         """As of `told_frozen_weights` in `planning/plan.py`."""
-        return told_frozen_weights(self.infos, self.regions)
+        return told_frozen_weights(self.infos, self.regions, self.plan.layout)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -97,6 +97,11 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
     prepared = prepare(model, settings, comm, machine)
+    if prepared.plan.layout.files and fill is None:
+        raise ConfigError(
+            "offload.parameters is files, and Engine() was given a model that has its weights already, from no files: "
+            "build it of its folder (build_model or read_model, and fill=), or set --offload.parameters cpu."
+        )
     share_buffers(model, comm)
     state = EngineState(
         model,

@@ -66,10 +66,10 @@ class Saving:
         """
         trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
         codec = _codec(engine)
-        if not trained_only and codec != EXACT.name:
+        if not trained_only and (why := _why_trained_only(engine)):
             raise ConfigError(
-                f"offload.frozen_weights is {codec}, and what rests in codes is in no checkpoint: save with "
-                "trained_only=True, and make the engine that loads it of the same model."
+                f"{why} is in no checkpoint: save with trained_only=True, and make the engine that loads it of the "
+                "same model."
             )
         comm, contents = engine.comm, _contents(engine, trained_only)
         moved = engine.moved.find(comm, _buffers(engine))
@@ -216,7 +216,13 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
             f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
         )
-    own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
+    trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
+    if not trained_only and (why := _why_trained_only(engine)):
+        raise ConfigError(
+            f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
+            "trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
+        )
+    own = _contents(engine, trained_only)
     # Who makes updates in time has no weights from before one, and has no use for them.
     wanted, found = (
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
@@ -255,6 +261,13 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
 def _codec(engine: EngineState) -> str:
     """Return how the frozen weights rest that need not rest as they are."""
     return next((info.codec for info in engine.infos if info.codec != EXACT.name), EXACT.name)
+
+
+def _why_trained_only(engine: EngineState) -> str:
+    """Say which weights cannot be in a checkpoint; empty where all can."""
+    if (codec := _codec(engine)) != EXACT.name:
+        return f"offload.frozen_weights is {codec}, and what rests in codes"
+    return "offload.parameters is files, and what rests in the model's own files" if engine.files is not None else ""
 
 
 def _rule(engine: EngineState) -> str:

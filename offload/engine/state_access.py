@@ -87,20 +87,21 @@ class StateAccess:
 
         names: of the parameters, as `named_parameters` has them; None for all.
 
-        Raises ConfigError for a name that there is none of, for one whose weights rest in codes (`frozen_weights`), and
-        for values that are not finite, which are not written.
+        Raises ConfigError for a name that there is none of, for one that rests in codes (`frozen_weights`) or in the
+        model's own files, and for values that are not finite, which are not written.
         """
         infos = {info.name: info for info in self._state.infos}
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
             raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
-        coded = next((name for name in wanted if infos[name].codec != EXACT.name), None)
-        if coded is not None:
+        has_files = self._state.files is not None
+        fixed = (n for n in wanted if infos[n].codec != EXACT.name or (has_files and not infos[n].trainable))
+        if (name := next(fixed, None)) is not None:
             raise ConfigError(
-                f"engine.edit was asked for {coded}, which rests in {infos[coded].codec}: to write it is to encode all "
-                "of it anew, into weights that nobody chose. Name other parameters, or set --offload.frozen_weights "
-                "exact."
+                f"engine.edit was asked for {name}, which is not written: it rests in few bits, where other weights "
+                "would come of it, or in the model's own files. Name other parameters, or set --offload.frozen_weights "
+                "exact and --offload.parameters cpu."
             )
         self._own_loop.refuse_middle("engine.edit")
         self._settle(f"edit({', '.join(wanted)})")
@@ -169,10 +170,10 @@ class StateAccess:
 
     @property
     def told_frozen_weights(self) -> str:
-        """Which frozen weights rest in codes (`frozen_weights`), and which as they are, for people; empty where none
-        rest in codes.
+        """Which frozen weights rest in codes (`frozen_weights`), and which as they are, or what is read of the model's
+        own files, for people; empty where frozen weights rest like others.
         """
-        return told_frozen_weights(self._state.infos, self._state.regions)
+        return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
 
     @property
     def resting(self) -> frozenset[str]:
@@ -210,7 +211,7 @@ class StateAccess:
         was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
         `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer. With
         `trained_only` it lacks what was frozen at `Engine()`, and only an engine that has the same there can load it.
-        Frozen weights that rest in codes are in no checkpoint: an engine with `frozen_weights` writes these alone.
+        What rests in codes (`frozen_weights`) or in the model's own files is in no checkpoint: save it so.
 
         Raises, on all ranks, DiskError or ConfigError, after which training can go on.
         """

@@ -40,6 +40,7 @@ STATES = (
     ("auto", "auto"),
     ("nvme", "nvme"),
 )
+_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 """Tiers of parameters and of optimizer states, the highest first. With auto a part of them is on the device, where they
 are updated there, or in memory, with the rest on disk."""
 _RECOMPUTE = ("auto", "never", "always")
@@ -88,7 +89,7 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iter
     placement = settings.placement
     stages = range(settings.zero_stage + 1) if num_ranks > 1 else (settings.zero_stage,)
     seen: set[str] = set()
-    for stage, (parameters, states) in itertools.product(stages, STATES):
+    for stage, (parameters, states) in itertools.product(stages, _FILES if placement.parameters == "files" else STATES):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
         for gradients, activations, update, recompute, prefetch in itertools.product(

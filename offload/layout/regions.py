@@ -351,6 +351,10 @@ class DiskLayout:
     """The regions that are updated on the device, to which they stream from where they rest, in tiles; by index."""
     staying: frozenset[int] = frozenset()
     """The regions whose optimizer states rest on the device, so that only weights and gradients stream; by index."""
+    files: frozenset[int] = frozenset()
+    """The regions that rest in the model's own files, which are read and never written; by index."""
+    file_tile_numel: int = SHARD_MULTIPLE
+    """The elements of a tile that is read from these."""
     in_slots: bool = False
     """True if weights in memory are updated in the slot in which they come up, where they come up for one unit."""
 
@@ -394,18 +398,25 @@ class DiskLayout:
         where nothing of it moves.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
-        moves = self.of(region) or region.index in self.streamed
-        step = align(self.tile_numel, region.codec.block) if moves else max(1, end - begin)
+        step = self._step(region) or max(1, end - begin)
         if region.by_matrix:
             # Who publishes does it tile by tile, of which all ranks have as many.
             step = end - begin if self.sharding.publishes else step
             return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
 
+    def _step(self, region: Region) -> int:
+        """Return the elements of a tile of a region that moves in tiles; 0 for one that does not."""
+        if region.index in self.files:
+            return self.file_tile_numel
+        moves = self.of(region) or region.index in self.streamed
+        return align(self.tile_numel, region.codec.block) if moves else 0
+
     def largest_tile(self, region: Region) -> int:
-        """Return the elements of the largest tile of a region that any rank has."""
+        """Return the elements of the largest tile that any rank has of a region that moves in tiles."""
         if not region.by_matrix:
-            return min(align(self.tile_numel, region.codec.block), region.numel // self.sharding.num_ranges)
+            step = self._step(region) or align(self.tile_numel, region.codec.block)
+            return min(step, region.numel // self.sharding.num_ranges)
         owners = range(self.sharding.num_ranges)
         return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 

@@ -9,8 +9,10 @@ from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.codecs import EXACT
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
+from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
 from offload.tiers.decoding import DECODING, decoding_bytes
+from offload.tiers.model_files import READ_RING
 
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 """The setting that bounds each tier."""
@@ -144,6 +146,8 @@ def plan_memory(
     sharding = layout.sharding
     totals: dict[tuple[str, str], int] = {}
     for region in regions:
+        if region.index in layout.files:
+            continue
         on_disk = layout.of(region)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
             tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
@@ -157,6 +161,7 @@ def plan_memory(
         staged = [region for region in regions if "gradients" not in layout.of(region)]
         plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
+    plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
 
     resident = resident_regions(units)
     in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]

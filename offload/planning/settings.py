@@ -128,6 +128,12 @@ class Settings:
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
+        if self.placement.parameters == "files" and self.frozen_weights != EXACT.name:
+            raise ConfigError(
+                f"offload.parameters is files and offload.frozen_weights is {self.frozen_weights}: what rests in the "
+                "model's files is read as it is there. Set --offload.parameters cpu (or nvme), or "
+                "--offload.frozen_weights exact."
+            )
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
