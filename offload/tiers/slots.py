@@ -281,8 +281,10 @@ class Slots(Cargoes):
             lease.done_reading(ticket)
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
+        if not self._gathers:
+            return tickets
         own = flat[self._store.sharding.own(region)].data  # see Device.copy
-        return self._put_together(region, flat, own, tickets, is_ahead) if self._gathers else tickets
+        return self._put_together(region, flat, own, tickets, is_ahead)
 
     def _put_together(
         self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool

@@ -17,12 +17,15 @@ from torch import nn
 from offload import Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.forecast.played_step import Call, PlayedPlan, simulate
 from offload.lanes.throttle import parse_throttle
 from offload.layout import codecs
 from offload.layout.codecs import CODECS, decoded
+from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
+from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, same_bits, train_both, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens
@@ -167,6 +170,17 @@ def test_a_budget_of_what_is_planned_is_kept(codec: str) -> None:
         assert engine.counters.peak_device_bytes <= peak + LATE_BYTES
     block = max(sum(p.numel() for n, p in coded(build(adapted)).items() if f".{i}." in n) for i in range(3))
     assert tier_bytes(engine, "device")["decoding"] <= 3072 + 6.125 * up(block, 16384) + 5 * 6.125 * 16384
+
+
+def test_a_step_is_foretold_by_the_bytes_of_codes() -> None:
+    """Each unit is fetched for its forward and its backward, but for two that are still there where the order turns."""
+    depth, numel = 6, 1 << 16
+    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec="nf4") for n in range(depth)]
+    regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
+    plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2)
+    calls = [Call((region,), 1.0, 1.0) for region in regions]
+    found = simulate(calls, plan, {"h2d": lambda num_bytes: num_bytes / 1e6}, num_steps=8)
+    assert found.busy_s["h2d"] == pytest.approx((2 * depth - 4) * numel // 16384 * 8456 / 1e6)
 
 
 def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) -> None:

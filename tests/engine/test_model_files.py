@@ -24,6 +24,7 @@ from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, mixtral, tokens
+from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
 from tests.engine.sizes import elements, tier_bytes
@@ -88,6 +89,7 @@ def test_no_copy_is_made_and_the_files_stay(tmp_path: Path) -> None:
     for seed in range(2):
         engine.step(tokens(seed))
     held = tier_bytes(engine, "cpu")
+    assert held == {each.name: each.num_bytes for each in parts_of(engine).plan.allocations if each.tier == "cpu"}
     assert held["weights"] == 4 * TILE * 2, f"of {sum(trained.values())} weights, in two regions"
     assert held["read ring"] <= disk.RING_TILES * 4 * TILE
     whole = 4 * (sum(blocks) + elements(engine_model().model.embed_tokens) + elements(engine_model().lm_head))
