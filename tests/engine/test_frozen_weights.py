@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import Engine, MeZO, Placement
+from offload import AdamW, Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.forecast.played_step import Call, PlayedPlan, simulate
@@ -26,6 +26,7 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings
+from offload.training.resident import Resident
 from tests.engine.compare import assert_same, same_bits, train_both, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens
@@ -242,6 +243,23 @@ def test_what_cannot_be_is_refused() -> None:
         engine.edit([name])
     for _, value in engine.edit(["model.norm.weight"]):
         value.mul_(2)
+
+
+def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
+    model = build(adapted)
+    plain = dequantised(model, "nf4")
+    devices = dict.fromkeys((name for name, _ in model.named_parameters()), torch.device("cpu"))
+    resident = Resident(
+        model,
+        AdamW(),
+        precision="fp32",
+        device=torch.device("cpu"),
+        update_devices=devices,
+        max_grad_norm=1.0,
+        seed=0,
+        frozen_weights="nf4",
+    )
+    assert_same(dict(resident.weights()), {name: p.detach() for name, p in plain.named_parameters()})
 
 
 def test_forwards_alone_train_over_codes() -> None:
