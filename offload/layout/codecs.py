@@ -71,13 +71,13 @@ class Coded(Codec, ABC):
     def read(self, rests: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
         first, last = place.start // self.block, -(-place.stop // self.block)
         records = rests[first * self.record_bytes : last * self.record_bytes].cpu()
-        found = torch.empty((last - first) * self.block, dtype=dtype)
+        found = torch.empty((last - first) * self.block, dtype=dtype, device="cpu")
         self.decode(records, found, self.workspace(found.numel()))
         return found[place.start - first * self.block : place.stop - first * self.block]
 
     def workspace(self, numel: int) -> Tensor:
         """Return memory of the CPU with which so many weights are decoded."""
-        memory = torch.empty(self.workspace_bytes(numel), dtype=torch.uint8)
+        memory = torch.empty(self.workspace_bytes(numel), dtype=torch.uint8, device="cpu")
         memory[: self.tables.nbytes] = self.tables
         return memory
 
@@ -114,7 +114,7 @@ class Int8(Coded):
 
     @property
     def tables(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         for its, weights in _pieces(self, records, out):
@@ -244,7 +244,7 @@ def _levels() -> Tensor:
     below += [0.28444138169288635, 0.18477343022823334, 0.09105003625154495]
     above = [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
     above += [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
-    return torch.tensor([*(-size for size in below), 0.0, *above])
+    return torch.tensor([*(-size for size in below), 0.0, *above], dtype=torch.float32, device="cpu")
 
 
 @cache
@@ -254,10 +254,10 @@ def _dynamic_map() -> Tensor:
     """
     found = [0.0, 1.0]
     for level in range(7):
-        borders = torch.linspace(0.1, 1, (1 << level) + 1)
+        borders = torch.linspace(0.1, 1, (1 << level) + 1, dtype=torch.float32, device="cpu")
         sizes = ((borders[:-1] + borders[1:]) / 2 * 10.0 ** (level - 6)).tolist()
         found += [*sizes, *(-size for size in sizes)]
-    return torch.tensor(sorted(found))
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
 def _borders(numbers: Tensor) -> Tensor:
@@ -268,6 +268,6 @@ def _borders(numbers: Tensor) -> Tensor:
 @cache
 def _nf4_tables() -> Tensor:
     """Return both numbers that a byte of codes stands for, fp32 [256, 2], and the dynamic map, as bytes."""
-    byte: Any = torch.arange(256)
+    byte: Any = torch.arange(256, device="cpu")
     pairs = torch.stack([_levels()[byte >> 4], _levels()[byte & 15]], 1)
     return torch.cat([pairs.view(-1), _dynamic_map()]).view(torch.uint8)

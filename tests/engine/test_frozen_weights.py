@@ -29,7 +29,7 @@ from offload.planning.settings import Settings
 from offload.training.resident import Resident
 from tests.engine.compare import assert_same, same_bits, train_both, weights
 from tests.engine.device import LATE_BYTES, LEDGER
-from tests.engine.families import build, llama, tokens
+from tests.engine.families import build, llama, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
@@ -110,6 +110,16 @@ def test_training_is_that_of_plain_pytorch_over_the_dequantised_weights(
     engine, _ = train_both(model, [tokens(seed) for seed in range(3)], plain=plain, **settings)
     assert len(coded(plain)) == 19
     assert all(same_bits(weights(engine)[name], p.detach()) for name, p in coded(plain).items())
+
+
+def test_experts_in_one_parameter_rest_in_codes() -> None:
+    model = freeze(build(lambda: mixtral(hidden_size=64, num_key_value_heads=4)), "experts")
+    plain = Engine(dequantised(model, "nf4"))
+    engine = Engine(model, frozen_weights="nf4")
+    assert engine.told_frozen_weights.startswith("4 frozen parameters rest in nf4")
+    for seed in range(2):
+        assert engine.step(tokens(seed)).loss.item() == plain.step(tokens(seed)).loss.item()
+    assert_same(weights(engine), weights(plain))
 
 
 @pytest.mark.parametrize("codec", ["int8", "nf4"])

@@ -153,6 +153,21 @@ def test_what_rests_has_the_bytes_of_its_records(name: str, bits: float) -> None
     assert plane.cut(slice(2 * codec.block, 5 * codec.block)) == slice(2 * plane.width, 5 * plane.width)
 
 
+def test_no_table_hangs_on_what_torch_makes_by_default() -> None:
+    tables = codecs._levels, codecs._dynamic_map, codecs._nf4_tables
+    known = [make().clone() for make in tables]
+    for make in tables:
+        make.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            for make, wanted in zip(tables, known, strict=True):
+                assert torch.equal(make(), wanted)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_blocks_of_zeros_are_zeros() -> None:
     values = weights(16384)
     values[:256] = 0
