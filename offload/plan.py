@@ -94,6 +94,8 @@ def times(found: Forecast) -> Iterator[str]:
     yield f"busy, in seconds: {busy}{hidden}"
     if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
+    if rest := found.prepared.told_frozen_weights:
+        yield rest
     if found.written_bytes:
         told = found.to_dict()
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]

@@ -19,7 +19,7 @@ from offload.hf.sources import Fill
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan
+from offload.planning.plan import Plan, make_plan, told_frozen_weights
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -46,7 +46,7 @@ class Structure:
             name = "activation_checkpointing_disable"
             disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
             disable()
-        infos = describe_parameters(model, settings.optimizer, settings.precision)
+        infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights)
         candidates = find_units(model, infos)
         rules = settings.optimizer.parts
         regions = build_regions(
@@ -86,6 +86,11 @@ class EnginePlan:
         return cls(settings, structure, plan)
 
     @property
+    def told_frozen_weights(self) -> str:
+        """As of `told_frozen_weights` in `planning/plan.py`."""
+        return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
+
+    @property
     def chunk_bytes(self) -> int | None:
         """Bytes of logits that may exist at once; None for all."""
         return self.settings.chunk_bytes(self.plan.device_bytes)
@@ -114,6 +119,11 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
     prepared = prepare(model, settings, comm, machine)
+    if prepared.plan.layout.files and fill is None:
+        raise ConfigError(
+            "offload.parameters is files, and Engine() was given a model that has its weights already, from no files: "
+            "build it of its folder (build_model or read_model, and fill=), or set --offload.parameters cpu."
+        )
     share_buffers(model, comm)
     state = EngineState(
         model,

@@ -42,6 +42,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import READ_RING, ModelFiles
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
@@ -88,6 +89,8 @@ class EngineState:
         self.moved = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
+        ring = plan.of("cpu", READ_RING).num_bytes
+        self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning) if ring else None
         self.store = Store(
             regions,
             infos,
@@ -97,6 +100,7 @@ class EngineState:
             lanes=self.lanes,
             layout=plan.layout,
             nvme=self._nvme,
+            files=self.files,
             comm=comm,
             counters=counters,
         )

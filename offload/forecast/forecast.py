@@ -231,7 +231,7 @@ class Forecaster:
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
     def _structure(self, told: Settings) -> Structure:
-        key = repr((told.optimizer, told.precision, told.delay, told.zero_stage))
+        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._model, told, self.num_ranks)
         return self._structures[key]

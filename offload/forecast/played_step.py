@@ -26,6 +26,7 @@ from offload.engine.units.activation_offload import ActivationOffload, OnDisk, O
 from offload.lanes.played import PlayedLanes, Seconds
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import DiskLayout, Region
+from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -34,6 +35,7 @@ from offload.tiers.device import CpuDevice
 from offload.tiers.due import Due, Work
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -220,6 +222,8 @@ class _PlayedEngine:
         self._lanes = lanes = PlayedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
         device, host = CpuDevice(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _PlayedNvme(plan.rings, lanes, self._counters) if plan.rings else None
+        ring_bytes = read_ring(plan.layout, plan.regions)
+        files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
         self._store = Store(
             plan.regions,
             (),
@@ -229,6 +233,7 @@ class _PlayedEngine:
             lanes=lanes,
             layout=plan.layout,
             nvme=nvme,
+            files=files,
             comm=ImaginedRanks(plan.layout.sharding.size),
             counters=self._counters,
         )

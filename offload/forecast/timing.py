@@ -276,7 +276,7 @@ class PlannedStep:
         of_each = {"update": on_host, "h2d": up, "d2h": down}
         of_each["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in of_each.items() if num_bytes)
-        weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in self.regions)
+        weights = sum(sharding.share(r.plane("weights"), r.travelling_bytes) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 

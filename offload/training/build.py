@@ -138,7 +138,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
     made = engine(config, built, comm)
-    built.close()
+    if config.offload.parameters != "files":  # else they are read in every step
+        built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
     weights = "the weights of a checkpoint" if first else f"{config.model.init} weights"

@@ -342,6 +342,7 @@ def _resident(run: Run, same_order: bool) -> Resident:
         skips=config.train.on_nonfinite == "skip",
         late_after=config.train.delay_after if config.train.delay else None,
         sums_by_unit=same_order,
+        frozen_weights=config.offload.frozen_weights,
     )
 
 
