@@ -198,7 +198,9 @@ class StateAccess:
         with self._saving("save_checkpoint", path, meta, files, **how) as saving, self._recovery.working():
             saving.finish()
 
-    def begin_checkpoint(self, path: str | Path, meta: _Json = None, files: _Files = None) -> Saving:
+    def begin_checkpoint(
+        self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
+    ) -> Saving:
         """Begin what `save_checkpoint` does: all states are copied into host memory that is left over (of the budget,
         or half of what is free without one), and are on their way to the disk when this returns. What has no room there
         is waited for. Steps may follow; the checkpoint is there once `finish` of what this returns has returned, which
@@ -207,7 +209,7 @@ class StateAccess:
 
         Raises as `save_checkpoint`; what the disk refuses later is raised by `finish`, on all ranks.
         """
-        return self._saving("begin_checkpoint", path, meta, files, copies=True)
+        return self._saving("begin_checkpoint", path, meta, files, copies=True, trained_only=trained_only)
 
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
         self._own_loop.refuse_middle(f"engine.{name}")

@@ -1,0 +1,356 @@
+"""Adapters of PEFT over a model whose own weights are frozen, and come piece by piece from where they are."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from offload.config.sections import LoraSection
+from offload.errors import ConfigError, MissingLibraryError, nearest, shorten
+from offload.hf.models import BuiltModel
+from offload.hf.sources import Source
+from offload.hf.write import check_place, made_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What PEFT calls its files."""
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+"""PEFT's words for kinds of models; it has none for masked ones."""
+_NUM_NAMES = 12  # of modules, in an error
+# What may be asked of a parameter that has no values yet.
+# fmt: off
+_OF_SHAPE = frozenset((
+    "dim", "size", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device", "is_floating_point",
+    "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty", "new_zeros", "new_ones", "new_full",
+    "empty_like", "zeros_like", "ones_like", "full_like",
+))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What is to be put over a base."""
+
+    config: Any
+    """The PeftConfig."""
+    folder: Path | None = None
+    """The folder with the adapter's first weights; None to begin as the configuration says."""
+
+    @classmethod
+    def of(cls, section: LoraSection, kind: str) -> Adaptation:
+        """Return what the settings ask for, for a kind of model ("causal", "masked", "seq2seq"). Raises ConfigError,
+        MissingLibraryError.
+        """
+        _need_peft()
+        if section.adapter is not None:
+            return cls.saved(Path(section.adapter).expanduser(), "lora.adapter")
+        if section.config is not None:
+            config = _read_config(Path(section.config).expanduser(), "lora.config")
+            config.task_type = config.task_type or _TASKS.get(kind)
+            return cls(config)
+        from peft import LoraConfig
+
+        targets: Any = section.target_modules and list(section.target_modules)
+        if not targets and section.target_parameters:
+            targets = []
+        return cls(
+            LoraConfig(
+                r=section.rank,
+                lora_alpha=section.alpha,
+                lora_dropout=section.dropout,
+                target_modules="all-linear" if targets == ["all-linear"] else targets,
+                target_parameters=_listed(section.target_parameters),
+                modules_to_save=_listed(section.modules_to_save),
+                trainable_token_indices=_listed(section.trainable_tokens),
+                init_lora_weights=True if section.init == "default" else section.init,
+                use_rslora=section.use_rslora,
+                use_dora=section.use_dora,
+                task_type=_TASKS.get(kind),
+            )
+        )
+
+    @classmethod
+    def saved(cls, folder: Path, said: str) -> Adaptation:
+        """Return the adapter in a folder, which errors call `said`. Raises ConfigError, MissingLibraryError."""
+        _need_peft()
+        if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+            lacking = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
+            what = f"has no {lacking}" if folder.is_dir() else "is no folder"
+            raise ConfigError(f"{said} is {folder}, which {what}: give a folder of an adapter as PEFT saves it.")
+        return cls(_read_config(folder / CONFIG, said), folder)
+
+    @classmethod
+    def stored(cls, checkpoint: Path) -> Adaptation:
+        """Return the adapter of a checkpoint, whose weights its states are. Raises ConfigError, MissingLibraryError."""
+        _need_peft()
+        return cls(_read_config(checkpoint / CONFIG, "the checkpoint's adapter"))
+
+    def over(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
+        """Put the adapter over a model, whose weights need not be filled: what the adapter's first values depend on,
+        such as the norms of DoRA, is read for them, a parameter at a time. The base is frozen, and keeps its names for
+        `source`. `trains`: without it the adapter is frozen too.
+
+        Raises ConfigError where the adapter has nothing to adapt, or would change the base.
+        """
+        import peft
+
+        config = copy.deepcopy(self.config)
+        config.inference_mode = not trains
+        names, offer = [name for name, _ in built.model.named_modules()], _offer(built.model)
+        _check_targets(built.model, config, names, offer)
+        with torch.random.fork_rng(devices=[]), _first_values(built) as reads, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties that are kept, of names that are empty
+            torch.manual_seed(seed)
+            try:
+                model = peft.get_peft_model(built.model, config)
+            except (
+                ImportError,
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                RuntimeError,
+                NotImplementedError,
+            ) as error:
+                reason = shorten(" ".join(str(error).split()))
+                name = type(built.model).__name__
+                raise ConfigError(f"the adapter cannot be put over {name}: {reason} {offer}") from error
+            if self.folder is not None:
+                _load(model, self.folder)
+        if reads.changed:
+            raise ConfigError(
+                f"the adapter's initial values change weights of the base ({reads.changed[0]}), which stay as their "
+                "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out of "
+                "the file of lora.config."
+            )
+        bases = dict(reads.names_in(model))
+        return replace(
+            built,
+            model=model,
+            fill=reads.fill,
+            source=lambda name: built.source(bases[name]) if name in bases else None,
+        )
+
+
+def config_bytes(model: nn.Module) -> bytes:
+    """Return the configuration of an adapted model's adapter, as PEFT has completed it, in JSON."""
+    return json.dumps(config_of(model).to_dict(), default=_plain, indent=2, sort_keys=True).encode()
+
+
+def config_of(model: Any) -> Any:
+    """Return the PeftConfig of an adapted model."""
+    return model.peft_config[model.active_adapter]
+
+
+def summary(model: nn.Module) -> str:
+    """Return what is adapted, in a line."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    config = config_of(model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tuner = getattr(model, "base_model", None)
+    targets = [
+        *getattr(tuner, "targeted_module_names", []),
+        *getattr(tuner, "targeted_parameter_names", []),
+        *(name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)),
+    ]
+    kinds = Counter(name.rpartition(".")[2] for name in dict.fromkeys(targets))
+    of = (
+        f", over {len(set(targets))} modules ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""
+    )
+    return (
+        f"{getattr(config.peft_type, 'value', config.peft_type).lower()}, {trained:,} of {total:,} parameters train "
+        f"({100 * trained / max(1, total):.3g}%){of}"
+    )
+
+
+def write_adapter(
+    model: Any, values: Mapping[str, torch.Tensor], folder: Path, files: Mapping[str, bytes], *, replace: bool = False
+) -> int:
+    """Write an adapter as PEFT saves it; return the bytes of its weights. `values`: by the names in `model`, whose own
+    are not read. `files`, by name, go with it. `replace`: an earlier export gives way. Raises ConfigError, DiskError.
+    """
+    check_place(folder.resolve(), replace)
+    with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(made, state_dict=dict(values), save_embedding_layers=False)
+        for name, data in files.items():
+            (made / name).write_bytes(data)
+        return (made / WEIGHTS).stat().st_size
+
+
+@contextmanager
+def _first_values(built: BuiltModel) -> Iterator[_BaseReads]:
+    """Within, parameters of a model that is not filled have their values when these are read."""
+    reads = _BaseReads(built)
+    with reads:
+        yield reads
+    reads.close()
+
+
+class _BaseReads(TorchFunctionMode):
+    """Gives a parameter of the base its values as soon as they are read, and takes them away when another is read.
+
+    changed: the names of what was written instead.
+    """
+
+    def __init__(self, built: BuiltModel) -> None:
+        super().__init__()
+        self._built = built
+        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
+        self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
+        self._left: dict[nn.Parameter, Source] = {}
+        self.changed: list[str] = []
+
+    def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
+        """Do as the base's own `fill`: what the adapter adds has its values."""
+        found = dict(self._built.fill(name, module) or {})
+        for parameter in module.parameters():
+            if parameter in self._left:
+                found[parameter] = self._left.pop(parameter)
+        return found
+
+    def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield the names of the base's parameters in the adapted model, and their own."""
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._names:
+                yield name, self._names[id(parameter)]
+
+    def close(self, but: Collection[int] = ()) -> None:
+        """Take all values away, but for those of parameters with some ids."""
+        for key in self._open.keys() - set(but):
+            self._alive[key].data = self._open.pop(key)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_attribute = name in ("__get__", "__set__") and owner != "data"
+        if is_attribute or name in _OF_SHAPE:
+            return func(*args, **kwargs)
+        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        read = [id(each) for each in given if id(each) in self._names]
+        is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        if read and is_write and id(given[0]) == read[0]:
+            self.changed.append(self._names[read[0]])
+        if read:
+            self.close(but=read)
+        for key in read:
+            if key not in self._open:
+                self._read(key)
+        return func(*args, **kwargs)
+
+    def _read(self, key: int) -> None:
+        source, parameter = self._built.source(self._names[key]), self._alive[key]
+        if source is not None:
+            self._open[key] = parameter.data
+            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+            return
+        for owner in self._built.model.modules():  # what no file has is made, once, and stays
+            if any(each is parameter for each in owner._parameters.values()):
+                self._left.update(self._built.fill("", owner) or {})
+
+
+def _need_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise MissingLibraryError(
+            'an adapter needs peft, which is not installed: pip install "offload[peft]", or leave the settings of lora '
+            "out to train the whole model."
+        )
+
+
+def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
+
+
+def _read_config(path: Path, said: str) -> Any:
+    """Return the PeftConfig in a file. Raises ConfigError."""
+    from peft import PeftConfig
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{said} is {path}, which cannot be read as JSON: {error}.") from None
+    if not isinstance(values, dict) or "peft_type" not in values:
+        raise ConfigError(
+            f"{said} is {path}, which names no peft_type, such as LORA: give a file as save_pretrained of PEFT writes."
+        )
+    values.pop("runtime_config", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of keys that it has not, which are refused below
+            config = PeftConfig.from_peft_type(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ConfigError(f"{said} is {path}, of which no PeftConfig can be made: {reason}.") from error
+    known = {field.name for field in fields(config)} | {"peft_version"}
+    if unknown := sorted(values.keys() - known):
+        has = f"{type(config).__name__} of peft {version('peft')}"
+        raise ConfigError(
+            f"{said} is {path}, with {unknown[0]}{nearest(unknown[0], sorted(known))}, which {has} does not have: "
+            "leave it out, or use the version of peft that wrote it."
+        )
+    return config
+
+
+def _load(model: Any, folder: Path) -> None:
+    """Give an adapter the weights of a folder. Raises ConfigError."""
+    import peft
+
+    try:
+        values = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS} cannot be read: {shorten(' '.join(str(error).split()))}") from error
+    try:
+        found: Any = peft.set_peft_model_state_dict(model, values)
+    except RuntimeError as error:  # of shapes
+        reason = shorten(" ".join(str(error).split()))
+        raise ConfigError(f"{folder} is an adapter of another model: {reason}") from error
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lacking = sorted(own.intersection(found.missing_keys))
+    if found.unexpected_keys or lacking:
+        what = f"has {found.unexpected_keys[0]}" if found.unexpected_keys else f"lacks {lacking[0]}"
+        raise ConfigError(f"{folder} is an adapter of another model: it {what}.")
+
+
+def _check_targets(model: nn.Module, config: Any, names: list[str], offer: str) -> None:
+    """Raise ConfigError for a name of a module that there is none of."""
+    given = getattr(config, "target_modules", None)
+    wanted = [] if given is None or isinstance(given, str) else list(given)
+    wanted += list(getattr(config, "modules_to_save", None) or [])
+    for each in sorted(wanted):
+        if not any(name == each or name.endswith(f".{each}") for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(f"{type(model).__name__} has no module {each!r} to adapt{nearest(each, ends)}. {offer}")
+
+
+def _offer(model: nn.Module) -> str:
+    """Say which modules can be adapted."""
+    kinds = Counter(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+    )
+    kinds = Counter({name: n for name, n in kinds.items() if not name.isdecimal()})
+    listed = ", ".join(f"{name} ({n})" for name, n in kinds.most_common(_NUM_NAMES))
+    return f"Modules for --lora.target_modules: {listed}{', ...' if len(kinds) > _NUM_NAMES else ''}."
