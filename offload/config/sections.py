@@ -329,9 +329,8 @@ class OptimizerSection(Section):
     """
     lr: Rate | None = None
     """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over them, 1e-3 for random ones (4e-3
-    for tiny); with lion a tenth of
-    it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo a hundred times, with
-    mezo a twentieth.
+    for tiny); with lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times,
+    with lomo a hundred times, with mezo a twentieth.
     """
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     """How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from run.seed); int8 has

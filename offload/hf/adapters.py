@@ -7,7 +7,7 @@ import importlib.util
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from offload.config.sections import LoraSection
-from offload.errors import ConfigError, MissingLibraryError, nearest, shorten
+from offload.errors import ConfigError, MissingLibraryError, OffloadError, nearest, shorten
 from offload.hf.models import BuiltModel
-from offload.hf.sources import Source
+from offload.hf.sources import Held, Source
 from offload.hf.write import check_place, made_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -132,9 +132,9 @@ class Adaptation:
                 raise ConfigError(f"the adapter cannot be put over {name}: {reason} {offer}") from error
             if self.folder is not None:
                 _load(model, self.folder)
-        if reads.changed:
+        if changed := reads.changed:
             raise ConfigError(
-                f"the adapter's initial values change weights of the base ({reads.changed[0]}), which stay as their "
+                f"the adapter's initial values change weights of the base ({changed[0]}), which stay as their "
                 "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out of "
                 "the file of lora.config."
             )
@@ -157,42 +157,75 @@ def config_of(model: Any) -> Any:
     return model.peft_config[model.active_adapter]
 
 
-def summary(model: nn.Module) -> str:
-    """Return what is adapted, in a line."""
+def kind_of(model: Any) -> str:
+    """Return what PEFT calls the adapter of a model, such as lora."""
+    kind = config_of(model).peft_type
+    return str(getattr(kind, "value", kind)).lower()
+
+
+def outermost(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that an adapter has put in the place of the base's, by the names that these have there."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    config = config_of(model)
+    last = None
+    for name, module in model.get_base_model().named_modules():
+        is_inside = last is not None and name.startswith(f"{last}.")
+        if not is_inside and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            last = name
+            yield name, module
+
+
+def summary(model: nn.Module) -> str:
+    """Return what is adapted, in a line."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
-    tuner = getattr(model, "base_model", None)
-    targets = [
-        *getattr(tuner, "targeted_module_names", []),
-        *getattr(tuner, "targeted_parameter_names", []),
-        *(name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)),
-    ]
-    kinds = Counter(name.rpartition(".")[2] for name in dict.fromkeys(targets))
-    of = (
-        f", over {len(set(targets))} modules ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""
-    )
-    return (
-        f"{getattr(config.peft_type, 'value', config.peft_type).lower()}, {trained:,} of {total:,} parameters train "
-        f"({100 * trained / max(1, total):.3g}%){of}"
-    )
+    kinds = Counter(name.rpartition(".")[2] for name, _ in outermost(model))
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    of = f", over {kinds.total()} modules ({listed})" if kinds else ""
+    share = 100 * trained / max(1, total)
+    return f"{kind_of(model)}, {trained:,} of {total:,} parameters train ({share:.3g}%){of}"
+
+
+def put_over(
+    model: nn.Module, source: Callable[[str], Source | None], folder: Path
+) -> tuple[nn.Module, Callable[[str], Source | None]]:
+    """Put the adapter of a folder, frozen, over a model that is not filled and whose parameters `source` has. Return
+    the model itself, with the adapter in its modules, and what has the parameters of both, by its names. Raises
+    ConfigError, MissingLibraryError.
+    """
+    base = BuiltModel(model, lambda _name, _module: None, None, source=source)
+    over = Adaptation.saved(folder, "the adapter").over(base, seed=0, trains=False)
+    adapted: Any = over.model
+    inner: nn.Module = adapted.get_base_model()
+    if not any(True for _ in outermost(adapted)):
+        raise ConfigError(f"{folder} holds an adapter of kind {kind_of(adapted)}, beside the model: it cannot write.")
+    names = {id(parameter): name for name, parameter in adapted.named_parameters()}
+    outer = {name: names[id(parameter)] for name, parameter in inner.named_parameters()}
+    values: dict[str, Source] = {name: Held(parameter.detach()) for name, parameter in inner.named_parameters()}
+    return inner, lambda name: over.source(outer[name]) or values[name]
 
 
 def write_adapter(
     model: Any, values: Mapping[str, torch.Tensor], folder: Path, files: Mapping[str, bytes], *, replace: bool = False
 ) -> int:
     """Write an adapter as PEFT saves it; return the bytes of its weights. `values`: by the names in `model`, whose own
-    are not read. `files`, by name, go with it. `replace`: an earlier export gives way. Raises ConfigError, DiskError.
+    are not read. `files`, by name, go with it. `replace`: an earlier export gives way. Raises ConfigError, DiskError,
+    and OffloadError where what is read back is not what was written.
     """
+    import peft
+
     check_place(folder.resolve(), replace)
     with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(made, state_dict=dict(values), save_embedding_layers=False)
+        wanted = peft.get_peft_model_state_dict(model, state_dict=dict(values), save_embedding_layers=False)
+        found = load_file(made / WEIGHTS)
+        if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
+            raise OffloadError(f"{made / WEIGHTS} is not what was written when it is read back: use another disk.")
         for name, data in files.items():
             (made / name).write_bytes(data)
-        return (made / WEIGHTS).stat().st_size
+        return sum(value.nbytes for value in found.values())
 
 
 @contextmanager
@@ -205,9 +238,8 @@ def _first_values(built: BuiltModel) -> Iterator[_BaseReads]:
 
 
 class _BaseReads(TorchFunctionMode):
-    """Gives a parameter of the base its values as soon as they are read, and takes them away when another is read.
-
-    changed: the names of what was written instead.
+    """Gives a parameter of the base its values as soon as they are read, and takes them away when another is read. What
+    is written stays.
     """
 
     def __init__(self, built: BuiltModel) -> None:
@@ -217,7 +249,14 @@ class _BaseReads(TorchFunctionMode):
         self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
         self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
         self._left: dict[nn.Parameter, Source] = {}
-        self.changed: list[str] = []
+        self._written: set[int] = set()
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the frozen parameters that were written."""
+        return [
+            name for key, name in self._names.items() if key in self._written and not self._alive[key].requires_grad
+        ]
 
     def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
         """Do as the base's own `fill`: what the adapter adds has its values."""
@@ -225,6 +264,8 @@ class _BaseReads(TorchFunctionMode):
         for parameter in module.parameters():
             if parameter in self._left:
                 found[parameter] = self._left.pop(parameter)
+            if id(parameter) in self._written:
+                found.pop(parameter, None)
         return found
 
     def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -247,13 +288,14 @@ class _BaseReads(TorchFunctionMode):
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         read = [id(each) for each in given if id(each) in self._names]
         is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
-        if read and is_write and id(given[0]) == read[0]:
-            self.changed.append(self._names[read[0]])
         if read:
             self.close(but=read)
         for key in read:
-            if key not in self._open:
+            if key not in self._open and key not in self._written:
                 self._read(key)
+        if read and is_write and id(given[0]) == read[0]:
+            self._open.pop(read[0], None)
+            self._written.add(read[0])
         return func(*args, **kwargs)
 
     def _read(self, key: int) -> None:

@@ -39,13 +39,15 @@ class BaseMark:
         """Return it for JSON."""
         return asdict(self)
 
-    def check(self, was: Mapping[str, Any], where: Path) -> None:
-        """Refuse to go on over another base than a checkpoint's, `was`, at `where`. Raises ConfigError."""
+    def check(self, was: Mapping[str, Any], where: Path, flag: str = "--model.path") -> None:
+        """Refuse another base than that of a checkpoint at `where`, which `was`; `flag` names one. Raises
+        ConfigError.
+        """
         if self.mark != was["mark"]:
             raise ConfigError(
                 f"{where} holds an adapter of {told(was)} (mark {was['mark'][:12]}), and {self.name} is another model, "
-                f"or was changed since (mark {self.mark[:12]}): set --model.path to the weights that the adapter was "
-                "trained over."
+                f"or was changed since (mark {self.mark[:12]}): set {flag} to the weights that the adapter was trained "
+                "over."
             )
 
 
@@ -77,13 +79,16 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
     return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, found.hexdigest())
 
 
-def base_config(section: ModelSection, was: Mapping[str, Any], where: Path) -> PreTrainedConfig:
+def base_config(
+    section: ModelSection, was: Mapping[str, Any], where: Path, flag: str = "--model.path"
+) -> PreTrainedConfig:
     """Return the configuration of the base of an adapter that a checkpoint at `where` has. Raises ConfigError, which
-    says which base is missing.
+    says which base is missing, and that `flag` names it.
     """
     try:
         return load_model_config(section)
     except ConfigError as error:
         raise ConfigError(
-            f"{where} holds an adapter alone, and its base, {told(was)}, is not where it was: {error}"
+            f"{where} holds an adapter alone, and its base, {told(was)}, is not where it was; set {flag} to where it "
+            f"is now. {error}"
         ) from error

@@ -37,7 +37,7 @@ from offload.tiers.host import trim_heap
 Get = Callable[[str, int, int], torch.Tensor]
 SHARD_BYTES = 5 << 30
 _OWN = re.compile(
-    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|README\.md|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
 )
 
 

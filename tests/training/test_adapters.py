@@ -15,11 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.checkpoint.reader import Reader
 from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError
+from offload.export import main as export_command
 from offload.verify import main as verify_command
 from tests.integrations.plain import needs
 from tests.training.conftest import SHAPES
 
 needs("peft")
+
+from peft import PeftModel  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "down_proj"], "lora__dropout": 0.1}
 HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
@@ -60,6 +63,33 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
     assert [line["loss"] for line in again[-3:]] == [line["loss"] for line in lines[-3:]]
     assert_same(half.export, whole.export)
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
+
+
+def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
+    more = {"model__path": str(base), "checkpoint__every": 3, **ADAPTER, **HOST}
+    result, _, _ = run("run", **more)
+    adapter_of, merged, wanted = tmp_path / "adapter", tmp_path / "merged", tmp_path / "wanted"
+    assert export_command([str(result.dir), str(adapter_of)]) == 0
+    assert_same(adapter_of, result.export)
+    assert (adapter_of / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=f"its base, {base}, is not where it was; set --base to where it is now"):
+        export_command([str(result.dir), str(merged), "--merge"])
+    assert export_command([str(result.dir), str(merged), "--merge", "--base", str(tmp_path / "moved")]) == 0
+    over: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype="auto")
+    PeftModel.from_pretrained(over, adapter_of).merge_and_unload().save_pretrained(wanted)
+    for name in ("model.safetensors", "config.json"):
+        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
+    assert verify_command([str(merged)]) == 0
+
+
+def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
+    result, _, _ = run("run", model__path=str(base), optimizer__lr=0.0, checkpoint__every=3, lora__rank=2)
+    with pytest.raises(ConfigError, match="changes no weight of its base: it was not trained"):
+        export_command([str(result.dir), str(tmp_path / "merged"), "--merge"])
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(ConfigError, match="without --merge"):
+        export_command([str(result.dir), str(tmp_path / "merged"), "--base", str(base)])
 
 
 def test_a_checkpoint_has_the_adapter_alone(run: Any, base: Path) -> None:
