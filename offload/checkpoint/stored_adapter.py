@@ -37,9 +37,8 @@ def export_adapter(folder: Path, out: Path) -> int:
     is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
     """
     with offering_another(folder), Reader(folder) as reader:
-        base = empty_model(ModelSection(), configuration(folder))
-        built = Adaptation.stored(folder).over(BuiltModel(base, lambda _name, _module: None, None), seed=0)
-        return write_adapter(built.model, _values(reader), out, _tokenizer(reader))
+        model = Adaptation.stored(folder).over_shapes(empty_model(ModelSection(), configuration(folder)))
+        return write_adapter(model, _values(reader), out, _tokenizer(reader))
 
 
 def export_merged(

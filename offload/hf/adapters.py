@@ -146,6 +146,10 @@ class Adaptation:
             source=lambda name: built.source(bases[name]) if name in bases else None,
         )
 
+    def over_shapes(self, model: nn.Module) -> nn.Module:
+        """Put the adapter over a model of shapes alone, on `meta`. Raises ConfigError."""
+        return self.over(BuiltModel(model, lambda _name, _module: None, None), seed=0).model
+
 
 def config_bytes(model: nn.Module) -> bytes:
     """Return the configuration of an adapted model's adapter, as PEFT has completed it, in JSON."""
