@@ -118,18 +118,10 @@ class Adaptation:
             torch.manual_seed(seed)
             try:
                 model = peft.get_peft_model(built.model, config)
-            except (
-                ImportError,
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-                RuntimeError,
-                NotImplementedError,
-            ) as error:
+            except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
                 reason = shorten(" ".join(str(error).split()))
                 name = type(built.model).__name__
-                raise ConfigError(f"the adapter cannot be put over {name}: {reason} {offer}") from error
+                raise ConfigError(f"the adapter cannot be put over {name}: {reason.rstrip('.')}. {offer}") from error
             if self.folder is not None:
                 _load(model, self.folder)
         if changed := reads.changed:
@@ -386,7 +378,7 @@ def _check_targets(model: nn.Module, config: Any, names: list[str], offer: str) 
     wanted += list(getattr(config, "modules_to_save", None) or [])
     for each in sorted(wanted):
         if not any(name == each or name.endswith(f".{each}") for name in names):
-            ends = sorted({name.rpartition(".")[2] for name in names})
+            ends = sorted({"all-linear", *(name.rpartition(".")[2] for name in names)})
             raise ConfigError(f"{type(model).__name__} has no module {each!r} to adapt{nearest(each, ends)}. {offer}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import socket
@@ -282,7 +283,8 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
     """Return the model of an architecture on `meta`, fp32, in train mode: its shapes alone. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            model = model_kind(config).auto.from_config(config, dtype=torch.float32, **attention_options(section))
+            own = copy.deepcopy(config)  # which is told the dtype
+            model = model_kind(config).auto.from_config(own, dtype=torch.float32, **attention_options(section))
     except OffloadError:
         raise
     except Exception as error:  # whatever a constructor asks of values

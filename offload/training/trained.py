@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -23,6 +24,7 @@ from offload.hf import reload
 from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config, mark_base
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
+from offload.hf.names import stays_fp32
 from offload.hf.write import write_configuration
 from offload.training.resume import ResumePoint
 
@@ -117,6 +119,8 @@ class AdapterOverBase:
     """What tells the base from others."""
     seed: int
     """Of the adapter's first values."""
+    precision: str
+    """In which the run computes."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
@@ -160,6 +164,10 @@ class AdapterOverBase:
         from peft import PeftModel
 
         base: Any = fill_all(build_base())
+        computes = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        is_kept = stays_fp32(base, computes)
+        for name, parameter in base.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if is_kept(name) else computes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -190,11 +198,11 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     """
     if not config.adapts:
         return WholeModel(kind)
-    base, seed = mark_base(config.model, architecture, config.run.seed), config.run.seed
-    if not start.folders:
-        return AdapterOverBase(Adaptation.of(config.lora, kind.name), base, seed)
-    base.check(start.base, start.folders[0])
-    return AdapterOverBase(Adaptation.stored(start.folders[0]), base, seed)
+    base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
+    if first is not None:
+        base.check(start.base, first)
+    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
+    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision))
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:
