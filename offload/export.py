@@ -58,6 +58,8 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"--merge is given, and {folder} has no adapter but a whole model: leave it out.")
     if options.base and not options.merge:
         raise ConfigError("--base is given without --merge, and the adapter alone needs no base: leave it out.")
+    if is_adapter and not options.merge and dtype is not None:
+        raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out, or --merge.")
     if is_adapter and not options.merge:
         num_bytes = export_adapter(folder, out)
         print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")

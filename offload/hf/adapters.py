@@ -8,7 +8,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -107,28 +106,33 @@ class Adaptation:
 
         Raises ConfigError where the adapter has nothing to adapt, or would change the base.
         """
-        import peft
-
         config = copy.deepcopy(self.config)
         config.inference_mode = not trains
-        names, offer = [name for name, _ in built.model.named_modules()], _offer(built.model)
-        _check_targets(built.model, config, names, offer)
-        with torch.random.fork_rng(devices=[]), _first_values(built) as reads, warnings.catch_warnings():
+        offer = _offer(built.model)
+        _check_targets(built.model, config, offer)
+        with torch.random.fork_rng(devices=[]), _BaseReads(built) as reads, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of ties that are kept, of names that are empty
             torch.manual_seed(seed)
-            try:
-                model = peft.get_peft_model(built.model, config)
-            except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-                reason = shorten(" ".join(str(error).split()))
-                name = type(built.model).__name__
-                raise ConfigError(f"the adapter cannot be put over {name}: {reason.rstrip('.')}. {offer}") from error
+            model = _wrapped(built.model, config, offer)
+            if changed := reads.changed:
+                raise ConfigError(
+                    f"the adapter's initial values change weights of the base ({changed[0]}), which stay as their "
+                    "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out "
+                    "of the file of lora.config."
+                )
             if self.folder is not None:
                 _load(model, self.folder)
-        if changed := reads.changed:
+                reads.take_back()
+                if trains and (changed := reads.changed):
+                    raise ConfigError(
+                        f"{self.folder} has weights of the base ({changed[0]}) that differ from the base's own: merge "
+                        "them, or put the adapter over the base that it was trained over."
+                    )
+        parameters = getattr(model.base_model, "targeted_parameter_names", [])
+        if trains and parameters:
             raise ConfigError(
-                f"the adapter's initial values change weights of the base ({changed[0]}), which stay as their "
-                "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out of "
-                "the file of lora.config."
+                f"the adapter is put over {len(parameters)} parameters, such as {parameters[0]}, which PEFT sets anew "
+                f"in each forward: with weights that stream that cannot be done. Name modules alone. {offer}"
             )
         bases = dict(reads.names_in(model))
         return replace(
@@ -224,35 +228,36 @@ def write_adapter(
         return sum(value.nbytes for value in found.values())
 
 
-@contextmanager
-def _first_values(built: BuiltModel) -> Iterator[_BaseReads]:
-    """Within, parameters of a model that is not filled have their values when these are read."""
-    reads = _BaseReads(built)
-    with reads:
-        yield reads
-    reads.close()
-
-
 class _BaseReads(TorchFunctionMode):
-    """Gives a parameter of the base its values as soon as they are read, and takes them away when another is read. What
-    is written stays.
+    """While active, gives a parameter of a base that is not filled its values as soon as they are read, and takes them
+    away when another one's are. What is written instead stays.
     """
 
     def __init__(self, built: BuiltModel) -> None:
         super().__init__()
         self._built = built
-        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
         self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
+        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
         self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
         self._left: dict[nn.Parameter, Source] = {}
-        self._written: set[int] = set()
+        self._written: dict[int, torch.Tensor] = {}  # as `_open`
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._close()
 
     @property
     def changed(self) -> list[str]:
         """The names of the frozen parameters that were written."""
-        return [
-            name for key, name in self._names.items() if key in self._written and not self._alive[key].requires_grad
-        ]
+        return [self._names[key] for key in self._written if not self._alive[key].requires_grad]
+
+    def take_back(self) -> None:
+        """Forget what was written with the values that it had."""
+        for key, parameter in self._alive.items():
+            source = self._built.source(self._names[key]) if key in self._written else None
+            with torch._C.DisableTorchFunction():
+                if source is not None and torch.equal(parameter.data.view(-1), source.read(0, parameter.numel())):
+                    parameter.data = self._written.pop(key)
 
     def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
         """Do as the base's own `fill`: what the adapter adds has its values."""
@@ -265,13 +270,12 @@ class _BaseReads(TorchFunctionMode):
         return found
 
     def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names of the base's parameters in the adapted model, and their own."""
+        """Yield the names in the adapted model of what the base has, and its own names."""
         for name, parameter in model.named_parameters():
-            if id(parameter) in self._names:
+            if id(parameter) in self._names and id(parameter) not in self._written:
                 yield name, self._names[id(parameter)]
 
-    def close(self, but: Collection[int] = ()) -> None:
-        """Take all values away, but for those of parameters with some ids."""
+    def _close(self, but: Collection[int] = ()) -> None:
         for key in self._open.keys() - set(but):
             self._alive[key].data = self._open.pop(key)
 
@@ -285,13 +289,12 @@ class _BaseReads(TorchFunctionMode):
         read = [id(each) for each in given if id(each) in self._names]
         is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
         if read:
-            self.close(but=read)
+            self._close(but=read)
         for key in read:
             if key not in self._open and key not in self._written:
                 self._read(key)
         if read and is_write and id(given[0]) == read[0]:
-            self._open.pop(read[0], None)
-            self._written.add(read[0])
+            self._written.setdefault(read[0], self._open.pop(read[0], given[0].data))
         return func(*args, **kwargs)
 
     def _read(self, key: int) -> None:
@@ -371,8 +374,20 @@ def _load(model: Any, folder: Path) -> None:
         raise ConfigError(f"{folder} is an adapter of another model: it {what}.")
 
 
-def _check_targets(model: nn.Module, config: Any, names: list[str], offer: str) -> None:
+def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
+    """Return a model in PEFT's wrapper. Raises ConfigError, which says what could be adapted by `offer`."""
+    import peft
+
+    try:
+        return peft.get_peft_model(model, config)
+    except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        reason = shorten(" ".join(str(error).split())).rstrip(".")
+        raise ConfigError(f"the adapter cannot be put over {type(model).__name__}: {reason}. {offer}") from error
+
+
+def _check_targets(model: nn.Module, config: Any, offer: str) -> None:
     """Raise ConfigError for a name of a module that there is none of."""
+    names = [name for name, _ in model.named_modules()]
     given = getattr(config, "target_modules", None)
     wanted = [] if given is None or isinstance(given, str) else list(given)
     wanted += list(getattr(config, "modules_to_save", None) or [])

@@ -50,11 +50,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
-    where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
-    model of a run that begins with nothing once more, as the engine was given it. trained: what of it trains.
-    build_base: makes the model without an adapter. forecast: what it will hold and take; None where that is not known,
-    and on ranks other than 0. disk_needs: of the run folder's disk.
+    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0;
+    beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
+    where it begins with nothing. rebuild: makes the model of a run that begins with nothing once more, as the engine
+    was given it; build_base: without an adapter. trained: what of it trains. forecast: what it will hold and take; None
+    where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
     """
 
     config: Config
@@ -63,6 +63,7 @@ class Run:
     objective: Objective
     engine: Engine
     files: Mapping[str, bytes]
+    beside_states: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
     rebuild: Callable[[], BuiltModel]
     trained: Trained
@@ -144,6 +145,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name, told = trained.name(built.model), list(trained.told(built.model))
+    beside_states = {**files, **trained.files(built.model)}
     needs = DiskNeeds.of(config, trained.num_saved(built.model))
     if accelerator is not None and config.offload.device_memory is not None:
         accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
@@ -164,7 +166,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.compile != "never":
         say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
     meta = begin_at(start, made, say)
-    return Run(config, kind, data, objective, made, files, meta, rebuild, trained, build_base, forecast, needs)
+    return Run(
+        config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
+    )
 
 
 def _foretell(

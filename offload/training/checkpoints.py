@@ -132,9 +132,8 @@ class Saves:
                 path = self._checkpoints.path / f"step-{step}"
                 if self._comm.rank == 0:
                     path = self._checkpoints.target(step)
-            trained = self._trained
-            meta, files = {**meta, **trained.marks()}, {**files, **trained.files(engine.model)}
-            saving = engine.begin_checkpoint(path, meta, files, trained_only=trained.trained_only)
+            meta = {**meta, **self._trained.marks()}
+            saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trained.trained_only)
             self._under_way = _UnderWay(saving, step, path, begin, is_hourly)
         self._under_way.stalled_s = time.perf_counter() - begin
 

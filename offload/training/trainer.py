@@ -107,7 +107,7 @@ class Trainer:
             self._records = Records(self._folder)
         run = make_run(start, comm, self._say, self._notes.add)
         self.config, self._data, self._objective = run.config, run.data, run.objective
-        self._engine, self._files, self._forecast = run.engine, run.files, run.forecast
+        self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None

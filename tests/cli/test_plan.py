@@ -51,8 +51,6 @@ def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[
     assert (code, found["model"]) == (0, "LlamaForCausalLM")
     assert 0 < held["exp avg"] == 2 * held["gradients"] < held["weights"] / 20
     assert found["step_seconds"] > 0
-    assert main([*SMALL, *host, "--lora.rank", "8"]) == 0
-    assert re.search(r"parameters, [\d,]+ of them trained, bf16", capsys.readouterr().out)
 
 
 @pytest.mark.slow

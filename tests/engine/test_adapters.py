@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload import Engine, Placement
@@ -31,7 +32,7 @@ from tests.matrix import matrix, quick
 
 needs("peft")
 
-from peft import get_peft_model  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4, "target_modules": "all-linear"},
@@ -152,6 +153,33 @@ def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Pat
     assert all(same_bits(found[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.parametrize("how", [{"target_modules": ["q_proj"], "bias": "all"}, {"target_modules": ["embed_tokens"]}])
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: dict[str, Any], trains: bool) -> None:
+    """Biases that were trained, and rows of the base that PEFT saves as they are."""
+    folder, plain = tmp_path / "base", families.build(families.opt)
+    plain.save_pretrained(folder)  # type: ignore[operator]
+    made = get_peft_model(plain, LoraConfig(r=2, **how))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    made.save_pretrained(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(fill_all(load(folder)), tmp_path / "adapter", is_trainable=trains)
+    built = Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0, trains=trains)
+    wanted, found = dict(theirs.named_parameters()), dict(fill_all(built).named_parameters())
+    assert {name for name, p in found.items() if p.requires_grad == trains} >= {
+        name for name in found if "lora" in name
+    }
+    assert all(same_bits(found[name], wanted[name]) for name in wanted)
+    if trains and "bias" not in how:
+        weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        weights["base_model.model.model.decoder.embed_tokens.base_layer.weight"][3] += 1
+        save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match="has weights of the base .*embed_tokens.weight.* that differ"):
+            Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0)
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -167,6 +195,13 @@ def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Pat
 def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         adaptation(tmp_path, case).over(load(base), seed=7)
+
+
+def test_adapters_over_parameters_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    families.build(families.mixtral).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    for case in ({"rank": 2, "target_parameters": ["experts.down_proj"]}, {"rank": 2, "target_modules": "all-linear"}):
+        with pytest.raises(ConfigError, match=r"over \d parameters, such as model.layers.0.*Name modules alone"):
+            adaptation(tmp_path, case).over(load(tmp_path / "base"), seed=7)
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
