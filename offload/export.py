@@ -14,7 +14,8 @@ from offload.errors import ConfigError, format_bytes
 
 DESCRIPTION = (
     "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "
-    "would. Every byte is verified when it is read, and the result is read back. Memory: one parameter. "
+    "would. Of a run with an adapter it is the adapter, as PEFT saves it, or with --merge the model with it merged in. "
+    "Every byte is verified when it is read, and the result is read back. Memory: one parameter. "
     "Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments."
 )
 
@@ -29,6 +30,10 @@ class Options:
     """of the weights: auto is what the model was trained in, fp32 are the master weights"""
     shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
     """of a file of weights at most, but for a larger tensor; none: one file"""
+    merge: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """of an adapter: write the whole model, with the adapter merged in, a module at a time"""
+    base: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: where it was)")] = None
+    """with --merge: where the adapter's base is now"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """show tracebacks"""
 
@@ -41,13 +46,28 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
     from offload.checkpoint.folder import chosen_checkpoint  # imports torch
     from offload.checkpoint.stored import DTYPES, export_stored
+    from offload.checkpoint.stored_adapter import export_adapter, export_merged, has_adapter
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
     folder = chosen_checkpoint(given, say)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint {folder}, which may hold nothing else; give another folder.")
-    done = export_stored(folder, out, DTYPES[options.dtype], shard_bytes)
+    dtype, is_adapter = DTYPES[options.dtype], has_adapter(folder)
+    if options.merge and not is_adapter:
+        raise ConfigError(f"--merge is given, and {folder} has no adapter but a whole model: leave it out.")
+    if options.base and not options.merge:
+        raise ConfigError("--base is given without --merge, and the adapter alone needs no base: leave it out.")
+    if is_adapter and not options.merge and dtype is not None:
+        raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out, or --merge.")
+    if is_adapter and not options.merge:
+        num_bytes = export_adapter(folder, out)
+        print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")
+        return 0
+    if options.merge:
+        done = export_merged(folder, out, options.base, dtype, shard_bytes)
+    else:
+        done = export_stored(folder, out, dtype, shard_bytes)
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
     print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and the same.")
     return 0

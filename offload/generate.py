@@ -61,6 +61,10 @@ class Options:
             "for a tenth, at least 1 GiB",
         ),
     ] = "auto"
+    adapter: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="DIR", help="an adapter of the model, a folder as PEFT saves it, to write with"),
+    ] = None
     device: Annotated[
         str,
         tyro.conf.arg(metavar="{auto,cpu,...}", help="a kind of device, such as cuda; auto: the GPU if there is one"),
@@ -93,7 +97,10 @@ def main(words: list[str]) -> int:
     if memory_bytes == -1:
         memory_bytes = free_memory(own)
     choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
-    with Sampler(path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own) as sampler:
+    adapter = None if options.adapter is None else Path(options.adapter).expanduser()
+    with Sampler(
+        path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
+    ) as sampler:
         done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
         total = sampler.stream.total_bytes
     print()

@@ -74,8 +74,12 @@ def heading(found: Forecast) -> Iterator[str]:
 
     ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
     rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
-    precision = found.config.train.precision
-    yield f"{found.name}, {found.num_parameters:,} parameters, {precision}, {rows}, on {found.hardware.name}{ranks}"
+    precision, trained = (
+        found.config.train.precision,
+        sum(i.numel for i in found.prepared.structure.infos if i.trainable),
+    )
+    of = f", {trained:,} of them trained" if found.config.adapts else ""
+    yield f"{found.name}, {found.num_parameters:,} parameters{of}, {precision}, {rows}, on {found.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in found.notes)
     yield from placed(found)
 

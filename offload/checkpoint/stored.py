@@ -20,6 +20,7 @@ from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
+from offload.hf.adapters import CONFIG
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import attention_options, configuration, model_kind
 from offload.hf.names import Shape, settle_buffers, stays_fp32, use_conversions
@@ -123,6 +124,11 @@ def read_stored(
     """
     with ExitStack() as opened:
         reader = opened.enter_context(Reader(folder))
+        if CONFIG in reader.attached:
+            raise ConfigError(
+                f"{folder} has an adapter and no model: `python -m offload.export {folder} OUT` writes it to OUT as "
+                "PEFT saves it, for `python -m offload.generate BASE --adapter OUT`, and with --merge the whole model."
+            )
         if reader.meta.get("engine", {}).get("trained_only"):
             raise ConfigError(
                 f"{folder} has trained parameters alone, such as an adapter's: what was frozen is where the model came "

@@ -23,6 +23,7 @@ from offload.config.rules import OFFERS
 from offload.config.sections import (
     CheckpointSection,
     DataSection,
+    LoraSection,
     ModelSection,
     OffloadSection,
     OptimizerSection,
@@ -40,6 +41,7 @@ bounds, takes more at once.)
 """
 _FIXED = (
     "data",
+    "lora",
     "model.path",
     "model.preset",
     "train.batch_size",
@@ -63,6 +65,8 @@ _NAMES_OF_FILES = (
     "model.path",
     "data.source",
     "data.tokenizer",
+    "lora.config",
+    "lora.adapter",
     "offload.nvme_dir",
     "checkpoint.resume",
 )
@@ -94,6 +98,7 @@ class Config(BaseModel):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection = LoraSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
@@ -153,6 +158,11 @@ class Config(BaseModel):
     def has_gradients(self) -> bool:
         """True where steps make a backward, as they do by all update rules but those that train by forwards alone."""
         return OFFERS[self.optimizer.name].has_gradients
+
+    @property
+    def adapts(self) -> bool:
+        """True where an adapter trains, over weights that are frozen."""
+        return bool(self.lora.rank or self.lora.config or self.lora.adapter)
 
     def is_default(self, *keys: str) -> bool:
         """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
@@ -270,6 +280,7 @@ class Config(BaseModel):
                 "--optimizer.schedule constant."
             )
         _check_rule(self)
+        _check_adapter(self)
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(
                 f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
@@ -317,7 +328,8 @@ class Config(BaseModel):
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
-        rate = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
+        pretrained = 2e-4 if self.adapts else 2e-5
+        rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= OFFERS[optimizer.name].rate
         of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
         return self.with_resolved(
@@ -395,6 +407,27 @@ def _check_rule(config: Config) -> None:
         raise ConfigError(
             f"train.clip is speculative, which corrects updates once the norm is known, and {lacking} has no "
             "correction: set --train.clip deferred or auto."
+        )
+
+
+def _check_adapter(config: Config) -> None:
+    """Refuse settings of an adapter that there is none of, or that is described twice."""
+    lora = config.lora
+    wholes = [f"lora.{name}" for name in ("config", "adapter") if getattr(lora, name) is not None]
+    others = [
+        f"lora.{name}"
+        for name, field in LoraSection.model_fields.items()
+        if name not in ("config", "adapter") and getattr(lora, name) != field.default
+    ]
+    if others and not config.adapts:
+        raise ConfigError(
+            f"{others[0]} is {_show(config.get(others[0]))}, and there is no adapter: set --lora.rank, such as 8, or "
+            "leave it out."
+        )
+    if wholes and len(wholes + others) > 1:
+        raise ConfigError(
+            f"{wholes[0]} is {_show(config.get(wholes[0]))}, which describes an adapter as a whole, and "
+            f"{(wholes + others)[1]} is set too: leave one of them out."
         )
 
 

@@ -49,8 +49,19 @@ _NAMES: dict[str, str] = {
     "run.seed": "data_seed random_seed",
     "--gpus": "num_gpus n_gpus nproc_per_node num_processes world_size",
     "train.batch_size, in parts of train.micro_batch_size": "gradient_accumulation_steps gradient_accumulation",
-    "an adapter of PEFT, which OffloadTrainer trains": "lora lora_r lora_rank lora_alpha lora_dropout lora_target "
-    "lora_target_modules target_modules use_lora use_peft peft adapter finetuning_type load_in_4bit load_in_8bit",
+    "lora.rank": "lora lora_r lora_rank r use_lora use_peft peft finetuning_type",
+    "lora.rank, over a base in bf16 or fp32": "load_in_4bit load_in_8bit",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.target_modules": "lora_target lora_target_modules lora_target_linear",
+    "lora.target_parameters": "lora_target_parameters",
+    "lora.modules_to_save": "lora_modules_to_save additional_target",
+    "lora.trainable_tokens": "trainable_token_indices fix_untrained_tokens",
+    "lora.init": "init_lora_weights peft_init_lora_weights",
+    "lora.use_rslora": "peft_use_rslora",
+    "lora.use_dora": "peft_use_dora",
+    "lora.config": "peft_config lora_config",
+    "lora.adapter": "adapter_name_or_path adapter_path lora_model_dir",
 }  # fmt: skip
 FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 

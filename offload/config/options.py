@@ -137,7 +137,7 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
         help=field.description,
         help_behavior_hint=f"(default: {shown(field.get_default())})",
     )
-    many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
+    many = metavar != "YAML" and any(typing.get_origin(kind) is tuple for kind in kinds_in(field.annotation))
     kind: Any = tuple[str, ...] if many else str
     return name, Annotated[kind, told], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 

@@ -168,6 +168,7 @@ Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
+Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
@@ -327,9 +328,9 @@ class OptimizerSection(Section):
     are its, and the states begin anew.
     """
     lr: Rate | None = None
-    """Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with lion a tenth of
-    it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo a hundred times, with
-    mezo a twentieth.
+    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over them, 1e-3 for random ones (4e-3
+    for tiny); with lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times,
+    with lomo a hundred times, with mezo a twentieth.
     """
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     """How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from run.seed); int8 has
@@ -394,6 +395,39 @@ class OptimizerSection(Section):
     """
     warmup_steps: Natural | None = None
     """Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most 100."""
+
+
+class LoraSection(Section):
+    """An adapter of PEFT, which trains over the model's own weights, frozen. Names and defaults are PEFT's."""
+
+    rank: Natural = 0
+    """Rank of a LoRA's matrices (r). 0: no adapter, unless lora.config or lora.adapter is set."""
+    alpha: Count = 8
+    """What the product of the matrices is scaled by, times 1/rank (lora_alpha)."""
+    dropout: Beta = 0.0
+    """Share of an adapted module's inputs that the adapter does not see (lora_dropout)."""
+    target_modules: Strings | None = None
+    """Modules to adapt, by the ends of their names, several separated by spaces; all-linear: all linear ones but the
+    head. none: PEFT's choice for the family.
+    """
+    target_parameters: Strings | None = None
+    """Parameters to adapt, by the ends of their names, such as experts that are one tensor. PEFT sets these anew in
+    each forward, which the engine refuses so far: name modules.
+    """
+    modules_to_save: Strings | None = None
+    """Modules that train as a whole and are kept with the adapter, such as lm_head."""
+    trainable_tokens: Tokens | None = None
+    """Numbers of tokens whose rows of the embedding train (trainable_token_indices)."""
+    init: Literal["default", "gaussian", "orthogonal"] = "default"
+    """Initial values of the matrices (init_lora_weights)."""
+    use_rslora: bool = False
+    """Scale by 1/sqrt(rank) instead of 1/rank."""
+    use_dora: bool = False
+    """Train the norm of each row of an adapted weight as well (DoRA)."""
+    config: str | None = None
+    """JSON file of any PeftConfig, such as an adapter_config.json, instead of the settings here."""
+    adapter: str | None = None
+    """Folder of an adapter to begin from, as PEFT saves it, instead of the settings here."""
 
 
 class OffloadSection(Section):

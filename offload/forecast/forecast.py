@@ -7,6 +7,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -19,7 +20,15 @@ from offload.forecast.memory import OPERATIONS, Footprint, footprint
 from offload.forecast.search import Placer
 from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
-from offload.hf.models import empty_model, load_model_config, max_positions, model_kind
+from offload.hf.adapters import Adaptation
+from offload.hf.models import (
+    empty_model,
+    is_pretrained,
+    load_model_config,
+    locate,
+    max_positions,
+    model_kind,
+)
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
@@ -176,7 +185,13 @@ class Forecaster:
 
     @cached_property
     def _model(self) -> nn.Module:
-        return empty_model(self.config.model, self._architecture)
+        section, dtype = self.config.model, self._architecture.dtype
+        model = empty_model(section, self._architecture)
+        if not self.config.adapts:
+            return model
+        if dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
+            model.to(dtype)  # a frozen weight takes what its files have
+        return Adaptation.of(self.config.lora, model_kind(self._architecture).name).over_shapes(model)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return what a configuration comes to on a machine; without the `times` if told so. Raises ConfigError."""
@@ -204,7 +219,7 @@ class Forecaster:
         return Forecast(
             config,
             hardware,
-            type(self._model).__name__,
+            type(getattr(self._model, "get_base_model", lambda: self._model)()).__name__,
             sum(info.numel for info in prepared.structure.infos),
             self.num_ranks,
             memory,

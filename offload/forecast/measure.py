@@ -14,6 +14,7 @@ from torch import nn
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.chunked_head import Chunk, ChunkedHead
+from offload.engine.loss.label_trials import base_of
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
@@ -356,8 +357,8 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
     """Return the head of a model whose loss transformers' own function makes, which is known to add up over chunks.
     (An engine finds out by trying.)
     """
-    base, loss = getattr(model, "base_model", None), getattr(model, "loss_function", None)
-    if batch.kind != "causal" or batch.length < 4 or base is None or base is model:
+    base, loss = base_of(model), getattr(model, "loss_function", None)
+    if batch.kind != "causal" or batch.length < 4 or base is None:
         return None
     return ChunkedHead(model, base) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
 

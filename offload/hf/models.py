@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import socket
@@ -27,7 +28,7 @@ from offload.errors import ConfigError, OffloadError, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.read import LoadReport, conversion, read_model, weight_files
-from offload.hf.sources import Fill
+from offload.hf.sources import Fill, Source
 
 _NUM_NAMES = 3  # of parameters, in a note
 
@@ -39,6 +40,7 @@ class BuiltModel:
     `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial
     values, or returns from where these are to be read. `folder` is where a tokenizer may be; None for a preset.
     `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
+    `source(name)`: where the values of a parameter can be read, again and again; None where no file has them.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class BuiltModel:
     folder: Path | None
     notes: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
+    source: Callable[[str], Source | None] = lambda _name: None
 
 
 def configuration(folder: Path) -> PreTrainedConfig:
@@ -83,9 +86,8 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     file = path / "config.json" if path.is_dir() else path
     if (path / "adapter_config.json").is_file() and not file.is_file():
         raise ConfigError(
-            f"model.path is {section.path}, which holds an adapter of PEFT and no model: merge it into its base model "
-            "(merge_and_unload, then save_pretrained) and set --model.path to that folder, or train it by "
-            "OffloadTrainer, as examples/peft_lora.py does."
+            f"model.path is {section.path}, which holds an adapter of PEFT and no model: set --lora.adapter to it, and "
+            "--model.path to the model that it is of."
         )
     if not file.is_file():
         raise ConfigError(
@@ -117,6 +119,11 @@ def locate(section: ModelSection) -> Path | None:
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
         reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
         raise ConfigError(f"{missing} As the name of a hub model it cannot be had either: {reason}.") from error
+
+
+def is_pretrained(section: ModelSection, path: Path | None) -> bool:
+    """Tell whether weights are read; `path`: what `locate` has found."""
+    return section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
 
 
 def _reaches_hub() -> bool:
@@ -239,7 +246,7 @@ def build_model(
     """
     path = locate(section)
     config = config or load_model_config(section)
-    pretrained = section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
+    pretrained = is_pretrained(section, path)
     folder = None if path is None else path if path.is_dir() else path.parent
     kind = model_kind(config)
     if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
@@ -262,11 +269,22 @@ def build_model(
     return built
 
 
+def fill_all(built: BuiltModel) -> nn.Module:
+    """Give a model all of its weights, in memory, and return it."""
+    left = built.fill("", built.model) or {}
+    with torch.no_grad():
+        for parameter, source in left.items():
+            parameter.copy_(source.read(0, parameter.numel()).view(parameter.shape))
+    built.close()
+    return built.model
+
+
 def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
     """Return the model of an architecture on `meta`, fp32, in train mode: its shapes alone. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            model = model_kind(config).auto.from_config(config, dtype=torch.float32, **attention_options(section))
+            own = copy.deepcopy(config)  # which is told the dtype
+            model = model_kind(config).auto.from_config(own, dtype=torch.float32, **attention_options(section))
     except OffloadError:
         raise
     except Exception as error:  # whatever a constructor asks of values
@@ -310,7 +328,7 @@ def _load(
         )
         return _load_whole(auto, path, config, options)
     _check_complete(model, path, weights.report.missing)
-    return BuiltModel(model, weights.fill, path, tuple(_notes(weights.report)), weights.close)
+    return BuiltModel(model, weights.fill, path, tuple(_notes(weights.report)), weights.close, weights.source)
 
 
 def _load_whole(auto: Any, path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> BuiltModel:

@@ -37,9 +37,9 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
 
 
-def reason_not_to_reload(folder: Path) -> str | None:
-    """Return why an export cannot be loaded whole on this machine, or None."""
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def reason_not_to_reload(folder: Path, base_bytes: int) -> str | None:
+    """Return why an export cannot be loaded whole on this machine, with what it goes over, or None."""
+    num_bytes = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     available = memory().get("available_bytes")
     if available is not None and num_bytes * 1.2 > available:
         return f"it has {format_bytes(num_bytes)} and {format_bytes(available)} of memory are free"

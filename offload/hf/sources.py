@@ -53,6 +53,19 @@ class Whole:
 
 
 @dataclass
+class Held:
+    """A parameter whose values are in memory."""
+
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.dtype, self.shape = self.values.dtype, tuple(self.values.shape)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self.values.reshape(-1)[begin:end].clone()
+
+
+@dataclass
 class Grown:
     """A parameter with more rows than its tensor: the others are the mean of those, summed in fp64."""
 

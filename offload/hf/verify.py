@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from offload.errors import ConfigError, format_bytes
+from offload.hf.adapters import CONFIG, WEIGHTS
 from offload.hf.models import configuration, model_kind
 from offload.hf.names import CannotStream
 from offload.hf.read import read_model, weight_files
@@ -17,6 +18,8 @@ def verify_folder(folder: Path) -> str:
     """Check headers and sizes of the files of weights, their index, and their shapes against the configuration; return
     what was found. Raises ConfigError, DiskError for the first fault.
     """
+    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+        return _verify_adapter(folder)
     found: dict[str, Path] = {}
     num_bytes = 0
     for path in weight_files(folder):
@@ -26,6 +29,22 @@ def verify_folder(folder: Path) -> str:
     _check_index(folder, found)
     about = f"{len(found)} tensors, {format_bytes(num_bytes)}, in {len(set(found.values()))} files"
     return f"{about}; headers, index and sizes agree; {_compared(folder)}"
+
+
+def _verify_adapter(folder: Path) -> str:
+    """Check the file of an adapter as PEFT saves it, and that its configuration is one. Raises ConfigError."""
+    try:
+        kind = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG} is no adapter's configuration ({type(error).__name__}: {error})."
+        ) from None
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS}.")
+    with TensorFile(folder / WEIGHTS) as file:
+        num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
+        about = f"{len(file.entries)} tensors, {format_bytes(num_bytes)}"
+    return f"an adapter ({kind.lower()}): {about}; header and size agree"
 
 
 def _check_index(folder: Path, found: dict[str, Path]) -> None:

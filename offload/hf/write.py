@@ -37,7 +37,7 @@ from offload.tiers.host import trim_heap
 Get = Callable[[str, int, int], torch.Tensor]
 SHARD_BYTES = 5 << 30
 _OWN = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
 )
 
 
@@ -78,14 +78,13 @@ def write_model(
     folder = folder.resolve()  # what is behind a link is to be on the disk that the link leads to
     check_place(folder, replace)
     plan = _Plan(model, dtype)
-    with _made(folder, replace) as made:
+    with made_folder(folder, replace) as made:
         write_configuration(model, made, plan.main_dtype)
         for name, data in (files or {}).items():
             (made / name).write_bytes(data)
         written = _write_weights(model, plan, get, made, shard_bytes)
         for each in written:
             _verify(each)
-        _sync_all(made)
     return Exported(
         folder,
         tuple(folder / each.path.name for each in written),
@@ -236,8 +235,10 @@ def check_place(folder: Path, replace: bool) -> None:
 
 
 @contextmanager
-def _made(folder: Path, replace: bool) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, which takes its place at the end, and is removed on any error."""
+def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, which takes its place at the end, once all of it is on the disk, and is
+    removed on any error. Raises DiskError.
+    """
     made = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     try:
         if replace:
@@ -247,6 +248,9 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
                 shutil.rmtree(left)  # of an export that was killed
         made.mkdir(parents=True)
         yield made
+        for path in made.iterdir():
+            sync_path(path)
+        sync_path(made)
         old = None
         if replace:
             old = take_place(made, folder)
@@ -275,9 +279,3 @@ def _foreign(old: Path, new: Path) -> list[str]:
     made = {path.name for path in new.iterdir()}
     found = sorted(path for path in old.iterdir() if path.name not in made)
     return [path.name for path in found if path.is_dir() or not _OWN.fullmatch(path.name)]
-
-
-def _sync_all(folder: Path) -> None:
-    for path in folder.iterdir():
-        sync_path(path)
-    sync_path(folder)

@@ -18,6 +18,7 @@ from offload.checkpoint.folder import is_checkpoint, offering_another
 from offload.checkpoint.stored import read_stored
 from offload.data.tokenizer import load_tokenizer, tokenizer_folder
 from offload.errors import ConfigError, OffloadError
+from offload.hf.adapters import put_over
 from offload.hf.models import configuration, max_positions, model_kind, vocab_size
 from offload.hf.read import read_model
 from offload.inference.streamed_model import ReadFromOutside, StreamedModel
@@ -54,10 +55,16 @@ class Sampler:
     """A model whose weights stream, and its tokenizer. Used as a context."""
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype | None, memory_bytes: int | None, accelerator: Accelerator | None
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype | None,
+        memory_bytes: int | None,
+        accelerator: Accelerator | None,
+        adapter: Path | None = None,
     ) -> None:
         """Open a Hugging Face folder or a checkpoint. dtype: None for that of its weights; memory_bytes: as of
-        StreamedModel.
+        StreamedModel; adapter: a folder as PEFT saves it, to be put over the model.
 
         Raises ConfigError for a model that writes no text or has no tokenizer, CheckpointError, DiskError.
         """
@@ -86,7 +93,10 @@ class Sampler:
                         f"the weights in {path} lack {len(lacking)} parameters of {type(self.model).__name__}, for "
                         f"example {lacking[0]}: it cannot continue a text."
                     )
-            self.stream = StreamedModel(self.model, weights.source, memory_bytes=memory_bytes, accelerator=accelerator)
+            source = weights.source
+            if adapter is not None:
+                self.model, source = put_over(self.model, source, adapter)
+            self.stream = StreamedModel(self.model, source, memory_bytes=memory_bytes, accelerator=accelerator)
             opened.callback(self.stream.close)
             self._opened = opened.pop_all()
         self._device = device_of(accelerator)

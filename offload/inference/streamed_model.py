@@ -107,10 +107,11 @@ class StreamedModel:
         self._begin: Any = None
         self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
         resting = [_resting(info, device.torch_device) for info in self._infos]
-        self._at_rest: dict[int, Unit] = {}
+        self._at_rest: dict[int, list[Unit]] = {}  # of tied weights there are several
         for unit in self._units:
             unit.resting.update({place.parameter: resting[place.parameter] for place in unit.places})
-            self._at_rest.update((resting[place.parameter].data_ptr(), unit) for place in unit.places)
+            for place in unit.places:
+                self._at_rest.setdefault(resting[place.parameter].data_ptr(), []).append(unit)
             unit.install(unit.resting)
             if not unit.resident:
                 unit.route(self._call)
@@ -233,7 +234,7 @@ class StreamedModel:
 class _Reads(WatchingMode):
     """Notices an operation on the NaN that stands for weights at rest, in the first call of a module."""
 
-    def __init__(self, at_rest: dict[int, Unit]) -> None:
+    def __init__(self, at_rest: dict[int, list[Unit]]) -> None:
         super().__init__()
         self._at_rest, self._calls = at_rest, 0
 
@@ -251,9 +252,9 @@ class _Reads(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                unit = self._at_rest.get(leaf.untyped_storage().data_ptr())
-                if unit is not None and not unit.resident:
-                    raise ReadFromOutside(unit)
+                for unit in self._at_rest.get(leaf.untyped_storage().data_ptr(), ()):
+                    if not unit.resident:
+                        raise ReadFromOutside(unit)
         return func(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 from offload.accelerators import own_accelerator
 from offload.checkpoint.stored import rebuild_model
 from offload.config.config import Config
-from offload.config.sections import ModelSection
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
@@ -31,7 +30,6 @@ from offload.hf.models import (
     Kind,
     build_model,
     check_sequence_length,
-    load_model_config,
     max_positions,
     model_kind,
     quiet_transformers,
@@ -45,16 +43,18 @@ from offload.training.parts import build_data, engine, grow_vocabulary, stages, 
 from offload.training.ranks import rank_0_first
 from offload.training.resume import ResumePoint, none_is_whole
 from offload.training.run_folder import LONG_BYTES
+from offload.training.trained import Trained, begun_architecture, refuse_growth, what_trains
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
-    where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
-    model of a run that begins with nothing once more, as the engine was given it. forecast: what it will hold and take;
-    None where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
+    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0;
+    beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
+    where it begins with nothing. rebuild: makes the model of a run that begins with nothing once more, as the engine
+    was given it; build_base: without an adapter. trained: what of it trains. forecast: what it will hold and take; None
+    where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
     """
 
     config: Config
@@ -63,8 +63,11 @@ class Run:
     objective: Objective
     engine: Engine
     files: Mapping[str, bytes]
+    beside_states: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
     rebuild: Callable[[], BuiltModel]
+    trained: Trained
+    build_base: Callable[[], BuiltModel]
     forecast: Forecast | None
     disk_needs: DiskNeeds
 
@@ -75,19 +78,21 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
 
     `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank. Raises OffloadError.
     """
-    # Gone on with is the model that was trained; the folder that it was made from may be another one by now.
     first = next(iter(start.folders), None)
-    begins_at = ModelSection(path=str(first / "config.json")) if first else start.config.model
+    whole = None if start.config.adapts else first  # the checkpoint that has all weights
     with as_one(comm, "reading of the architecture"):
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)
-        architecture = load_model_config(begins_at)
+        architecture = begun_architecture(start)
         kind = model_kind(architecture)
         accelerator = own_accelerator(start.config.offload.device)
         has_accelerator = accelerator is not None
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
-        grows = first is None and grow_vocabulary(config, architecture)
+        trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
+        grows = whole is None and grow_vocabulary(config, architecture)
+        if config.adapts:
+            refuse_growth(vocab_size(architecture), num_rows)
     vocabulary = vocab_size(architecture)
 
     def build(alive: Callable[[], object]) -> Dataset:
@@ -103,7 +108,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"note: train.steps is {steps}, which overrides train.epochs, {epochs:g}: leave one of them out.")
     config = config.resolve_steps(data.num_steps)
 
-    def rebuild() -> BuiltModel:
+    def build_base() -> BuiltModel:
         return build_model(
             config.model,
             seed=config.run.seed,
@@ -111,6 +116,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
             sequence_length=int(config.data.sequence_length or 0),
             grow=grows,
         )
+
+    def rebuild() -> BuiltModel:
+        return trained.over(build_base())
 
     with as_one(comm, "making of the model"):
         objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
@@ -122,11 +130,11 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
             f"{data.num_eval_rows:,} to evaluate; {data.layout}; objective: {objective.name}"
         )
         files = as_files(data.tokenizer) if comm.rank == 0 else {}
-        if first is None and config.model.init == "random" and trains_tokenizer(config):
+        if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
-        if first:
-            built = BuiltModel(rebuild_model(first, config.model), _no_weights, first)
+        if whole:
+            built = BuiltModel(rebuild_model(whole, config.model), _no_weights, whole)
         else:
             built = rebuild()
         for text in built.notes:
@@ -136,24 +144,30 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if forecast is not None:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
-    name = type(built.model).__name__
+    name, told = trained.name(built.model), list(trained.told(built.model))
+    beside_states = {**files, **trained.files(built.model)}
+    needs = DiskNeeds.of(config, trained.num_saved(built.model))
     made = engine(config, built, comm)
     if config.offload.parameters != "files":  # else they are read in every step
         built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
-    weights = "the weights of a checkpoint" if first else f"{config.model.init} weights"
+    weights = "the weights of a checkpoint" if whole else f"{config.model.init} weights"
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
     )
+    for text in told:
+        say(text)
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
     if config.train.compile != "never":
         say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
-    meta, needs = begin_at(start, made, say), DiskNeeds.of(config, num_parameters)
-    return Run(config, kind, data, objective, made, files, meta, rebuild, forecast, needs)
+    meta = begin_at(start, made, say)
+    return Run(
+        config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
+    )
 
 
 def _foretell(

@@ -20,6 +20,7 @@ from offload.files.atomic_folder import remove
 from offload.files.directories import free_bytes
 from offload.training.disk_needs import DiskNeeds
 from offload.training.run_folder import LONG_BYTES
+from offload.training.trained import Trained
 
 _AUTO_S = 3600.0
 """Between checkpoints that no number of steps asks for: so much is lost at most, and a disk is written once for it."""
@@ -50,10 +51,14 @@ class Saves:
         say: Callable[[str], None],
         last_step: int | None,
         needs: DiskNeeds,
+        trained: Trained,
     ) -> None:
-        """`say` prints a line; `last_step`: of the checkpoint that the run begins at; `needs`: of the run's disk."""
+        """`say` prints a line; `last_step`: of the checkpoint that the run begins at; `needs`: of the run's disk;
+        `trained`: what is saved.
+        """
         self._comm, self._section, self._say = comm, section, say
         self._checkpoints, self._needs, self._next_s = Checkpoints(path), needs, time.monotonic() + _AUTO_S
+        self._trained = trained
         self._hourly: Path | None = None
         self.last_step = last_step
         self.failure: DiskError | None = None  # of the last save
@@ -127,7 +132,8 @@ class Saves:
                 path = self._checkpoints.path / f"step-{step}"
                 if self._comm.rank == 0:
                     path = self._checkpoints.target(step)
-            saving = engine.begin_checkpoint(path, meta, files)
+            meta = {**meta, **self._trained.marks()}
+            saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trained.trained_only)
             self._under_way = _UnderWay(saving, step, path, begin, is_hourly)
         self._under_way.stalled_s = time.perf_counter() - begin
 

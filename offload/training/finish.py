@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import DiskError, common
 from offload.hf import reload
-from offload.hf.models import Kind
+from offload.training.build import Run
 from offload.training.objectives import Batch, Objective
 from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
@@ -65,67 +65,66 @@ def next_share(
         return None, error
 
 
-def is_exported(folder: RunFolder, config: Config, comm: Comm, stands: RunProgress) -> bool:
-    """Tell, alike on all ranks, whether hf/ is of the step where the run stands: no step was made since the run went
-    on, and hf/ was made after the checkpoint.
-    """
-    if stands.num_done > stands.first_step:
-        return False
-    saved = folder.checkpoints / f"step-{stands.num_done}" / MANIFEST
-    is_newer = False
-    with suppress(OSError):
-        made = (folder.hf / "config.json").stat().st_mtime_ns
-        is_newer = config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
-    return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
-
-
 class Export:
-    """The Hugging Face folder of a run, tokenizer included: whole, or not at all. Collective."""
+    """The folder that a run leaves in hf/, tokenizer included: whole, or not at all."""
 
-    def __init__(
-        self,
-        folder: Path,
-        engine: Engine,
-        data: Dataset,
-        objective: Objective,
-        files: Mapping[str, bytes],
-        say: Callable[[str], None],
-    ) -> None:
-        self.folder, self._tokenizer, self._say = folder, data.tokenizer, say
-        rows = next(data.eval_batches(1, 1), None) or data.batch(0)
-        self._probe = reload.take_probe(engine, objective.apply(rows, 0))
-        engine.export(folder, files=files, replace=True)
-        say(f"exported to {folder}")
+    def __init__(self, folder: RunFolder, run: Run, say: Callable[[str], None]) -> None:
+        self.path, self._saved, self._say = folder.hf, folder.checkpoints, say
+        self._kind, self._data, self._objective, self._files = run.kind, run.data, run.objective, run.files
+        self._trained, self._build_base = run.trained, run.build_base
+        self._precision, self._seed = str(run.config.train.precision), run.config.run.seed
 
-    def check(self, kind: Kind, precision: str, seed: int) -> None:
-        """Load the folder with transformers, and compare logits with the engine's. On rank 0, where no engine is in the
-        way any more.
+    def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
+        """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
+        run went on, and the folder was made after the checkpoint.
         """
-        reason = reload.reason_not_to_reload(self.folder)
+        if stands.num_done > stands.first_step:
+            return False
+        saved = self._saved / f"step-{stands.num_done}" / MANIFEST
+        is_newer = False
+        with suppress(OSError):
+            made = (self.path / self._trained.main_file).stat().st_mtime_ns
+            is_newer = config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
+        return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
+
+    def write(self, engine: Engine) -> Path:
+        """Write the folder, and return it. Collective. Raises DiskError."""
+        rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
+        self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
+        beneath = engine.model.parameters() if self._trained.trained_only else ()
+        self._base_bytes = sum(parameter.nbytes for parameter in beneath)
+        self._trained.write(engine, self.path, self._files)
+        self._say(f"exported to {self.path}")
+        return self.path
+
+    def check(self) -> None:
+        """Load the folder with the library that it is for, and compare logits with the engine's. On rank 0, where no
+        engine is in the way any more.
+        """
+        reason = reload.reason_not_to_reload(self.path, self._base_bytes)
         if reason is not None:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return
-        model = reload.reload(self.folder, kind.auto)
-        self._say(
-            f"reloaded: by transformers, from {self.folder}: {reload.check_logits(model, self._probe, precision)}"
-        )
-        if kind.name == "causal" and self._tokenizer is not None:
-            prompt, text = reload.sample_text(model, self._tokenizer, self._probe.batch["input_ids"][:, :16], seed=seed)
+        model, tokenizer = self._trained.load(self.path, self._build_base), self._data.tokenizer
+        library, found = self._trained.library, reload.check_logits(model, self._probe, self._precision)
+        self._say(f"reloaded: by {library}, from {self.path}: {found}")
+        if self._kind.name == "causal" and tokenizer is not None:
+            prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)
             self._say(f"sample: {prompt!r} -> {text!r}")
 
 
 def export_or_save(
-    export: Callable[[], Export],
+    export: Callable[[], Path],
     save: Callable[[], None],
     leave_if_told: Callable[[], None],
     say: Callable[[str], None],
     *,
     waits: bool,
     saved: str,
-) -> Export:
-    """Return an export. Where it fails the states are saved, for an export of them; where there is no room for these
-    either, wait for it, unless it `waits` for nothing: nothing else has them. `saved`: what is said once they are.
-    Collective. Raises DiskError.
+) -> Path:
+    """Return where an export is. Where it fails the states are saved, for an export of them; where there is no room for
+    these either, wait for it, unless it `waits` for nothing: nothing else has them. `saved`: what is said once they
+    are. Collective. Raises DiskError.
     """
     while True:
         try:

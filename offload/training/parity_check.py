@@ -23,7 +23,7 @@ from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
-from offload.hf.models import BuiltModel
+from offload.hf.models import fill_all
 from offload.machine.environment import memory
 from offload.training.apart import Apart, WeightsApart, json_number
 from offload.training.build import Run, make_run
@@ -330,7 +330,7 @@ def _resident(run: Run, same_order: bool) -> Resident:
     built = run.rebuild()
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
-    _fill(built)
+    fill_all(built)
     return Resident(
         built.model.train(),
         engine.optimizer,
@@ -368,15 +368,6 @@ def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
                 f"activations ({listed}), and {format_bytes(room)} are free there. Use a smaller model of the same "
                 "family (--model.path of a config.json with fewer layers), or a machine with more memory."
             )
-
-
-def _fill(built: BuiltModel) -> None:
-    """Give a model all of its weights."""
-    left = built.fill("", built.model) or {}
-    with torch.no_grad():
-        for parameter, source in left.items():
-            parameter.copy_(source.read(0, parameter.numel()).view(parameter.shape))
-    built.close()
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

@@ -27,12 +27,13 @@ from offload.training.run_folder import CHECKPOINTS, RunFolder
 class ResumePoint:
     """config: what was asked for, and for the rest what the run had that is resumed. folders: the checkpoints to
     begin at, the first that proves whole as it is read; none to begin with nothing. data: what its data were, by
-    `Dataset.state_dict`. skipped: what is passed over, and why.
+    `Dataset.state_dict`. base: what tells the base of an adapter. skipped: what is passed over, and why.
     """
 
     config: Config
     folders: Sequence[Path] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
 
 
@@ -99,7 +100,8 @@ def find_start(config: Config) -> ResumePoint:
                 f"{folder} holds states and no position in a run: engine.save_checkpoint wrote it outside of a run. Go "
                 "on with it by engine.load_checkpoint, or export it and set --model.path to the export."
             )
-        return ResumePoint(config.resumed(meta["config"], str(folder)), folders[number:], meta["data"], skipped)
+        resumed = config.resumed(meta["config"], str(folder))
+        return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
     if folders:
         raise none_is_whole(folders, skipped)
     config.check()

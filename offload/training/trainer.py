@@ -25,7 +25,7 @@ from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
-from offload.training.finish import Export, evaluate, export_or_save, is_exported, next_share
+from offload.training.finish import Export, evaluate, export_or_save, next_share
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.parts import rate_at, with_decisions
@@ -106,12 +106,13 @@ class Trainer:
         if self._is_first:
             self._records = Records(self._folder)
         run = make_run(start, comm, self._say, self._notes.add)
-        self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
-        self._engine, self._files, self._forecast = run.engine, run.files, run.forecast
+        self.config, self._data, self._objective = run.config, run.data, run.objective
+        self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
-        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs)
+        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs, run.trained)
+        self._export = Export(self._folder, run, self._say)
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._stands.num_done))
@@ -295,21 +296,20 @@ class Trainer:
         self._evaluate_last()
         self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
-        has_export = not self.config.checkpoint.export or is_exported(folder, self.config, comm, stands)
-        export = None if has_export else self._export(folder)
+        has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, stands)
+        exported = None if has_export else self._export_or_save(folder)
         self._say(*told_streaming(stands.last))
         self._close_engine()
         with as_one(comm, "check of the export"):
-            if self._is_first and export is not None:
-                export.check(self._kind, self.config.train.precision, self.config.run.seed)
-        exported = None if export is None else export.folder
+            if self._is_first and exported is not None:
+                self._export.check()
         self._notes.exchange()
         if self._saves.failure is not None:
             raise common(self._saves.unsaved(stands.num_done, exported))
         self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
-    def _export(self, folder: RunFolder) -> Export:
+    def _export_or_save(self, folder: RunFolder) -> Path:
         """Export, or save the states, whichever there is room for. Collective. Raises DiskError."""
         assert self._engine is not None
 
@@ -318,7 +318,7 @@ class Trainer:
                 self._save(is_last=True)
 
         return export_or_save(
-            partial(Export, folder.hf, self._engine, self._data, self._objective, self._files, self._say),
+            partial(self._export.write, self._engine),
             save,
             partial(self._leave_if_told, folder),
             self._say,

@@ -43,6 +43,16 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert found["hides_from_tokens"] > 0
 
 
+def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    host = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.recompute", "always")
+    code, found = told(capsys, *SMALL, *host, "--lora.rank", "8", "--lora.target_modules", "all-linear")
+    held = {each["name"]: each["bytes"] for tier in found["tiers"].values() for each in tier["allocations"]}
+    assert (code, found["model"]) == (0, "LlamaForCausalLM")
+    assert 0 < held["exp avg"] == 2 * held["gradients"] < held["weights"] / 20
+    assert found["step_seconds"] > 0
+
+
 @pytest.mark.slow
 def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, found = told(capsys, *SMALL)

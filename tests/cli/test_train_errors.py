@@ -146,7 +146,7 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
             *[
                 ("max_seq_length", "data.sequence_length"),
                 ("cutoff_len", "data.sequence_length"),
-                ("lora_r", "an adapter of PEFT, which OffloadTrainer trains?"),
+                ("lora_r", "lora.rank?"),
                 ("bf16", "train.precision"),
             ],
             *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],

@@ -47,15 +47,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def written(path: Path, choices: Choices, memory_bytes: int | None, prompt: torch.Tensor = PROMPT) -> list[int]:
-    with Sampler(path, dtype=None, memory_bytes=memory_bytes, accelerator=None) as sampler:
+def written(
+    path: Path, choices: Choices, memory_bytes: int | None, prompt: torch.Tensor = PROMPT, adapter: Path | None = None
+) -> list[int]:
+    with Sampler(path, dtype=None, memory_bytes=memory_bytes, accelerator=None, adapter=adapter) as sampler:
         sampler.tokenizer.eos_token = None
         return sampler.write(prompt, choices, lambda _text: None).token_ids
 
 
 def reference(folder: Path, choices: Choices) -> list[int]:
     """Return what transformers writes with all weights in memory."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    return reference_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval(), choices)
+
+
+def reference_of(model: Any, choices: Choices) -> list[int]:
     drawn = {"do_sample": False}
     if choices.temperature:
         drawn = {"do_sample": True, "temperature": choices.temperature, "top_p": choices.top_p, "top_k": choices.top_k}
@@ -92,6 +97,30 @@ def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
             for memory_bytes in (0, middle(folder), None):
                 assert written(source, choices, memory_bytes) == expected, (source.name, memory_bytes)
     assert len(set(reference(folder, DRAWN))) > 3  # no loop: a wrong weight would show
+
+
+@pytest.mark.parametrize("name", quick(["llama", "gemma2"], ["llama"]))
+def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    folder, checkpoint = models(name)
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    config = peft.LoraConfig(
+        r=4, use_dora=True, target_modules=["q_proj", "down_proj"], trainable_token_indices=[7, 31]
+    )
+    over = peft.get_peft_model(base, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in over.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    over.save_pretrained(tmp_path / "adapter")
+    expected = reference_of(over.base_model.model.eval(), GREEDY)
+    assert expected != reference(folder, GREEDY)
+    for source in (folder, checkpoint):
+        for memory_bytes in (0, None):
+            assert written(source, GREEDY, memory_bytes, adapter=tmp_path / "adapter") == expected
+    with pytest.raises(ConfigError, match="nowhere, which is no folder"):
+        written(folder, GREEDY, None, adapter=tmp_path / "nowhere")
 
 
 def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.training.conftest import SHAPES
 Run = Callable[..., tuple[int, dict[str, Any]]]
 DISK = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", ".")
 HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+PEFT = [pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: pip install '.[peft]'")]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,8 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
             marks=pytest.mark.slow,
         ),
         pytest.param(("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST), marks=pytest.mark.slow),
+        pytest.param(("--lora.rank", "4", "--lora.use_dora", "true", "--lora.dropout", "0.1", *HOST), marks=PEFT),
+        pytest.param(("--lora.rank", "4", "--train.precision", "bf16", *DISK), marks=[*PEFT, pytest.mark.slow]),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.label_trials import forward_replaced
+from offload.engine.loss.label_trials import base_of, forward_replaced
 from offload.engine.loss.loss import IGNORED, find_loss
 
 _ROUNDED_TO = 64
@@ -71,8 +71,8 @@ class ChunkedHead:
         """Return the head of a model that is known to allow chunks, by its vocabulary; None for 0."""
         if not vocabulary:
             return None
-        base = model.base_model
-        assert isinstance(base, nn.Module)
+        base = base_of(model)
+        assert base is not None
         return cls(model, base, vocabulary)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
@@ -125,16 +125,8 @@ def find_chunked_head(
     The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch; `output` that
     of the base model under any labels, where that is known.
     """
-    base = getattr(model, "base_model", None)
-    labels = batch.get("labels")
-    if (
-        base is None
-        or base is model
-        or labels is None
-        or "input_ids" not in batch
-        or labels.dim() != 2
-        or labels.shape[1] < 4
-    ):
+    base, labels = base_of(model), batch.get("labels")
+    if base is None or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
         return None
     head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()

@@ -27,6 +27,14 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.forward = own
 
 
+def base_of(model: nn.Module) -> nn.Module | None:
+    """Return what is below the head of a model of transformers, be it wrapped as an adapter wraps it; None for none."""
+    found = model
+    while isinstance(below := getattr(found, "base_model", None), nn.Module) and below is not found:
+        found = below
+    return None if found is model else found
+
+
 class LabelTrials:
     """Runs a model on the same rows under other labels. Where labels do not change the output of the base model, that
     output is computed once, and only what follows the base model runs again.
@@ -34,9 +42,7 @@ class LabelTrials:
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         """`run` is the model on a batch and further arguments."""
-        base = getattr(model, "base_model", None)
-        self._base = base if isinstance(base, nn.Module) and base is not model else None
-        self._run, self._learned = run, list[Any]()
+        self._base, self._run, self._learned = base_of(model), run, list[Any]()
         self.output: Any = None
         """The output of the base model; None while that may change with labels."""
 

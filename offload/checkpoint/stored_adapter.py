@@ -1,0 +1,131 @@
+"""The adapter of a checkpoint: as PEFT saves it, or merged into its base, a module at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.checkpoint.folder import offering_another
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.stored import Stored
+from offload.config.sections import ModelSection
+from offload.errors import ConfigError
+from offload.hf.adapters import CONFIG, Adaptation, write_adapter
+from offload.hf.base_mark import base_config, mark_base
+from offload.hf.merge import MergedWeights
+from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
+from offload.hf.write import SHARD_BYTES, Exported, write_model
+from offload.telemetry.byte_progress import byte_progress
+
+_NOT_THE_TOKENIZERS = (CONFIG, "config.json", "generation_config.json")
+
+
+def has_adapter(folder: Path) -> bool:
+    """Tell whether a checkpoint is of an adapter."""
+    return (folder / CONFIG).is_file()
+
+
+def export_adapter(folder: Path, out: Path) -> int:
+    """Write a checkpoint's adapter to `out`, a new folder, as PEFT saves it; return the bytes of its weights. The base
+    is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
+    """
+    with offering_another(folder), Reader(folder) as reader:
+        model = Adaptation.stored(folder).over_shapes(empty_model(ModelSection(), configuration(folder)))
+        return write_adapter(model, _values(reader), out, _tokenizer(reader))
+
+
+def export_merged(
+    folder: Path,
+    out: Path,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int | None = SHARD_BYTES,
+) -> Exported:
+    """Write a checkpoint's adapter, merged into its base, to `out`, a new Hugging Face folder: the bits of PEFT's
+    `merge_and_unload` and `save_pretrained`. Memory: the adapter, and the modules that share a weight.
+
+    base: where the base is now, None for where it was. dtype: in which it is read and merged, None for its own.
+    shard_bytes: of a file of weights at most; None for one file. Raises CheckpointError, ConfigError (also where
+    another base is found, or none, or the merge would change nothing), DiskError, OffloadError.
+    """
+    with offering_another(folder), ExitStack() as opened:
+        reader = opened.enter_context(Reader(folder))
+        build = _base_of(reader, base, dtype)
+        plain, beneath = build(), build()
+        opened.callback(plain.close)
+        opened.callback(beneath.close)
+        names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
+        adapted = Adaptation.stored(folder).over(beneath, seed=0)
+        trained = _fill(adapted.model, names, _values(reader))
+        merged = MergedWeights(plain, adapted.model, names, trained.get)
+        if not merged.changes():
+            raise ConfigError(
+                f"merging the adapter of {folder} changes no weight of its base: it was not trained, or its changes "
+                "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
+            )
+        total = sum(parameter.nbytes for parameter in plain.model.parameters())
+        tell = opened.enter_context(byte_progress("merging", total))
+
+        def get(name: str, begin: int, end: int) -> torch.Tensor:
+            value = merged.read(name, begin, end)
+            tell(value.nbytes)
+            return value
+
+        return write_model(
+            plain.model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=_tokenizer(reader)
+        )
+
+
+def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:
+    """Return what makes the base of a checkpoint's adapter, not filled. Raises ConfigError, also for another base."""
+    own = reader.meta["meta"]
+    saved = {key: value for key, (value, _) in own["config"].items()}
+    section = ModelSection(
+        path=moved or saved["model.path"],
+        preset=None if moved else saved["model.preset"],
+        init=saved["model.init"],
+        attention=saved["model.attention"],
+    )
+    seed, config = int(saved["run.seed"]), base_config(section, own["base"], reader.path, "--base")
+    mark_base(section, config, seed).check(own["base"], reader.path, "--base")
+    if not is_pretrained(section, locate(section)):
+        config = configuration(reader.path)  # with the tokens that its tokenizer was given
+    elif dtype is not None:
+        config.dtype = dtype
+    return lambda: build_model(section, seed=seed, config=copy.deepcopy(config))
+
+
+def _fill(model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give what is the adapter's own its values; return those of parameters of the base, by their names there."""
+    found = {}
+    with torch.no_grad():
+        for name, here in model.state_dict(keep_vars=True).items():
+            if name in values and id(here) in names:
+                found[names[id(here)]] = values[name].to(here.dtype)
+            elif name in values:
+                here.copy_(values[name])
+    return found
+
+
+def _values(reader: Reader) -> dict[str, torch.Tensor]:
+    """Return all that a checkpoint has, parameters in fp32. Raises CheckpointError."""
+    found = {}
+    for name, entry in reader.contents.items():
+        if "buffer" in entry.planes:
+            found[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])
+            reader.read(name, "buffer", 0, found[name])
+        else:
+            numel = math.prod(entry.shape)
+            found[name] = Stored(reader, name, entry.shape, torch.float32).read(0, numel).view(entry.shape)
+    return found
+
+
+def _tokenizer(reader: Reader) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in _NOT_THE_TOKENIZERS}

@@ -1,0 +1,409 @@
+"""Adapters of PEFT over a model whose own weights are frozen, and come piece by piece from where they are."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from offload.config.sections import LoraSection
+from offload.errors import ConfigError, MissingLibraryError, OffloadError, nearest, shorten
+from offload.hf.models import BuiltModel
+from offload.hf.sources import Held, Source
+from offload.hf.write import check_place, made_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What PEFT calls its files."""
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+"""PEFT's words for kinds of models; it has none for masked ones."""
+_NUM_NAMES = 12  # of modules, in an error
+# What may be asked of a parameter that has no values yet.
+# fmt: off
+_OF_SHAPE = frozenset((
+    "dim", "size", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device", "is_floating_point",
+    "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty", "new_zeros", "new_ones", "new_full",
+    "empty_like", "zeros_like", "ones_like", "full_like",
+))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What is to be put over a base."""
+
+    config: Any
+    """The PeftConfig."""
+    folder: Path | None = None
+    """The folder with the adapter's first weights; None to begin as the configuration says."""
+
+    @classmethod
+    def of(cls, section: LoraSection, kind: str) -> Adaptation:
+        """Return what the settings ask for, for a kind of model ("causal", "masked", "seq2seq"). Raises ConfigError,
+        MissingLibraryError.
+        """
+        _need_peft()
+        if section.adapter is not None:
+            return cls.saved(Path(section.adapter).expanduser(), "lora.adapter")
+        if section.config is not None:
+            config = _read_config(Path(section.config).expanduser(), "lora.config")
+            config.task_type = config.task_type or _TASKS.get(kind)
+            return cls(config)
+        from peft import LoraConfig
+
+        targets: Any = section.target_modules and list(section.target_modules)
+        if not targets and section.target_parameters:
+            targets = []
+        return cls(
+            LoraConfig(
+                r=section.rank,
+                lora_alpha=section.alpha,
+                lora_dropout=section.dropout,
+                target_modules="all-linear" if targets == ["all-linear"] else targets,
+                target_parameters=_listed(section.target_parameters),
+                modules_to_save=_listed(section.modules_to_save),
+                trainable_token_indices=_listed(section.trainable_tokens),
+                init_lora_weights=True if section.init == "default" else section.init,
+                use_rslora=section.use_rslora,
+                use_dora=section.use_dora,
+                task_type=_TASKS.get(kind),
+            )
+        )
+
+    @classmethod
+    def saved(cls, folder: Path, said: str) -> Adaptation:
+        """Return the adapter in a folder, which errors call `said`. Raises ConfigError, MissingLibraryError."""
+        _need_peft()
+        if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+            lacking = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
+            what = f"has no {lacking}" if folder.is_dir() else "is no folder"
+            raise ConfigError(f"{said} is {folder}, which {what}: give a folder of an adapter as PEFT saves it.")
+        return cls(_read_config(folder / CONFIG, said), folder)
+
+    @classmethod
+    def stored(cls, checkpoint: Path) -> Adaptation:
+        """Return the adapter of a checkpoint, whose weights its states are. Raises ConfigError, MissingLibraryError."""
+        _need_peft()
+        return cls(_read_config(checkpoint / CONFIG, "the checkpoint's adapter"))
+
+    def over(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
+        """Put the adapter over a model, whose weights need not be filled: what the adapter's first values depend on,
+        such as the norms of DoRA, is read for them, a parameter at a time. The base is frozen, and keeps its names for
+        `source`. `trains`: without it the adapter is frozen too.
+
+        Raises ConfigError where the adapter has nothing to adapt, or would change the base.
+        """
+        config = copy.deepcopy(self.config)
+        config.inference_mode = not trains
+        offer = _offer(built.model)
+        _check_targets(built.model, config, offer)
+        with torch.random.fork_rng(devices=[]), _BaseReads(built) as reads, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties that are kept, of names that are empty
+            torch.manual_seed(seed)
+            model = _wrapped(built.model, config, offer)
+            if changed := reads.changed:
+                raise ConfigError(
+                    f"the adapter's initial values change weights of the base ({changed[0]}), which stay as their "
+                    "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out "
+                    "of the file of lora.config."
+                )
+            if self.folder is not None:
+                _load(model, self.folder)
+                reads.take_back()
+                if trains and (changed := reads.changed):
+                    raise ConfigError(
+                        f"{self.folder} has weights of the base ({changed[0]}) that differ from the base's own: merge "
+                        "them, or put the adapter over the base that it was trained over."
+                    )
+        parameters = getattr(model.base_model, "targeted_parameter_names", [])
+        if trains and parameters:
+            raise ConfigError(
+                f"the adapter is put over {len(parameters)} parameters, such as {parameters[0]}, which PEFT sets anew "
+                f"in each forward: with weights that stream that cannot be done. Name modules alone. {offer}"
+            )
+        bases = dict(reads.names_in(model))
+        return replace(
+            built,
+            model=model,
+            fill=reads.fill,
+            source=lambda name: built.source(bases[name]) if name in bases else None,
+        )
+
+    def over_shapes(self, model: nn.Module) -> nn.Module:
+        """Put the adapter over a model of shapes alone, on `meta`. Raises ConfigError."""
+        return self.over(BuiltModel(model, lambda _name, _module: None, None), seed=0).model
+
+
+def config_bytes(model: nn.Module) -> bytes:
+    """Return the configuration of an adapted model's adapter, as PEFT has completed it, in JSON."""
+    return json.dumps(config_of(model).to_dict(), default=_plain, indent=2, sort_keys=True).encode()
+
+
+def config_of(model: Any) -> Any:
+    """Return the PeftConfig of an adapted model."""
+    return model.peft_config[model.active_adapter]
+
+
+def kind_of(model: Any) -> str:
+    """Return what PEFT calls the adapter of a model, such as lora."""
+    kind = config_of(model).peft_type
+    return str(getattr(kind, "value", kind)).lower()
+
+
+def outermost(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that an adapter has put in the place of the base's, by the names that these have there."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    last = None
+    for name, module in model.get_base_model().named_modules():
+        is_inside = last is not None and name.startswith(f"{last}.")
+        if not is_inside and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            last = name
+            yield name, module
+
+
+def summary(model: nn.Module) -> str:
+    """Return what is adapted, in a line."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    kinds = Counter(name.rpartition(".")[2] for name, _ in outermost(model))
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    of = f", over {kinds.total()} modules ({listed})" if kinds else ""
+    share = 100 * trained / max(1, total)
+    return f"{kind_of(model)}, {trained:,} of {total:,} parameters train ({share:.3g}%){of}"
+
+
+def put_over(
+    model: nn.Module, source: Callable[[str], Source | None], folder: Path
+) -> tuple[nn.Module, Callable[[str], Source | None]]:
+    """Put the adapter of a folder, frozen, over a model that is not filled and whose parameters `source` has. Return
+    the model itself, with the adapter in its modules, and what has the parameters of both, by its names. Raises
+    ConfigError, MissingLibraryError.
+    """
+    base = BuiltModel(model, lambda _name, _module: None, None, source=source)
+    over = Adaptation.saved(folder, "the adapter").over(base, seed=0, trains=False)
+    adapted: Any = over.model
+    inner: nn.Module = adapted.get_base_model()
+    if not any(True for _ in outermost(adapted)):
+        raise ConfigError(f"{folder} holds an adapter of kind {kind_of(adapted)}, beside the model: it cannot write.")
+    names = {id(parameter): name for name, parameter in adapted.named_parameters()}
+    outer = {name: names[id(parameter)] for name, parameter in inner.named_parameters()}
+    values: dict[str, Source] = {name: Held(parameter.detach()) for name, parameter in inner.named_parameters()}
+    return inner, lambda name: over.source(outer[name]) or values[name]
+
+
+def write_adapter(
+    model: Any, values: Mapping[str, torch.Tensor], folder: Path, files: Mapping[str, bytes], *, replace: bool = False
+) -> int:
+    """Write an adapter as PEFT saves it; return the bytes of its weights. `values`: by the names in `model`, whose own
+    are not read. `files`, by name, go with it. `replace`: an earlier export gives way. Raises ConfigError, DiskError,
+    and OffloadError where what is read back is not what was written.
+    """
+    import peft
+
+    check_place(folder.resolve(), replace)
+    with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(made, state_dict=dict(values), save_embedding_layers=False)
+        wanted = peft.get_peft_model_state_dict(model, state_dict=dict(values), save_embedding_layers=False)
+        found = load_file(made / WEIGHTS)
+        if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
+            raise OffloadError(f"{made / WEIGHTS} is not what was written when it is read back: use another disk.")
+        for name, data in files.items():
+            (made / name).write_bytes(data)
+        return sum(value.nbytes for value in found.values())
+
+
+class _BaseReads(TorchFunctionMode):
+    """While active, gives a parameter of a base that is not filled its values as soon as they are read, and takes them
+    away when another one's are. What is written instead stays.
+    """
+
+    def __init__(self, built: BuiltModel) -> None:
+        super().__init__()
+        self._built = built
+        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
+        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+        self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
+        self._left: dict[nn.Parameter, Source] = {}
+        self._written: dict[int, torch.Tensor] = {}  # as `_open`
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._close()
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the frozen parameters that were written."""
+        return [self._names[key] for key in self._written if not self._alive[key].requires_grad]
+
+    def take_back(self) -> None:
+        """Forget what was written with the values that it had."""
+        for key, parameter in self._alive.items():
+            source = self._built.source(self._names[key]) if key in self._written else None
+            with torch._C.DisableTorchFunction():
+                if source is not None and torch.equal(parameter.data.view(-1), source.read(0, parameter.numel())):
+                    parameter.data = self._written.pop(key)
+
+    def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
+        """Do as the base's own `fill`: what the adapter adds has its values."""
+        found = dict(self._built.fill(name, module) or {})
+        for parameter in module.parameters():
+            if parameter in self._left:
+                found[parameter] = self._left.pop(parameter)
+            if id(parameter) in self._written:
+                found.pop(parameter, None)
+        return found
+
+    def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield the names in the adapted model of what the base has, and its own names."""
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._names and id(parameter) not in self._written:
+                yield name, self._names[id(parameter)]
+
+    def _close(self, but: Collection[int] = ()) -> None:
+        for key in self._open.keys() - set(but):
+            self._alive[key].data = self._open.pop(key)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_attribute = name in ("__get__", "__set__") and owner != "data"
+        if is_attribute or name in _OF_SHAPE:
+            return func(*args, **kwargs)
+        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        read = [id(each) for each in given if id(each) in self._names]
+        is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        if read:
+            self._close(but=read)
+        for key in read:
+            if key not in self._open and key not in self._written:
+                self._read(key)
+        if read and is_write and id(given[0]) == read[0]:
+            self._written.setdefault(read[0], self._open.pop(read[0], given[0].data))
+        return func(*args, **kwargs)
+
+    def _read(self, key: int) -> None:
+        source, parameter = self._built.source(self._names[key]), self._alive[key]
+        if source is not None:
+            self._open[key] = parameter.data
+            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+            return
+        for owner in self._built.model.modules():  # what no file has is made, once, and stays
+            if any(each is parameter for each in owner._parameters.values()):
+                self._left.update(self._built.fill("", owner) or {})
+
+
+def _need_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise MissingLibraryError(
+            'an adapter needs peft, which is not installed: pip install "offload[peft]", or leave the settings of lora '
+            "out to train the whole model."
+        )
+
+
+def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
+
+
+def _read_config(path: Path, said: str) -> Any:
+    """Return the PeftConfig in a file. Raises ConfigError."""
+    from peft import PeftConfig
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{said} is {path}, which cannot be read as JSON: {error}.") from None
+    if not isinstance(values, dict) or "peft_type" not in values:
+        raise ConfigError(
+            f"{said} is {path}, which names no peft_type, such as LORA: give a file as save_pretrained of PEFT writes."
+        )
+    values.pop("runtime_config", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of keys that it has not, which are refused below
+            config = PeftConfig.from_peft_type(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ConfigError(f"{said} is {path}, of which no PeftConfig can be made: {reason}.") from error
+    known = {field.name for field in fields(config)} | {"peft_version"}
+    if unknown := sorted(values.keys() - known):
+        has = f"{type(config).__name__} of peft {version('peft')}"
+        raise ConfigError(
+            f"{said} is {path}, with {unknown[0]}{nearest(unknown[0], sorted(known))}, which {has} does not have: "
+            "leave it out, or use the version of peft that wrote it."
+        )
+    return config
+
+
+def _load(model: Any, folder: Path) -> None:
+    """Give an adapter the weights of a folder. Raises ConfigError."""
+    import peft
+
+    try:
+        values = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS} cannot be read: {shorten(' '.join(str(error).split()))}") from error
+    try:
+        found: Any = peft.set_peft_model_state_dict(model, values)
+    except RuntimeError as error:  # of shapes
+        reason = shorten(" ".join(str(error).split()))
+        raise ConfigError(f"{folder} is an adapter of another model: {reason}") from error
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lacking = sorted(own.intersection(found.missing_keys))
+    if found.unexpected_keys or lacking:
+        what = f"has {found.unexpected_keys[0]}" if found.unexpected_keys else f"lacks {lacking[0]}"
+        raise ConfigError(f"{folder} is an adapter of another model: it {what}.")
+
+
+def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
+    """Return a model in PEFT's wrapper. Raises ConfigError, which says what could be adapted by `offer`."""
+    import peft
+
+    try:
+        return peft.get_peft_model(model, config)
+    except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        reason = shorten(" ".join(str(error).split())).rstrip(".")
+        raise ConfigError(f"the adapter cannot be put over {type(model).__name__}: {reason}. {offer}") from error
+
+
+def _check_targets(model: nn.Module, config: Any, offer: str) -> None:
+    """Raise ConfigError for a name of a module that there is none of."""
+    names = [name for name, _ in model.named_modules()]
+    given = getattr(config, "target_modules", None)
+    wanted = [] if given is None or isinstance(given, str) else list(given)
+    wanted += list(getattr(config, "modules_to_save", None) or [])
+    for each in sorted(wanted):
+        if not any(name == each or name.endswith(f".{each}") for name in names):
+            ends = sorted({"all-linear", *(name.rpartition(".")[2] for name in names)})
+            raise ConfigError(f"{type(model).__name__} has no module {each!r} to adapt{nearest(each, ends)}. {offer}")
+
+
+def _offer(model: nn.Module) -> str:
+    """Say which modules can be adapted."""
+    kinds = Counter(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+    )
+    kinds = Counter({name: n for name, n in kinds.items() if not name.isdecimal()})
+    listed = ", ".join(f"{name} ({n})" for name, n in kinds.most_common(_NUM_NAMES))
+    return f"Modules for --lora.target_modules: {listed}{', ...' if len(kinds) > _NUM_NAMES else ''}."

@@ -1,0 +1,94 @@
+"""What tells a base model from others, without reading it: what a checkpoint of an adapter says of its base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import PreTrainedConfig
+
+from offload.config.sections import ModelSection
+from offload.errors import ConfigError
+from offload.hf.models import is_pretrained, load_model_config, locate
+from offload.hf.read import weight_files
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Of each file of weights: stretches that are read, evenly spread, and their bytes."""
+_OF_THE_WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
+"""What a configuration says that is not of the model's function."""
+
+
+@dataclass(frozen=True)
+class BaseMark:
+    """Tells a base by its files, or by the configuration and seed of its random weights."""
+
+    name: str
+    """Where it is: a folder, or in words."""
+    revision: str | None
+    """The hub's commit, where it came from there."""
+    mark: str
+    """XXH3-128 of what tells it: of the configuration, and of each file of weights its size, its header, and 64
+    stretches of 4 KiB spread over the data; or of the seed.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    def check(self, was: Mapping[str, Any], where: Path, flag: str = "--model.path") -> None:
+        """Refuse another base than that of a checkpoint at `where`, which `was`; `flag` names one. Raises
+        ConfigError.
+        """
+        if self.mark != was["mark"]:
+            raise ConfigError(
+                f"{where} holds an adapter of {told(was)} (mark {was['mark'][:12]}), and {self.name} is another model, "
+                f"or was changed since (mark {self.mark[:12]}): set {flag} to the weights that the adapter was trained "
+                "over."
+            )
+
+
+def told(base: Mapping[str, Any]) -> str:
+    """Return what a base is called, for people."""
+    return base["name"] + (f", revision {base['revision']}" if base["revision"] else "")
+
+
+def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> BaseMark:
+    """Return the mark of the model that `section` asks for; `seed`: of weights at random. Raises ConfigError."""
+    values = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_THE_WRITER}
+    found = xxhash.xxh3_128(json.dumps(values, sort_keys=True, default=str).encode())
+    folder = locate(section)
+    if folder is None or not is_pretrained(section, folder):
+        found.update(f"seed {seed}".encode())
+        name = section.path or f"preset {section.preset or 'tiny'}"
+        return BaseMark(f"{name} with random weights of run.seed {seed}", None, found.hexdigest())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            found.update(file.read(min(header, size)))
+            begin, data = 8 + header, max(0, size - 8 - header - _SAMPLE_BYTES)
+            for number in range(_NUM_SAMPLES):
+                file.seek(begin + data * number // (_NUM_SAMPLES - 1))
+                found.update(file.read(_SAMPLE_BYTES))
+    whole = folder.resolve()
+    return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, found.hexdigest())
+
+
+def base_config(
+    section: ModelSection, was: Mapping[str, Any], where: Path, flag: str = "--model.path"
+) -> PreTrainedConfig:
+    """Return the configuration of the base of an adapter that a checkpoint at `where` has. Raises ConfigError, which
+    says which base is missing, and that `flag` names it.
+    """
+    try:
+        return load_model_config(section)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{where} holds an adapter alone, and its base, {told(was)}, is not where it was; set {flag} to where it "
+            f"is now. {error}"
+        ) from error

@@ -1,0 +1,150 @@
+"""An adapter merged into its base, a module at a time: by PEFT's own `merge`, so that the bits are those of
+`merge_and_unload`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, shorten
+from offload.hf.adapters import kind_of, outermost
+from offload.hf.models import BuiltModel
+from offload.hf.names import separate
+
+Values = Callable[[str], torch.Tensor | None]
+
+
+class MergedWeights:
+    """The weights of a base with an adapter merged in.
+
+    A parameter that no module of the adapter has is the base's. The others are merged when they are asked for, with
+    those that share a module with them, and let go when the next ones are.
+    """
+
+    def __init__(self, base: BuiltModel, model: Any, names: dict[int, str], trained: Values) -> None:
+        """`base`: is not filled, and is not changed but for ties that the adapter has cut. `model`: another one of the
+        same, not filled, with the adapter put over it, whose own values are there. `names`: of its base's parameters,
+        by their ids. `trained(name)`: the values of a parameter of the base that the adapter trains itself, such as a
+        bias; None for all others.
+
+        Raises ConfigError for an adapter that cannot be merged.
+        """
+        self._base, self._names, self._trained = base, names, trained
+        self._targets = dict(outermost(model))
+        _check_mergeable(model, self._targets)
+        self._cut_ties()
+        self._wanted = {name: self._of(places) for name, places in _places(base.model).items()}
+        self._now: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return elements of a flat parameter, by its first name in the base. Raises DiskError."""
+        if name not in self._now:
+            if not self._wanted[name]:
+                source = self._base.source(name) if self._trained(name) is None else None
+                return self._whole(name).reshape(-1)[begin:end] if source is None else source.read(begin, end)
+            self._now = self._merge(self._wanted[name])
+        return self._now[name].reshape(-1)[begin:end]
+
+    def changes(self) -> bool:
+        """Tell whether any weight differs from the base's. All of them are merged for it where none does."""
+        for name, parameter in self._base.model.named_parameters():
+            if self._wanted[name] or self._trained(name) is not None:
+                value = self.read(name, 0, parameter.numel())
+                if not torch.equal(value.to(parameter.dtype), self._read(name).reshape(-1)):
+                    return True
+        return False
+
+    def _of(self, places: list[str]) -> list[str]:
+        """Return the modules of the adapter that have one of the places of a parameter, in the model's order."""
+        return [target for target in self._targets if any(_is_below(place, target) for place in places)]
+
+    def _cut_ties(self) -> None:
+        """Give what is tied in the base, and trained as a copy in the adapter, memory of its own."""
+        from peft.utils.other import ModulesToSaveWrapper
+
+        model: Any = self._base.model
+        for places in _places(model).values():
+            if any(isinstance(self._targets[target], ModulesToSaveWrapper) for target in self._of(places)):
+                for place in places[1:]:
+                    separate(model, place)
+                    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+    def _whole(self, name: str) -> torch.Tensor:
+        trained = self._trained(name)
+        return self._read(name) if trained is None else trained
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return the base's own values of a parameter, fresh where they are read."""
+        parameter, source = self._base.model.get_parameter(name), self._base.source(name)
+        if source is not None:
+            return source.read(0, parameter.numel()).view(parameter.shape)
+        self._base.fill(name, self._base.model.get_submodule(name.rpartition(".")[0]))
+        return parameter.detach()
+
+    def _merge(self, targets: list[str]) -> dict[str, torch.Tensor]:
+        """Merge some modules of the adapter; return their parameters by their first names in the base."""
+        hollow: dict[nn.Parameter, torch.Tensor] = {}
+        for target in targets:
+            for parameter in self._targets[target].parameters():
+                name = self._names.get(id(parameter))
+                if name is not None and parameter not in hollow:
+                    hollow[parameter] = parameter.data
+                    parameter.data = self._whole(name).to(parameter.dtype, copy=True)
+        merged = {target: _merged(self._targets[target]) for target in targets}
+        found: dict[str, torch.Tensor] = {}
+        for name, places in _places(self._base.model).items():
+            for place in places:
+                for target in targets:
+                    if _is_below(place, target):
+                        found[name] = merged[target].get_parameter(place[len(target) + 1 :]).data
+        for parameter, data in hollow.items():
+            parameter.data = data
+        return found
+
+
+def _merged(target: Any) -> nn.Module:
+    """Return a module of the base, into which its adapter is merged, as `merge_and_unload` leaves it there."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if hasattr(target, "unload_and_optionally_merge_module"):
+            module = target.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            target.merge(safe_merge=False, adapter_names=None)
+            module = target.get_base_layer()
+    for each in target.modules():
+        if hasattr(each, "merged_adapters"):
+            each.merged_adapters.clear()  # it holds the base's weights no more
+    return module
+
+
+def _check_mergeable(model: Any, targets: dict[str, Any]) -> None:
+    """Raise ConfigError where PEFT cannot merge."""
+    can_merge = all(hasattr(t, "merge") or hasattr(t, "unload_and_optionally_merge_module") for t in targets.values())
+    try:
+        if not targets or not can_merge:
+            raise ValueError(f"an adapter of kind {kind_of(model)} stays beside the model")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.base_model._check_merge_allowed()
+    except ValueError as error:
+        raise ConfigError(
+            f"the adapter cannot be merged: {shorten(' '.join(str(error).split()))}. Export it without --merge."
+        ) from error
+
+
+def _places(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter, by its first one."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return found
+
+
+def _is_below(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")

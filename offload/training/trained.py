@@ -1,0 +1,221 @@
+"""What a run trains: the model as a whole, or an adapter over a base that is frozen; what its checkpoints hold, and
+what it leaves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from offload.config.config import Config
+from offload.config.sections import ModelSection
+from offload.distributed.outcome import as_one
+from offload.engine.engine import Engine
+from offload.errors import ConfigError, OffloadError
+from offload.hf import reload
+from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
+from offload.hf.base_mark import BaseMark, base_config, mark_base
+from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
+from offload.hf.names import stays_fp32
+from offload.hf.write import write_configuration
+from offload.training.resume import ResumePoint
+
+
+class Trained(Protocol):
+    """What a run trains."""
+
+    trained_only: ClassVar[bool]
+    """True where its checkpoints lack what is frozen."""
+    main_file: ClassVar[str]
+    """The file that every folder that it leaves has."""
+    library: ClassVar[str]
+    """By which that is loaded."""
+
+    def over(self, built: BuiltModel) -> BuiltModel:
+        """Return what is trained, of a model that need not be filled. Raises ConfigError."""
+
+    def name(self, model: Any) -> str:
+        """Return what the model is called."""
+
+    def told(self, model: Any) -> Iterator[str]:
+        """Yield what should be known of it, a line each."""
+
+    def num_saved(self, model: nn.Module) -> int:
+        """Return how many parameters its checkpoints hold."""
+
+    def marks(self) -> Mapping[str, Any]:
+        """Return what its checkpoints say beside where the run stands, for JSON."""
+
+    def files(self, model: Any) -> Mapping[str, bytes]:
+        """Return what lies beside the states in its checkpoints, by name."""
+
+    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Write what the run leaves; `files`, by name, go with it, and an earlier export gives way. Collective. Raises
+        as `Engine.export`.
+        """
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+        """Return the model of what `write` wrote, in eval mode, all in memory. Raises OffloadError."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The model, all of it."""
+
+    kind: Kind
+    """What sort of model it is."""
+    trained_only: ClassVar[bool] = False
+    main_file: ClassVar[str] = "config.json"
+    library: ClassVar[str] = "transformers"
+
+    def over(self, built: BuiltModel) -> BuiltModel:
+        """Return the model as it is."""
+        return built
+
+    def name(self, model: Any) -> str:
+        """Return the name of its class."""
+        return type(model).__name__
+
+    def told(self, model: Any) -> Iterator[str]:  # noqa: ARG002
+        """Yield nothing."""
+        return iter(())
+
+    def num_saved(self, model: nn.Module) -> int:
+        """Return the number of all parameters."""
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def marks(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
+        """Return nothing: the engine adds the model's configuration."""
+        return {}
+
+    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Write a Hugging Face folder."""
+        engine.export(folder, files=files, replace=True)
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
+        """Load the folder with transformers."""
+        return reload.reload(folder, self.kind.auto)
+
+
+@dataclass(frozen=True)
+class AdapterOverBase:
+    """An adapter of PEFT; the base is frozen, and is in no checkpoint."""
+
+    adaptation: Adaptation
+    """The adapter."""
+    base: BaseMark
+    """What tells the base from others."""
+    seed: int
+    """Of the adapter's first values."""
+    precision: str
+    """In which the run computes."""
+    trained_only: ClassVar[bool] = True
+    main_file: ClassVar[str] = CONFIG
+    library: ClassVar[str] = "peft"
+
+    def over(self, built: BuiltModel) -> BuiltModel:
+        """Put the adapter over the base."""
+        return self.adaptation.over(built, self.seed)
+
+    def name(self, model: Any) -> str:
+        """Return the name of the base's class."""
+        return type(model.get_base_model()).__name__
+
+    def told(self, model: Any) -> Iterator[str]:
+        """Yield how much of it trains, and over what."""
+        yield f"adapter: {summary(model)}; frozen: {self.base.name}"
+
+    def num_saved(self, model: nn.Module) -> int:
+        """Return the number of parameters that train."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def marks(self) -> Mapping[str, Any]:
+        """Return what tells the base."""
+        return {"base": self.base.to_dict()}
+
+    def files(self, model: Any) -> Mapping[str, bytes]:
+        """Return the configurations of base and adapter."""
+        with TemporaryDirectory() as folder:
+            write_configuration(model.get_base_model(), Path(folder))
+            found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+        return {**found, CONFIG: config_bytes(model)}
+
+    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Write the adapter as PEFT saves it."""
+        values = dict(engine.named_parameters(trained_only=True))
+        with as_one(engine.comm, "export"):
+            if engine.rank == 0:
+                write_adapter(engine.model, {**_buffers(engine.model), **values}, folder, files, replace=True)
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+        """Load the adapter with PEFT over the base."""
+        from peft import PeftModel
+
+        base: Any = fill_all(build_base())
+        computes = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        is_kept = stays_fp32(base, computes)
+        for name, parameter in base.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if is_kept(name) else computes)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return PeftModel.from_pretrained(base, str(folder)).eval()
+        except Exception as error:
+            raise OffloadError(
+                f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
+            ) from error
+
+
+def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
+    """Return the architecture that a run begins or goes on with. Raises ConfigError.
+
+    Gone on with is the model that was trained; the folder that it was made from may be another one by now. Of an
+    adapter, which has no more than that, the base is found again.
+    """
+    first = next(iter(start.folders), None)
+    if first is None:
+        return load_model_config(start.config.model)
+    if start.config.adapts:
+        return base_config(start.config.model, start.base, first)
+    return load_model_config(ModelSection(path=str(first / "config.json")))
+
+
+def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:
+    """Return what a run trains: of the checkpoint that it goes on from, if there is one. Raises ConfigError, for
+    another base than the checkpoint's as well; MissingLibraryError.
+    """
+    if not config.adapts:
+        return WholeModel(kind)
+    base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
+    if first is not None:
+        base.check(start.base, first)
+    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
+    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision))
+
+
+def refuse_growth(num_tokens: int, num_rows: int) -> None:
+    """Raise ConfigError where the tokenizer has tokens that a frozen embedding has no rows for."""
+    if num_tokens > num_rows:
+        raise ConfigError(
+            f"the tokenizer has {num_tokens:,} tokens, and the model's embedding {num_rows:,} rows, which are frozen "
+            "beneath an adapter: resize it first (resize_token_embeddings, then save_pretrained), set --model.path to "
+            "that folder and --lora.trainable_tokens to the new tokens, or --lora.modules_to_save to the embedding."
+        )
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """Return the buffers that belong to a model's state, on the CPU."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return {name: value.cpu() for name, value in state.items() if not isinstance(value, nn.Parameter)}

@@ -1,0 +1,258 @@
+"""Adapters of PEFT put over a base whose weights are read piece by piece, against PEFT over one in memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from offload import Engine, Placement
+from offload.config.sections import LoraSection, ModelSection
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError, MissingLibraryError
+from offload.hf.adapters import Adaptation, summary
+from offload.hf.models import BuiltModel, build_model, fill_all
+from offload.hf.sources import Whole
+from tests.engine import families
+from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.reference import Reference
+from tests.integrations.plain import needs
+from tests.matrix import matrix, quick
+
+needs("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4, "target_modules": "all-linear"},
+    "rslora": {"rank": 4, "alpha": 16, "use_rslora": True, "init": "gaussian"},
+    "dora": {"rank": 2, "use_dora": True, "dropout": 0.1, "target_modules": ["q_proj", "down_proj"]},
+    "vera": {"config": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}},
+    "tokens": {"rank": 4, "trainable_tokens": [3, 5, 7]},
+    "head": {"rank": 4, "modules_to_save": ["lm_head"]},
+}
+PLACES = {
+    "device": {},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu", "gradients": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    families.build(families.llama).save_pretrained(folder)  # type: ignore[operator]
+    return folder
+
+
+def adaptation(tmp_path: Path, case: dict[str, Any]) -> Adaptation:
+    if isinstance(case.get("config"), dict):
+        (tmp_path / "adapter.json").write_text(json.dumps(case["config"]))
+        case = {"config": str(tmp_path / "adapter.json")}
+    return Adaptation.of(LoraSection(**case), "causal")
+
+
+def load(base: Path) -> BuiltModel:
+    return build_model(ModelSection(path=str(base)), seed=0)
+
+
+def resident(base: Path, adapter: Adaptation) -> nn.Module:
+    """What PEFT makes of a base in memory, by itself."""
+    model = fill_all(load(base))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return get_peft_model(model, copy.deepcopy(adapter.config))
+
+
+@matrix(strength=1, long=2, case=CASES, place=PLACES)
+def test_it_trains_as_over_a_base_in_memory(
+    base: Path, case: dict[str, Any], place: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter = adaptation(tmp_path, case)
+    built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
+    settings = {"placement": Placement(**place, nvme_dir=str(tmp_path))} if place else {}
+    engine, _ = train_both(built.model, families.batches(3), plain=plain, fill=built.fill, **settings)
+    built.close()
+    trained = {name for name, value in plain.named_parameters() if value.requires_grad}
+    assert dict(engine.named_parameters(trained_only=True)).keys() == trained
+    engine.close()
+
+
+def test_the_base_goes_up_twice_at_most_for_any_number_of_micro_batches(base: Path, tmp_path: Path) -> None:
+    adapter, moved = adaptation(tmp_path, CASES["lora"]), []
+    for rows in (4, 2, 1):
+        built = adapter.over(load(base), seed=7)
+        place = Placement("cpu", "cpu", "cpu")
+        engine = Engine(
+            built.model, fill=built.fill, placement=place, prefetch=0, recompute="always", micro_batch_size=rows
+        )
+        for batch in families.batches(2):
+            engine.step(batch)
+        moved.append((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
+        regions = {region for unit in parts_of(engine).units for region in unit.regions}
+        total, trained = (sum(r.weight_bytes for r in regions if r.trainable >= only) for only in (False, True))
+        engine.close()
+    assert moved[0] == moved[1] == moved[2]
+    assert total < moved[0][0] <= 2 * total
+    assert moved[0][1] == trained, "the adapter's gradients alone"
+
+
+@pytest.mark.slow
+def test_micro_batches_sum_to_the_whole(base: Path, tmp_path: Path) -> None:
+    adapter = adaptation(tmp_path, CASES["rslora"])
+    built = adapter.over(load(base), seed=7)
+    train_both(
+        built.model,
+        families.batches(2),
+        plain=resident(base, adapter),
+        fill=built.fill,
+        micro_batch_size=1,
+        within=2e-6,
+        placement=Placement("cpu", "cpu", "cpu"),
+    )
+
+
+def test_first_values_are_read_a_parameter_at_a_time(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of the base is in memory was not freed when the next parameter was read."""
+    read, alive, most = Whole.read, [], 0
+
+    def counting(self: Whole, begin: int, end: int) -> torch.Tensor:
+        nonlocal most
+        found = read(self, begin, end)
+        alive.append(weakref.ref(found.untyped_storage()))
+        gc.collect()
+        most = max(most, sum(each() is not None for each in alive))
+        return found
+
+    monkeypatch.setattr(Whole, "read", counting)
+    adaptation(tmp_path, {"rank": 2, "use_dora": True, "target_modules": "all-linear"}).over(load(base), seed=7)
+    assert len(alive) == 14
+    assert most <= 2, "what is read, and what it takes the place of"
+
+
+@pytest.mark.parametrize("name", quick(CASES, ["dora", "tokens", "head"]))
+def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Path, name: str) -> None:
+    adapter = adaptation(tmp_path, CASES[name])
+    built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
+    assert summary(built.model) == summary(plain)
+    found, wanted = fill_all(built).state_dict(), plain.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("how", [{"target_modules": ["q_proj"], "bias": "all"}, {"target_modules": ["embed_tokens"]}])
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: dict[str, Any], trains: bool) -> None:
+    """Biases that were trained, and rows of the base that PEFT saves as they are."""
+    folder, plain = tmp_path / "base", families.build(families.opt)
+    plain.save_pretrained(folder)  # type: ignore[operator]
+    made = get_peft_model(plain, LoraConfig(r=2, **how))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    made.save_pretrained(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(fill_all(load(folder)), tmp_path / "adapter", is_trainable=trains)
+    built = Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0, trains=trains)
+    wanted, found = dict(theirs.named_parameters()), dict(fill_all(built).named_parameters())
+    assert {name for name, p in found.items() if p.requires_grad == trains} >= {
+        name for name in found if "lora" in name
+    }
+    assert all(same_bits(found[name], wanted[name]) for name in wanted)
+    if trains and "bias" not in how:
+        weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        weights["base_model.model.model.decoder.embed_tokens.base_layer.weight"][3] += 1
+        save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match="has weights of the base .*embed_tokens.weight.* that differ"):
+            Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ({"rank": 4, "target_modules": ["q_proj", "v_prj"]}, "'v_prj'.*did you mean v_proj.*q_proj .2., k_proj .2."),
+        ({"rank": 4, "modules_to_save": ["haed"]}, "no module 'haed' to adapt"),
+        ({"config": {"peft_type": "LORA", "init_lora_weights": "olora", "target_modules": ["q_proj"]}}, "init default"),
+        ({"config": {"r": 4}}, "names no peft_type"),
+        ({"config": {"peft_type": "LORA", "rank": 4}}, "with rank .*, which LoraConfig of peft .* does not have"),
+        ({"config": "nowhere.json"}, "lora.config is nowhere.json, which cannot be read as JSON"),
+        ({"adapter": "nowhere"}, "lora.adapter is nowhere, which is no folder"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        adaptation(tmp_path, case).over(load(base), seed=7)
+
+
+def test_adapters_over_parameters_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    families.build(families.mixtral).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    for case in ({"rank": 2, "target_parameters": ["experts.down_proj"]}, {"rank": 2, "target_modules": "all-linear"}):
+        with pytest.raises(ConfigError, match=r"over \d parameters, such as model.layers.0.*Name modules alone"):
+            adaptation(tmp_path, case).over(load(tmp_path / "base"), seed=7)
+
+
+def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(MissingLibraryError, match=r"pip install .offload\[peft\]"):
+        Adaptation.of(LoraSection(rank=4), "causal")
+
+
+def test_the_head_runs_in_chunks_beneath_an_adapter(base: Path, tmp_path: Path) -> None:
+    """Logits are as large as those of a model without one."""
+    adapter = adaptation(tmp_path, CASES["lora"])
+    built = adapter.over(load(base), seed=7)
+    engine, _ = train_both(
+        built.model,
+        families.batches(2),
+        plain=resident(base, adapter),
+        fill=built.fill,
+        head_chunk_bytes=12 * families.VOCABULARY * 4,
+        within=2e-6,
+    )
+    assert engine.head_chunks == 3
+
+
+def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """Train an adapter on this rank's rows of two batches; return its weights."""
+    with open_comm() as comm:
+        built = adaptation(folder / str(comm.rank), case).over(load(base), seed=7)
+        place = Placement("cpu", "cpu", "cpu")
+        engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
+        for seed in range(2):
+            rows = families.tokens(seed)
+            engine.step({key: value[2 * comm.rank : 2 * comm.rank + 2] for key, value in rows.items()})
+        engine.save_checkpoint(folder / "states", trained_only=True)
+        return dict(engine.named_parameters(trained_only=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "dora", "tokens", "head"])
+def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name: str) -> None:
+    case = {**CASES[name], "dropout": 0.0}
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    one, other = run(2, over_ranks, base=base, case=case, folder=tmp_path)
+    adapter = adaptation(tmp_path, case)
+    built = adapter.over(load(base), seed=7)
+    plain = Reference(resident(base, adapter), PROPORTIONAL)
+    for seed in range(2):
+        plain.step(families.tokens(seed))
+    assert one.keys() == other.keys()
+    assert all(same_bits(one[key], other[key]) for key in one)
+    assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
+    engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
+    engine.load_checkpoint(tmp_path / "states")
+    assert_same(dict(engine.named_parameters(trained_only=True)), one)

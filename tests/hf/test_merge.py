@@ -1,0 +1,112 @@
+"""Adapters merged into their base a module at a time, against PEFT's own merge of a model in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offload.config.sections import LoraSection, ModelSection
+from offload.errors import ConfigError
+from offload.hf.adapters import Adaptation
+from offload.hf.merge import MergedWeights
+from offload.hf.models import build_model
+from offload.hf.write import write_model
+from tests.engine import families
+from tests.integrations.plain import needs
+from tests.matrix import matrix
+
+needs("peft")
+
+from peft import PeftModel, get_peft_model  # noqa: E402
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4, "target_modules": "all-linear"},
+    "dora": {"rank": 2, "use_dora": True},
+    "vera": {"config": {"peft_type": "VERA", "r": 4, "task_type": "CAUSAL_LM"}},
+    "tokens": {"rank": 4, "trainable_tokens": [3, 5, 7]},
+    "head": {"rank": 4, "modules_to_save": ["lm_head"]},
+    "tied head": {"rank": 4, "target_modules": ["lm_head"]},
+    "biases": {"config": {"peft_type": "LORA", "r": 2, "bias": "all", "task_type": "CAUSAL_LM"}},
+}
+
+
+def adapted(base: Path, case: dict[str, Any], tmp_path: Path) -> Path:
+    """Save an adapter over a base, of which every value has been trained."""
+    if isinstance(case.get("config"), dict):
+        (tmp_path / "adapter.json").write_text(json.dumps(case["config"]))
+        case = {"config": str(tmp_path / "adapter.json")}
+    config = Adaptation.of(LoraSection(**case), "causal").config
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), config)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    return tmp_path / "adapter"
+
+
+def merge(base: Path, adapter: Path, out: Path) -> MergedWeights:
+    section = ModelSection(path=str(base))
+    plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
+    names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
+    over: Any = Adaptation.saved(adapter, "adapter").over(beneath, seed=0)
+    own = {name: p.detach().clone() for name, p in over.model.named_parameters() if p.requires_grad and id(p) in names}
+    trained = {names[id(p)]: own[name] for name, p in over.model.named_parameters() if name in own}
+    merged = MergedWeights(plain, over.model, names, trained.get)
+    assert merged.changes()
+    write_model(plain.model, merged.read, out)
+    plain.close()
+    beneath.close()
+    return merged
+
+
+@matrix(
+    strength=1,
+    make=[families.llama, families.gemma2, families.gpt2, families.opt, families.qwen3],
+    case=CASES,
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_the_folder_is_what_peft_and_transformers_write(
+    make: Any, case: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    model: Any = families.build(make).to(dtype)
+    model.save_pretrained(base)
+    adapter = adapted(base, case, tmp_path)
+    merge(base, adapter, tmp_path / "ours")
+    theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
+    theirs.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
+
+
+def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
+    model: Any = families.build(families.llama)
+    model.save_pretrained(tmp_path / "base")
+    section = ModelSection(path=str(tmp_path / "base"))
+    plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
+    names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
+    over: Any = Adaptation.of(LoraSection(rank=4), "causal").over(beneath, seed=0)
+    merged = MergedWeights(plain, over.model, names, {}.get)
+    assert not merged.changes()
+    layer: nn.Module = over.model.get_submodule("base_model.model.model.layers.1.self_attn.v_proj.lora_B.default")
+    layer.weight.data[0, 0] = 1.0
+    assert merged.changes(), "what was merged is not merged again"
+
+
+def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
+    model: Any = families.build(families.llama)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "prefix.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}))
+    section = ModelSection(path=str(tmp_path / "base"))
+    adaptation = Adaptation.of(LoraSection(config=str(tmp_path / "prefix.json")), "causal")
+    over = adaptation.over(build_model(section, seed=0), seed=0)
+    with pytest.raises(ConfigError, match="kind prefix_tuning stays beside the model. Export it without --merge"):
+        MergedWeights(build_model(section, seed=0), over.model, {}, {}.get)

@@ -1,0 +1,148 @@
+"""Runs that train an adapter over a frozen base: what they say, save, go on from and leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload.checkpoint.reader import Reader
+from offload.data.tokenizer import train_bpe
+from offload.errors import ConfigError
+from offload.export import main as export_command
+from offload.verify import main as verify_command
+from tests.integrations.plain import needs
+from tests.training.conftest import SHAPES
+
+needs("peft")
+
+from peft import PeftModel  # noqa: E402
+
+ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "down_proj"], "lora__dropout": 0.1}
+HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder of a model with weights and a tokenizer."""
+    folder = tmp_path / "base"
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"])).save_pretrained(
+        folder
+    )
+    train_bpe(["a number, the next one, 1 2 3 4 5 6 7 8 9 0 is"] * 20, vocab_size=300).save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    mine, its = adapter(one), adapter(other)
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], its[name]) for name in its)
+
+
+def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
+    more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
+    whole, lines, said = run("whole", **more)
+    assert "adapter: lora, 1,920 of " in said
+    assert "over 6 modules (3 q_proj, 3 down_proj)" in said
+    assert f"frozen: {base}" in said
+    assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-6")
+    half, again, _ = run("half", **more)
+    assert [line["loss"] for line in again[-3:]] == [line["loss"] for line in lines[-3:]]
+    assert_same(half.export, whole.export)
+    assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
+
+
+def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
+    """Of a base in bf16, over which a run in fp32 computes with what the files have."""
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    result, _, said = run("run", model__path=str(base), checkpoint__every=3, **ADAPTER, **HOST)
+    assert "logits bit-equal" in said
+    adapter_of, merged, wanted = tmp_path / "adapter", tmp_path / "merged", tmp_path / "wanted"
+    assert export_command([str(result.dir), str(adapter_of)]) == 0
+    assert_same(adapter_of, result.export)
+    assert (adapter_of / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=f"its base, {base}, is not where it was; set --base to where it is now"):
+        export_command([str(result.dir), str(merged), "--merge"])
+    assert export_command([str(result.dir), str(merged), "--merge", "--base", str(tmp_path / "moved")]) == 0
+    over: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype="auto")
+    PeftModel.from_pretrained(over, adapter_of).merge_and_unload().save_pretrained(wanted)
+    for name in ("model.safetensors", "config.json"):
+        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
+    assert verify_command([str(merged)]) == 0
+
+
+def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
+    result, _, _ = run("run", model__path=str(base), optimizer__lr=0.0, checkpoint__every=3, lora__rank=2)
+    with pytest.raises(ConfigError, match="changes no weight of its base: it was not trained"):
+        export_command([str(result.dir), str(tmp_path / "merged"), "--merge"])
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(ConfigError, match="without --merge"):
+        export_command([str(result.dir), str(tmp_path / "merged"), "--base", str(base)])
+
+
+def test_a_checkpoint_has_the_adapter_alone(run: Any, base: Path) -> None:
+    result, _, _ = run("run", model__path=str(base), checkpoint__every=3, **ADAPTER)
+    folder = result.dir / "checkpoints" / "step-3"
+    with Reader(folder) as reader:
+        assert {name.rpartition(".lora_")[2] for name in reader.contents} == {"A.default.weight", "B.default.weight"}
+        assert len(reader.contents) == 12
+        assert reader.meta["meta"]["base"]["name"] == str(base)
+    assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
+
+
+def test_another_base_is_refused_and_a_missing_one_is_named(run: Any, base: Path, tmp_path: Path) -> None:
+    more = {"checkpoint__every": 2, **ADAPTER}
+    run("run", model__path=str(base), **more)
+    moved = tmp_path / "elsewhere"
+    base.rename(moved)
+    with pytest.raises(ConfigError, match=f"holds an adapter alone, and its base, {base}, is not where it was"):
+        run("run", model__path=str(base), train__steps=4, **more)
+    result, _, _ = run("run", model__path=str(moved), train__steps=4, **more)
+    assert result.steps == 4
+    weights = load_file(moved / "model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    save_file(weights, moved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"step-4 holds an adapter of .*elsewhere is another model, or was changed"):
+        run("run", model__path=str(moved), train__steps=6, **more)
+
+
+def test_random_weights_are_told_by_their_seed_and_shape(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _, said = run("run", checkpoint__every=3, **ADAPTER)
+    assert "with random weights of run.seed 0" in said
+    config = json.loads((result.dir / "checkpoints" / "step-3" / "adapter_config.json").read_text())
+    assert (config["r"], config["task_type"]) == (4, "CAUSAL_LM")
+    monkeypatch.setitem(SHAPES, "llama", {**SHAPES["llama"], "rms_norm_eps": 0.1})
+    with pytest.raises(ConfigError, match="is another model"):
+        run("run", train__steps=4, **ADAPTER)
+
+
+def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
+    first, _, _ = run("first", model__path=str(base), **ADAPTER)
+    again, _, _ = run("again", model__path=str(base), lora__adapter=str(first.export), optimizer__lr=0.0)
+    assert_same(again.export, first.export)
+    other, _, _ = run("other", model__path=str(base), lora__rank=2)
+    shutil.copy(first.export / "adapter_config.json", other.export)
+    with pytest.raises(ConfigError, match="is an adapter of another model"):
+        run("bad", model__path=str(base), lora__adapter=str(other.export))
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
+    tokenizer = train_bpe(["a number, the next one"] * 20, vocab_size=300)
+    tokenizer.add_tokens([f"<{number}>" for number in range(400)])
+    tokenizer.save_pretrained(tmp_path / "wider")
+    with pytest.raises(ConfigError, match="which are frozen beneath an adapter"):
+        run("run", model__path=str(base), data__tokenizer=str(tmp_path / "wider"), **ADAPTER)
