@@ -130,6 +130,7 @@ def test_random_weights_are_told_by_their_seed_and_shape(run: Any, monkeypatch: 
         run("run", train__steps=4, **ADAPTER)
 
 
+@pytest.mark.slow
 def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
     first, _, _ = run("first", model__path=str(base), **ADAPTER)
     again, _, _ = run("again", model__path=str(base), lora__adapter=str(first.export), optimizer__lr=0.0)
