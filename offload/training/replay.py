@@ -65,6 +65,11 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
     """Return an engine over the weights of a folder, on the host, with the rule of the run. `is_marked`: its log tells
     the weights that it began at, so that they may be those of another rule.
     """
+    if config.adapts:
+        raise ConfigError(
+            "the run trained an adapter, and steps are replayed over the whole of a model: its checkpoints hold little "
+            "more than a log, and `python -m offload.export RUN OUT` writes the adapter of one."
+        )
     settings = Settings(
         optimizer=update_rule(config),
         placement=Placement(parameters="cpu", optimizer="cpu"),

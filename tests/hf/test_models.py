@@ -20,7 +20,14 @@ from offload.config.sections import ModelSection
 from offload.errors import ConfigError, DiskError
 from offload.hf import models
 from offload.hf.deferred_init import DeferredInit
-from offload.hf.models import BuiltModel, build_model, check_sequence_length, load_model_config, model_kind
+from offload.hf.models import (
+    BuiltModel,
+    build_model,
+    check_sequence_length,
+    empty_model,
+    load_model_config,
+    model_kind,
+)
 from offload.hf.names import CannotStream
 from tests import forks
 
@@ -309,6 +316,13 @@ def test_weights_of_torch_alone_are_refused_with_the_command_that_converts_them(
     monkeypatch.setattr(models, "locate", lambda section: folder)
     with pytest.raises(ConfigError, match=r"the hub's model some/one has no weights as safetensors.*--model.path one"):
         build_model(ModelSection(path="some/one"), seed=0)
+
+
+def test_a_model_of_shapes_leaves_its_configuration_as_it_is() -> None:
+    """From which the model itself may be built later, in the dtype of its files."""
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"], dtype="bfloat16")
+    empty_model(ModelSection(), config)
+    assert config.dtype == torch.bfloat16
 
 
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from offload.checkpoint.reader import Reader
 from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError
 from offload.export import main as export_command
+from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests.integrations.plain import needs
 from tests.training.conftest import SHAPES
@@ -130,6 +131,7 @@ def test_random_weights_are_told_by_their_seed_and_shape(run: Any, monkeypatch: 
         run("run", train__steps=4, **ADAPTER)
 
 
+@pytest.mark.slow
 def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
     first, _, _ = run("first", model__path=str(base), **ADAPTER)
     again, _, _ = run("again", model__path=str(base), lora__adapter=str(first.export), optimizer__lr=0.0)
@@ -138,6 +140,15 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
     shutil.copy(first.export / "adapter_config.json", other.export)
     with pytest.raises(ConfigError, match="is an adapter of another model"):
         run("bad", model__path=str(base), lora__adapter=str(other.export))
+
+
+@pytest.mark.slow
+def test_it_trains_without_a_backward_and_is_not_replayed(run: Any, base: Path, tmp_path: Path) -> None:
+    result, lines, _ = run("run", model__path=str(base), optimizer__name="mezo", checkpoint__every=3, **ADAPTER)
+    assert "projected_grad" in lines[-1]
+    for begin in (base, result.dir / "checkpoints" / "step-3"):
+        with pytest.raises(ConfigError, match="adapter"):
+            replay_command([str(begin), str(result.dir), "--out", str(tmp_path / "out")])
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
