@@ -34,6 +34,8 @@ class Options:
     """of an adapter: write the whole model, with the adapter merged in, a module at a time"""
     base: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: where it was)")] = None
     """with --merge: where the adapter's base is now"""
+    onto: Literal["trained", "original"] = "trained"
+    """with --merge, of a base in few bits: into what it was decoded to, or into the values of its files"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """show tracebacks"""
 
@@ -56,8 +58,9 @@ def main(words: list[str]) -> int:
     dtype, is_adapter = DTYPES[options.dtype], has_adapter(folder)
     if options.merge and not is_adapter:
         raise ConfigError(f"--merge is given, and {folder} has no adapter but a whole model: leave it out.")
-    if options.base and not options.merge:
-        raise ConfigError("--base is given without --merge, and the adapter alone needs no base: leave it out.")
+    for flag, is_given in (("--base", options.base is not None), ("--onto", options.onto != "trained")):
+        if is_given and not options.merge:
+            raise ConfigError(f"{flag} is given without --merge, and the adapter alone needs no base: leave it out.")
     if is_adapter and not options.merge and dtype is not None:
         raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out, or --merge.")
     if is_adapter and not options.merge:
@@ -65,7 +68,7 @@ def main(words: list[str]) -> int:
         print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")
         return 0
     if options.merge:
-        done = export_merged(folder, out, options.base, dtype, shard_bytes)
+        done = export_merged(folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original")
     else:
         done = export_stored(folder, out, dtype, shard_bytes)
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"

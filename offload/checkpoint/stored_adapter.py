@@ -16,12 +16,16 @@ from offload.checkpoint.folder import offering_another
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored import Stored
 from offload.config.sections import ModelSection
+from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, Adaptation, write_adapter
 from offload.hf.base_mark import base_config, mark_base
 from offload.hf.merge import MergedWeights
 from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
 from offload.hf.write import SHARD_BYTES, Exported, write_model
+from offload.layout.codecs import EXACT
+from offload.layout.regions import ParameterInfo
+from offload.optim.adamw import AdamW
 from offload.telemetry.byte_progress import byte_progress
 
 _NOT_THE_TOKENIZERS = (CONFIG, "config.json", "generation_config.json")
@@ -47,13 +51,18 @@ def export_merged(
     base: str | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int | None = SHARD_BYTES,
+    *,
+    onto_original: bool = False,
 ) -> Exported:
     """Write a checkpoint's adapter, merged into its base, to `out`, a new Hugging Face folder: the bits of PEFT's
     `merge_and_unload` and `save_pretrained`. Memory: the adapter, and the modules that share a weight.
 
     base: where the base is now, None for where it was. dtype: in which it is read and merged, None for its own.
-    shard_bytes: of a file of weights at most; None for one file. Raises CheckpointError, ConfigError (also where
-    another base is found, or none, or the merge would change nothing), DiskError, OffloadError.
+    shard_bytes: of a file of weights at most; None for one file. onto_original: where the base rested in codes, merge
+    into the values of its files, on which nothing was trained, instead of what the codes stand for.
+
+    Raises CheckpointError, ConfigError (also where another base is found, or none, or the merge would change nothing),
+    DiskError, OffloadError.
     """
     with offering_another(folder), ExitStack() as opened:
         reader = opened.enter_context(Reader(folder))
@@ -64,7 +73,13 @@ def export_merged(
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adapted = Adaptation.stored(folder).over(beneath, seed=0)
         trained = _fill(adapted.model, names, _values(reader))
-        merged = MergedWeights(plain, adapted.model, names, trained.get)
+        infos = [] if onto_original else _coded(reader, adapted.model)
+        if infos and dtype is not None:
+            raise ConfigError(
+                f"--dtype is given, and the adapter of {folder} was trained over codes ({infos[0].codec}) of its base "
+                "as that is: leave --dtype out, or merge --onto original."
+            )
+        merged = MergedWeights(plain, adapted.model, names, trained.get, infos)
         if not merged.changes():
             raise ConfigError(
                 f"merging the adapter of {folder} changes no weight of its base: it was not trained, or its changes "
@@ -81,6 +96,13 @@ def export_merged(
         return write_model(
             plain.model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=_tokenizer(reader)
         )
+
+
+def _coded(reader: Reader, model: nn.Module) -> list[ParameterInfo]:
+    """Return the parameters of a model with an adapter that have rested in codes while it was trained."""
+    saved = {key: value for key, (value, _) in reader.meta["meta"]["config"].items()}
+    infos = describe_parameters(model, AdamW(), saved["train.precision"], saved["offload.frozen_weights"])
+    return [info for info in infos if info.codec != EXACT.name]
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:

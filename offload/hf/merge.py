@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from offload.errors import ConfigError, shorten
 from offload.hf.adapters import kind_of, outermost
 from offload.hf.models import BuiltModel
 from offload.hf.names import separate
+from offload.layout.codecs import CODECS, EXACT, decoded
+from offload.layout.planes import DTYPES
+from offload.layout.regions import ParameterInfo
 
 Values = Callable[[str], torch.Tensor | None]
 
@@ -26,15 +29,20 @@ class MergedWeights:
     those that share a module with them, and let go when the next ones are.
     """
 
-    def __init__(self, base: BuiltModel, model: Any, names: dict[int, str], trained: Values) -> None:
+    def __init__(
+        self, base: BuiltModel, model: Any, names: dict[int, str], trained: Values, infos: Iterable[ParameterInfo] = ()
+    ) -> None:
         """`base`: is not filled, and is not changed but for ties that the adapter has cut. `model`: another one of the
         same, not filled, with the adapter put over it, whose own values are there. `names`: of its base's parameters,
         by their ids. `trained(name)`: the values of a parameter of the base that the adapter trains itself, such as a
-        bias; None for all others.
+        bias; None for all others. `infos`: of the model's parameters that are merged into what their codes stand for.
 
         Raises ConfigError for an adapter that cannot be merged.
         """
         self._base, self._names, self._trained = base, names, trained
+        by_name = dict(model.named_parameters())
+        own = ((names.get(id(by_name[info.name])), info) for info in infos if info.codec != EXACT.name)
+        self._coded = {name: info for name, info in own if name is not None}
         self._targets = dict(outermost(model))
         _check_mergeable(model, self._targets)
         self._cut_ties()
@@ -45,7 +53,8 @@ class MergedWeights:
         """Return elements of a flat parameter, by its first name in the base. Raises DiskError."""
         if name not in self._now:
             if not self._wanted[name]:
-                source = self._base.source(name) if self._trained(name) is None else None
+                is_given = self._trained(name) is None and name not in self._coded
+                source = self._base.source(name) if is_given else None
                 return self._whole(name).reshape(-1)[begin:end] if source is None else source.read(begin, end)
             self._now = self._merge(self._wanted[name])
         return self._now[name].reshape(-1)[begin:end]
@@ -79,12 +88,17 @@ class MergedWeights:
         return self._read(name) if trained is None else trained
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return the base's own values of a parameter, fresh where they are read."""
+        """Return the base's values of a parameter, fresh where they are read or decoded."""
         parameter, source = self._base.model.get_parameter(name), self._base.source(name)
-        if source is not None:
-            return source.read(0, parameter.numel()).view(parameter.shape)
-        self._base.fill(name, self._base.model.get_submodule(name.rpartition(".")[0]))
-        return parameter.detach()
+        if source is None:
+            self._base.fill(name, self._base.model.get_submodule(name.rpartition(".")[0]))
+            value = parameter.detach()
+        else:
+            value = source.read(0, parameter.numel()).view(parameter.shape)
+        if name not in self._coded:
+            return value
+        info = self._coded[name]
+        return decoded(CODECS[info.codec], value.reshape(-1), DTYPES[info.compute]).view(parameter.shape)
 
     def _merge(self, targets: list[str]) -> dict[str, torch.Tensor]:
         """Merge some modules of the adapter; return their parameters by their first names in the base."""

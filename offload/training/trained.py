@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -19,13 +18,16 @@ from offload.config.config import Config
 from offload.config.sections import ModelSection
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
+from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
 from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config, mark_base
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
-from offload.hf.names import stays_fp32
 from offload.hf.write import write_configuration
+from offload.layout.codecs import CODECS, decoded
+from offload.layout.planes import DTYPES
+from offload.optim.adamw import AdamW
 from offload.training.resume import ResumePoint
 
 
@@ -121,6 +123,8 @@ class AdapterOverBase:
     """Of the adapter's first values."""
     precision: str
     """In which the run computes."""
+    frozen_weights: str
+    """How the base rests."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
@@ -160,22 +164,22 @@ class AdapterOverBase:
                 write_adapter(engine.model, {**_buffers(engine.model), **values}, folder, files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Load the adapter with PEFT over the base."""
+        """Load the adapter with PEFT over the base, as the run has used that."""
         from peft import PeftModel
 
         base: Any = fill_all(build_base())
-        computes = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        is_kept = stays_fp32(base, computes)
-        for name, parameter in base.named_parameters():
-            parameter.data = parameter.data.to(torch.float32 if is_kept(name) else computes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return PeftModel.from_pretrained(base, str(folder)).eval()
+                model = PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
         except Exception as error:
             raise OffloadError(
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
+        for info in describe_parameters(model, AdamW(), self.precision, self.frozen_weights):
+            parameter, dtype = model.get_parameter(info.name), DTYPES[info.compute]
+            parameter.data = decoded(CODECS[info.codec], parameter.data.reshape(-1), dtype).view(info.shape)
+        return model
 
 
 def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
@@ -202,7 +206,9 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     if first is not None:
         base.check(start.base, first)
     adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision))
+    return AdapterOverBase(
+        adaptation, base, config.run.seed, str(config.train.precision), config.offload.frozen_weights
+    )
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:
