@@ -35,7 +35,7 @@ from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
 from tests.engine.sizes import tier_bytes, up
 from tests.engine.test_parameters import freeze
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 4, "num_hidden_layers": 3}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -82,7 +82,7 @@ def base_bytes(model: nn.Module, codec: str) -> list[int]:
     return [up(size, max(2048, block)) // block * record for size in sizes.values()]
 
 
-@matrix(strength=2, codec=["int8", "nf4"], tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
+@matrix(strength=1, codec=["int8", "nf4"], tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
 def test_training_is_that_of_an_engine_over_the_dequantised_weights(
     codec: str, tier: dict[str, Any], way: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
@@ -122,7 +122,7 @@ def test_experts_in_one_parameter_rest_in_codes() -> None:
     assert_same(weights(engine), weights(plain))
 
 
-@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize("codec", quick(["int8", "nf4"], ["nf4"]))
 def test_tiers_and_links_have_the_bytes_of_codes(codec: str) -> None:
     """They go up twice a step, whatever the number of micro-batches."""
     found = {}
@@ -166,7 +166,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
 
 
 @LEDGER
-@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize("codec", quick(["int8", "nf4"], ["nf4"]))
 def test_a_budget_of_what_is_planned_is_kept(codec: str) -> None:
     """The device has two units and what decodes them."""
     batch = tokens()
