@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,6 +30,8 @@ from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.benches import step as step_bench
 from offload.benches.report import Result
+from offload.engine.units import forwards
+from offload.engine.units.run_ahead import RunAhead
 from offload.errors import DoesNotFitError
 from offload.machine.environment import memory
 
@@ -61,6 +64,19 @@ TOKENS = (4096, 16384, 131072)
 MICRO_ROWS = 4
 LEAST_LEFT_S = 30
 """To begin with plain PyTorch."""
+FEW_BLOCKS: dict[str, Any] = MODELS["8b"] | {"num_hidden_layers": 6, "vocab_size": 32768}
+AHEAD_BUDGET, DRY_AHEAD_BUDGET = 10 << 30, 8 << 20
+"""Of the device, of which launches that run ahead may keep a share from being free."""
+KERNELS = {
+    "copies": "memcpy|memset",
+    "attention": "flash|fmha|attention|sdpa",
+    "products": "gemm|cutlass|nvjet|xmma|::(add|b)?mm$",
+    "updates": "offload|multi_tensor",
+    "others": "",
+}
+"""What kernels are for, by what their names have: the first that is found."""
+MOST_KERNELS, MOST_LETTERS = 24, 80
+"""Kernels that are told by name, and letters of each."""
 WARM_STEPS = 4
 """The room that a batch leaves on the device is known, and given away, after the third of its size."""
 DENSE_FLOPS_PER_S = {
@@ -347,6 +363,126 @@ def updates(check: Check) -> str:
     return ", ".join(notes)
 
 
+def ahead(check: Check) -> str:
+    """Compare what a step holds where launches run ahead of the device and where the host waits at each use of a unit:
+    what was freed, and is in use by streams still, is bounded.
+    """
+    model, fill = check.model(**FEW_BLOCKS)
+    batches, device, found = check.batches(TOKENS[1], 64), check.accelerator, {}
+    budget = DRY_AHEAD_BUDGET if check.is_dry else AHEAD_BUDGET
+    input_bytes = 2 * next(batches)["input_ids"].numel() * model.config.hidden_size
+    placement = Placement(activations="cpu", device_memory=budget)
+    with closing(opened(model, fill, placement=placement, recompute="always", micro_batch_size=MICRO_ROWS)) as engine:
+        for _ in range(WARM_STEPS):
+            engine.step(next(batches))
+        for name, enter in (("ahead", RunAhead.enter), ("in step", lambda _: device.wait())):
+            engine.finish()
+            device.wait()
+            device.take_peak()
+            with mock.patch.object(RunAhead, "enter", enter):
+                block = lanes.run_block(engine, batches, 1)
+            device.wait()
+            stats = device.module.memory_stats(device.device)
+            held, in_use = (stats[f"{which}_bytes.all.peak"] for which in ("allocated", "active"))
+            found[name] = in_use
+            details = {"held_bytes": held, "step_s": block.seconds, "launching_s": block.host_seconds}
+            check.add(Result(f"the most memory in use, launches {name}", in_use / 2**20, "MiB", details=details))
+    more, most = found["ahead"] - found["in step"], budget / 32 + 3 * input_bytes
+    if more > most:
+        raise RuntimeError(f"launches that run ahead hold {more / 2**20:.1f} MiB more, and {most / 2**20:.1f} may be")
+    return f"{max(0, more) / 2**20:.1f} MiB more than where the host waits at each use, of {most / 2**20:.1f} at most"
+
+
+def profiled(check: Check) -> str:
+    """Look into a step of the 3b model with torch's profiler: what the device's time goes to, and how much of the step
+    nothing but copies runs. On the simulated one: what operations take of the host's.
+    """
+    model, fill = check.model(**MODELS["3b"])
+    batches = check.batches(TOKENS[1], 64)
+    own = torch.profiler.ProfilerActivity.CPU
+    with closing(opened(model, fill, recompute="auto", micro_batch_size=MICRO_ROWS)) as engine:
+        for _ in range(WARM_STEPS):
+            engine.step(next(batches))
+        engine.finish()
+        check.accelerator.wait()
+        with torch.profiler.profile(
+            activities=[own] if check.is_dry else [torch.profiler.ProfilerActivity.CUDA]
+        ) as seen:
+            begin = time.perf_counter()
+            engine.step(next(batches))
+            engine.finish()
+            check.accelerator.wait()
+            step_s = time.perf_counter() - begin
+    events = [e for e in seen.events() if check.is_dry or e.device_type != torch.autograd.DeviceType.CPU]
+    told = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    by_kind, by_name, spans = kernel_seconds(told)
+    computing_s = covered(spans) / 1e6
+    for kind, seconds in by_kind.items():
+        check.add(Result(f"3b, a step's {kind}", seconds * 1e3, "ms", details={"share_of_step": seconds / step_s}))
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    details = {"computing_s": computing_s, "kernels": {name[:MOST_LETTERS]: seconds for name, seconds in longest}}
+    check.add(Result("3b, a profiled step", step_s * 1e3, "ms", details=details))
+    shares = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in by_kind.items())
+    return f"{step_s * 1e3:.0f} ms, of which something computes for {computing_s * 1e3:.0f}; kernels in ms: {shares}"
+
+
+def kernel_seconds(
+    told: Sequence[tuple[str, float, float]],
+) -> tuple[dict[str, float], dict[str, float], list[tuple[float, float]]]:
+    """Return the seconds of kernels by what they are for, and by name, and when those ran that are no copies; of each
+    its name, begin and end in microseconds are `told`.
+    """
+    by_kind, by_name, spans = dict.fromkeys(KERNELS, 0.0), dict[str, float](), []
+    for name, begin, end in told:
+        kind = next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE))
+        by_kind[kind] += (end - begin) / 1e6
+        by_name[name] = by_name.get(name, 0.0) + (end - begin) / 1e6
+        if kind != "copies":
+            spans.append((begin, end))
+    return by_kind, by_name, spans
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the time in which one of these spans at least was under way."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def compiled(check: Check) -> str:
+    """Time steps of a few blocks of the 8b model as torch.compile makes them, and as they are."""
+    batches, seconds, losses = check.batches(TOKENS[1], 64), {}, {}
+    backend = "aot_eager" if check.is_dry else forwards.BACKEND  # inductor knows nothing of the simulated one
+    for mode in ("never", "auto"):
+        model, fill = check.model(**FEW_BLOCKS)
+        settings = {"compile": mode, "micro_batch_size": MICRO_ROWS, "recompute": "always"}
+        with mock.patch.object(forwards, "BACKEND", backend), closing(opened(model, fill, **settings)) as engine:
+            begin = time.perf_counter()
+            losses[mode] = engine.step(next(batches)).loss.item()
+            engine.finish()
+            first_s = time.perf_counter() - begin
+            for _ in range(WARM_STEPS - 1):
+                engine.step(next(batches))
+            num_graphs = engine.compiled_graphs
+            block = lanes.run_block(engine, batches, 2)
+            if mode == "auto" and not engine.compiled_classes:
+                raise RuntimeError("no block was compiled: the warnings above say why")
+            if engine.compiled_graphs > num_graphs:
+                raise RuntimeError(f"{engine.compiled_graphs - num_graphs} graphs were compiled in a warm step")
+            seconds[mode] = block.seconds
+            details = {"graphs": num_graphs, "first_step_s": first_s, "loss": losses[mode]}
+            details["peak_device_bytes"] = engine.counters.peak_device_bytes
+        ratio = None if mode == "never" else seconds["never"] / seconds["auto"]
+        name = f"blocks of the 8b, compile {mode}"
+        versus = "blocks of the 8b, compile never" if ratio else None
+        check.add(Result(name, seconds[mode] * 1e3, "ms", versus, ratio, details))
+    if not math.isclose(losses["never"], losses["auto"], rel_tol=1e-2):
+        raise RuntimeError(f"the first loss is {losses['auto']} with compiled blocks, and {losses['never']} without")
+    return f"a step takes {seconds['auto'] / seconds['never']:.3f} of an eager one; {num_graphs} graphs"
+
+
 def small(check: Check) -> str:
     """Compare steps of a model that fits the device with plain PyTorch and DeepSpeed: `offload.bench step`."""
     sizes = {"hidden": 2048, "layers": 16, "vocabulary": 32768, "sequence": 2048, "batch": 8}
@@ -517,6 +653,9 @@ RUN: Mapping[str, Callable[[Check], str]] = {
     "sync": sync,
     "copies": copies,
     "updates": updates,
+    "run-ahead": ahead,
+    "profiled-3b": profiled,
+    "compiled-block": compiled,
     "small": small,
     **{name: partial(size, name) for name in MODELS},
 }

@@ -65,7 +65,7 @@ class Case:
 
     def throttle(self) -> dict[str, float]:
         """Return bytes per second with which each link is busy for `lane_s`."""
-        regions = planned(self.model(), self.engine_settings(dict.fromkeys(LINKS, FREE))).regions
+        regions = planned(self.model(), self.engine_settings(dict.fromkeys(LINKS, FREE))).structure.regions
         weights = sum(region.weight_bytes for region in regions)
         update = sum(region.update_bytes(region.numel) for region in regions)
         moved = (2 * weights, weights, update, update // 2, update // 2)

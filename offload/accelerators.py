@@ -17,6 +17,9 @@ import torch.distributed as dist
 from offload.errors import ConfigError
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
+_bounds: dict[torch.device, list[int]] = {}
+"""What was given out before there was a bound, and what each of those that bound a device's allocator grants it: there
+is one allocator in a process."""
 
 
 def accelerators() -> list[Accelerator]:
@@ -166,11 +169,28 @@ class Accelerator:
         self.module.reset_peak_memory_stats(self.device)
         return peak
 
-    def limit(self, num_bytes: int) -> None:
-        """Let torch's allocator have no more than that in this process, what it keeps for later included."""
+    def bound(self, num_bytes: int) -> Callable[[], None]:
+        """Let torch's allocator have, in this process, no more than what others hold by now and `num_bytes`, memory
+        that it keeps for later included; return what takes that back. Several bounds add up.
+        """
         self.module.empty_cache()  # which may be more than that by now
+        bounds = _bounds.setdefault(self.device, [self.module.memory_allocated(self.device)])
         total = self.module.mem_get_info(self.device)[1]
-        self.module.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
+
+        def limit() -> None:
+            share = min(1.0, sum(bounds) / total) if len(bounds) > 1 else 1.0
+            with self.module.device(self.device):  # which torch makes the thread's own
+                self.module.set_per_process_memory_fraction(share, self.device)
+
+        def end() -> None:
+            bounds.remove(num_bytes)
+            limit()
+            if len(bounds) == 1:
+                del _bounds[self.device]
+
+        bounds.append(num_bytes)
+        limit()
+        return end
 
     def enter(self) -> None:
         """Be this thread's device. A thread begins on device 0, where its first call would make a context."""

@@ -74,7 +74,10 @@ def heading(found: Forecast) -> Iterator[str]:
 
     ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
     rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
-    precision, trained = found.config.train.precision, sum(i.numel for i in found.prepared.infos if i.trainable)
+    precision, trained = (
+        found.config.train.precision,
+        sum(i.numel for i in found.prepared.structure.infos if i.trainable),
+    )
     of = f", {trained:,} of them trained" if found.config.adapts else ""
     yield f"{found.name}, {found.num_parameters:,} parameters{of}, {precision}, {rows}, on {found.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in found.notes)
@@ -93,8 +96,10 @@ def times(found: Forecast) -> Iterator[str]:
     )
     hidden = "" if timing.hides_from_tokens is None else f"; hidden from {timing.hides_from_tokens:,} tokens a step on"
     yield f"busy, in seconds: {busy}{hidden}"
-    if where := found.prepared.plan.told_updates(found.prepared.regions):
+    if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
+    if rest := found.prepared.told_frozen_weights:
+        yield rest
     if found.written_bytes:
         told = found.to_dict()
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]

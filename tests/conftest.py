@@ -14,8 +14,13 @@ from tests import accelerator, forks
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
 MOST_JITTER_US = 300
-SPLIT = {"tests/accelerator/test_engine.py", "tests/test_docs.py", "tests/zoo/test_zoo.py"}
-"""Files whose tests share little and take minutes."""
+SPLIT = {
+    "tests/accelerator/test_engine.py",
+    "tests/test_docs.py",
+    "tests/training/test_trainer.py",
+    "tests/zoo/test_zoo.py",
+}
+"""Files whose tests share little and take long, or come last."""
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
 settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)

@@ -88,6 +88,44 @@ def test_a_part_that_is_run_again_replaces_its_own_results_alone(
     assert {(each["part"], each["value"]) for each in found} == {("copies", 2.0), ("small", 3.0)}
 
 
+def test_kernels_are_told_by_what_they_are_for() -> None:
+    """Two run side by side, and a copy beside nothing."""
+    from benchmarks.gpu_parts import covered, kernel_seconds
+
+    told = [
+        ("nvjet_tst_128x256", 0.0, 4e6),
+        ("flash::flash_bwd_kernel", 3e6, 5e6),
+        ("fmha_cutlassF_bf16", 6e6, 7e6),
+        ("Memcpy HtoD (Pinned -> Device)", 0.0, 9e6),
+        ("offload::update<offload::AdamwStep>", 7e6, 8e6),
+        ("at::native::vectorized_elementwise_kernel", 8e6, 8.5e6),
+        ("nvjet_tst_128x256", 8.5e6, 9e6),
+    ]
+    by_kind, by_name, spans = kernel_seconds(told)
+    assert by_kind == {"copies": 9.0, "attention": 3.0, "products": 4.5, "updates": 1.0, "others": 0.5}
+    assert by_name["nvjet_tst_128x256"] == 4.5
+    assert covered(spans) == 8e6
+
+
+def test_each_part_can_be_run() -> None:
+    from benchmarks.gpu_parts import RUN
+
+    assert set(RUN) == set(gpu_check.PARTS)
+
+
+@pytest.mark.slow
+def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled_blocks(tmp_path: Path) -> None:
+    out, parts = tmp_path / "gpu.json", ("run-ahead", "profiled-3b", "compiled-block")
+    done = forks.run(["-m", "benchmarks.gpu_check", "--dry-run", "--out", out, *parts], timeout=forks.MINUTES)
+    if "CannotBuildError" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {each["name"]: each for each in json.loads(out.read_text())["results"]}
+    assert results["the most memory in use, launches ahead"]["value"] > 0
+    assert results["3b, a step's products"]["value"] > 0
+    assert results["blocks of the 8b, compile auto"]["graphs"] == 2
+
+
 @pytest.mark.slow
 def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"

@@ -433,8 +433,10 @@ class LoraSection(Section):
 class OffloadSection(Section):
     """Which tier holds what, and how much of it may be used."""
 
-    parameters: StateTier = "auto"
-    """Tier of the parameters at rest."""
+    parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
+    """Tier of the parameters at rest. files: frozen ones stay in the model's own files, are read whenever they come up,
+    and are copied nowhere; the others are on the cpu.
+    """
     optimizer: StateTier = "auto"
     """Tier of the optimizer states."""
     gradients: StateTier = "auto"
@@ -474,6 +476,11 @@ class OffloadSection(Section):
     throttle: Throttle = None
     """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
     YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.
+    """
+    frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
+    """How the matrices of frozen blocks rest and travel: as they are; in int8, a byte each with a scale for 128; or in
+    nf4, half a byte each as in QLoRA. They are decoded on the device. Embeddings, what is outside of the blocks, and
+    parameters of fewer than 4096 elements stay as they are.
     """
     device: str | None = None
     """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is

@@ -19,30 +19,76 @@ from offload.hf.sources import Fill
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan
+from offload.planning.plan import Plan, make_plan, told_frozen_weights
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
 
 @dataclass(frozen=True)
-class EnginePlan:
-    """An engine before anything is allocated.
+class Structure:
+    """What an engine makes of a model, on whatever machine."""
 
-    settings: with the device that computes, and this rank's part of the budgets.
-    infos: the parameters.
-    candidates: the units, in module order.
-    regions: how the parameters lie.
-    units: what the plan knows of each unit.
-    plan: the list of allocations, and what was decided on the way to it.
-    """
+    infos: list[ParameterInfo]
+    """The parameters."""
+    candidates: list[Candidate]
+    """The units, in module order."""
+    regions: Sequence[Region]
+    """How the parameters lie."""
+    units: list[UnitPlan]
+    """What the plan knows of each unit."""
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: Settings, num_ranks: int) -> Structure:
+        """Find the units of a model, which may be on `meta`, and lay out their parameters. Raises ConfigError."""
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            # Units recompute already; the second name is what transformers called it before 5.23.
+            name = "activation_checkpointing_disable"
+            disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
+            disable()
+        infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights)
+        candidates = find_units(model, infos)
+        rules = settings.optimizer.parts
+        regions = build_regions(
+            infos,
+            {unit.name: unit.parameters for unit in candidates},
+            [rule.moments for rule in rules],
+            num_ranks,
+            delays=settings.delay > 0,
+            factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
+            num_ranges=num_ranks if settings.zero_stage else 1,
+            without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
+        )
+        units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
+        return cls(infos, candidates, regions, units)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An engine before anything is allocated."""
 
     settings: Settings
-    infos: list[ParameterInfo]
-    candidates: list[Candidate]
-    regions: Sequence[Region]
-    units: list[UnitPlan]
+    """With the device that computes, and this rank's part of the budgets."""
+    structure: Structure
+    """What the engine makes of the model."""
     plan: Plan
+    """The list of allocations, and what was decided on the way to it."""
+
+    @classmethod
+    def of(
+        cls, structure: Structure, settings: Settings, comm: Comm, machine: Machine, *, checks: bool = True
+    ) -> EnginePlan:
+        """Plan for a machine, and check the budgets, unless it `checks` nothing. Nothing is allocated. Collective.
+        Raises ConfigError and DoesNotFitError.
+        """
+        settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
+        plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
+        return cls(settings, structure, plan)
+
+    @property
+    def told_frozen_weights(self) -> str:
+        """As of `told_frozen_weights` in `planning/plan.py`."""
+        return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -50,40 +96,21 @@ class EnginePlan:
         return self.settings.chunk_bytes(self.plan.device_bytes)
 
 
-def prepare(
-    model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None, *, checks: bool = True
-) -> EnginePlan:
-    """Find the units, plan for a machine (None: this one), and check the budgets, unless it `checks` nothing. Nothing
-    is allocated: the model may be on `meta`. Collective. Raises ConfigError and DoesNotFitError.
+def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None) -> EnginePlan:
+    """Find the units, and plan for a machine (None: this one), as all ranks do. The model may be on `meta`. Collective.
+    Raises ConfigError and DoesNotFitError.
     """
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        # Units recompute already; the second name is what transformers called it before 5.23.
-        disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        disable()
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
-    settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
-    infos = describe_parameters(model, settings.optimizer, settings.precision)
-    candidates = find_units(model, infos)
-    parameters = {unit.name: unit.parameters for unit in candidates}
-    rules = settings.optimizer.parts
-    regions = build_regions(
-        infos,
-        parameters,
-        [rule.moments for rule in rules],
-        comm.size,
-        delays=settings.delay > 0,
-        factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
-        num_ranges=comm.size if settings.zero_stage else 1,
-        without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
-    )
-    units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
+    structure = Structure.of(model, settings, comm.size)
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
-    comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
-    plan = make_plan(settings, units, regions, comm, machine, checks=checks)
+    shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
+    comm.agree("the model", shown)
+    prepared = EnginePlan.of(structure, settings, comm, machine)
+    layout = prepared.plan.layout
     comm.agree(
-        "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
+        "the plan", _shown(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}
     )
-    return EnginePlan(settings, infos, candidates, regions, units, plan)
+    return prepared
 
 
 def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
@@ -92,13 +119,18 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
     prepared = prepare(model, settings, comm, machine)
+    if prepared.plan.layout.files and fill is None:
+        raise ConfigError(
+            "offload.parameters is files, and Engine() was given a model that has its weights already, from no files: "
+            "build it of its folder (build_model or read_model, and fill=), or set --offload.parameters cpu."
+        )
     share_buffers(model, comm)
     state = EngineState(
         model,
         prepared.settings,
-        prepared.infos,
-        prepared.candidates,
-        prepared.regions,
+        prepared.structure.infos,
+        prepared.structure.candidates,
+        prepared.structure.regions,
         prepared.plan,
         counters,
         comm,

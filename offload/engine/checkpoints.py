@@ -28,6 +28,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, conversions_used
 from offload.hf.write import write_configuration
 from offload.lanes.ticket import Ticket
+from offload.layout.codecs import EXACT
 from offload.layout.planes import MASTER, STALE
 from offload.layout.regions import Region
 from offload.machine.environment import memory
@@ -64,6 +65,12 @@ class Saving:
         Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
         """
         trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
+        codec = _codec(engine)
+        if not trained_only and (why := _why_trained_only(engine)):
+            raise ConfigError(
+                f"{why} is in no checkpoint: save with trained_only=True, and make the engine that loads it of the "
+                "same model."
+            )
         comm, contents = engine.comm, _contents(engine, trained_only)
         moved = engine.moved.find(comm, _buffers(engine))
         for name, entry in moved.items():
@@ -75,6 +82,8 @@ class Saving:
         updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
         own = {**decided, "step": engine.runner.step_number, "updates": updates}
         own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
+        if codec != EXACT.name:
+            own["frozen_weights"] = codec
         if trained_only:
             own[_TRAINED_ONLY] = True
         with ExitStack() as opened:
@@ -201,7 +210,19 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     """
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
-    own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
+    codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), _codec(engine)
+    if len(set(codecs)) > 1:
+        raise ConfigError(
+            f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
+            f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
+        )
+    trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
+    if not trained_only and (why := _why_trained_only(engine)):
+        raise ConfigError(
+            f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
+            "trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
+        )
+    own = _contents(engine, trained_only)
     # Who makes updates in time has no weights from before one, and has no use for them.
     wanted, found = (
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
@@ -235,6 +256,18 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"the position in the data, and begins the states of {now} anew."
         )
     return True
+
+
+def _codec(engine: EngineState) -> str:
+    """Return how the frozen weights rest that need not rest as they are."""
+    return next((info.codec for info in engine.infos if info.codec != EXACT.name), EXACT.name)
+
+
+def _why_trained_only(engine: EngineState) -> str:
+    """Say which weights cannot be in a checkpoint; empty where all can."""
+    if (codec := _codec(engine)) != EXACT.name:
+        return f"offload.frozen_weights is {codec}, and what rests in codes"
+    return "offload.parameters is files, and what rests in the model's own files" if engine.files is not None else ""
 
 
 def _rule(engine: EngineState) -> str:

@@ -42,6 +42,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import READ_RING, ModelFiles
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
@@ -74,7 +75,8 @@ class EngineState:
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
         accelerator = own_accelerator(settings.device)
-        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap)
+        most_bytes = budget_bytes(placement.device_memory)
+        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(
             accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
@@ -87,6 +89,8 @@ class EngineState:
         self.moved = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
+        ring = plan.of("cpu", READ_RING).num_bytes
+        self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning) if ring else None
         self.store = Store(
             regions,
             infos,
@@ -96,6 +100,7 @@ class EngineState:
             lanes=self.lanes,
             layout=plan.layout,
             nvme=self._nvme,
+            files=self.files,
             comm=comm,
             counters=counters,
         )
@@ -336,8 +341,7 @@ class EngineState:
         self.gradients.free()
         self.updates.free()
         self.store.close()
-        if self.device.pinning is not None:
-            self.device.pinning.close()
+        self.device.close()
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()

@@ -25,7 +25,9 @@ from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, nearest
 from offload.hf.safetensors_file import reader
 from offload.hf.write import SHARD_BYTES
+from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo
+from offload.planning.plan import told_frozen_weights
 from offload.telemetry.counters import Counters
 
 _Json = Mapping[str, Any] | None
@@ -58,7 +60,8 @@ class StateAccess:
 
     def named_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
-        once; all of them, or those that were not frozen at `Engine()`. Collective: all ranks ask for all of them.
+        once; all of them, or those that were not frozen at `Engine()`. Of those that rest in codes (`frozen_weights`)
+        it is what the codes stand for. Collective: all ranks ask for all of them.
         """
         self._settle("named_parameters")
         for info in self._state.infos:
@@ -84,13 +87,22 @@ class StateAccess:
 
         names: of the parameters, as `named_parameters` has them; None for all.
 
-        Raises ConfigError for a name that there is none of, and for values that are not finite, which are not written.
+        Raises ConfigError for a name that there is none of, for one that rests in codes (`frozen_weights`) or in the
+        model's own files, and for values that are not finite, which are not written.
         """
         infos = {info.name: info for info in self._state.infos}
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
             raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
+        has_files = self._state.files is not None
+        fixed = (n for n in wanted if infos[n].codec != EXACT.name or (has_files and not infos[n].trainable))
+        if (name := next(fixed, None)) is not None:
+            raise ConfigError(
+                f"engine.edit was asked for {name}, which is not written: it rests in few bits, where other weights "
+                "would come of it, or in the model's own files. Name other parameters, or set --offload.frozen_weights "
+                "exact and --offload.parameters cpu."
+            )
         self._own_loop.refuse_middle("engine.edit")
         self._settle(f"edit({', '.join(wanted)})")
         self.catch_up()
@@ -157,6 +169,13 @@ class StateAccess:
         return self._state.plan.told_updates(self._state.regions)
 
     @property
+    def told_frozen_weights(self) -> str:
+        """Which frozen weights rest in codes (`frozen_weights`), and which as they are, or what is read of the model's
+        own files, for people; empty where frozen weights rest like others.
+        """
+        return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
+
+    @property
     def resting(self) -> frozenset[str]:
         """The names of those allocations in host memory that the device never copies from, and that are not pinned."""
         return self._state.plan.layout.resting(self._state.regions)
@@ -172,7 +191,8 @@ class StateAccess:
         """Write the model as a Hugging Face folder: configuration, as it was given, and safetensors, piece by piece.
         Collective; rank 0 writes. The folder is there whole, or not at all.
 
-        dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit.
+        dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit. What
+            rests in codes (`frozen_weights`) is written as what the codes stand for.
         shard_bytes: of a file of weights at most. files: rank 0's, by name, go with it, such as those of its
         tokenizer. replace: an earlier export gives way.
 
@@ -191,6 +211,7 @@ class StateAccess:
         was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
         `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer. With
         `trained_only` it lacks what was frozen at `Engine()`, and only an engine that has the same there can load it.
+        What rests in codes (`frozen_weights`) or in the model's own files is in no checkpoint: save it so.
 
         Raises, on all ranks, DiskError or ConfigError, after which training can go on.
         """

@@ -6,8 +6,10 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
-from offload.hf.safetensors_file import reader
-from offload.hf.sources import Fill, Source
+from offload.errors import ConfigError
+from offload.hf.safetensors_file import Read, reader
+from offload.hf.sources import Fill, Source, whole_rows
+from offload.layout.regions import ParameterInfo
 from offload.tiers.host import trim_heap
 
 
@@ -41,21 +43,35 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store, unit by unit; what was a parameter becomes what stands for it."""
     # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
     # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
-    given: dict[nn.Parameter, Source] = {}
+    given, files = dict[nn.Parameter, Source](), state.files
     taken: set[int] = set()
     for number, unit in enumerate(sorted(state.units, key=lambda unit: not unit.whole)):
         source = number % state.comm.size if fill is not None else 0
-        if fill is not None and source == state.comm.rank:
+        if fill is not None and (source == state.comm.rank or files is not None):
             given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
         for place in unit.places:
             parameter = place.module._parameters[place.key]
             assert parameter is not None
             if place.parameter not in taken:
-                read = given.pop(parameter).read if parameter in given else reader(parameter)
-                state.store.values.write(place.parameter, read, parameter.dtype, source)
                 taken.add(place.parameter)
+                found = given.pop(parameter, None)
+                if files is not None and not state.infos[place.parameter].trainable:
+                    files.give(place.parameter, _of_files(found, state.infos[place.parameter]))
+                else:
+                    read = reader(parameter) if found is None else whole_rows(found)
+                    state.store.values.write(place.parameter, read, parameter.dtype, source)
             unit.resting[place.parameter] = state.hold.resting[place.parameter]
         unit.install(unit.resting)
+
+
+def _of_files(source: Source | None, info: ParameterInfo) -> Read:
+    """Return how a parameter is read from where it rests, with its file. Raises ConfigError."""
+    if source is None:
+        raise ConfigError(
+            f"offload.parameters is files, and {info.name} is frozen and cannot be read from the model's files as it "
+            "is: it is made of several tensors of theirs, or in none. Set --offload.parameters cpu (or nvme)."
+        )
+    return source.read
 
 
 def share_buffers(model: nn.Module, comm: Comm) -> None:

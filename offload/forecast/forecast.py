@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.distributed.comm import ImaginedRanks
-from offload.engine.assemble import EnginePlan, prepare
+from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
@@ -32,6 +32,7 @@ from offload.hf.models import (
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
+from offload.planning.settings import Settings
 
 DAY_S = 86400.0
 _SEARCHED = {
@@ -148,7 +149,7 @@ class Forecast:
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
             "update": self.prepared.plan.update,
-            "regions": len([region for region in self.prepared.regions if region.trainable]),
+            "regions": len([region for region in self.prepared.structure.regions if region.trainable]),
             "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
             "placement": self.placed or None,
             "refusal": self.refusal or None,
@@ -176,6 +177,7 @@ class Forecaster:
     machine: Machine | None = None
     """What plans ask; None for machines by their figures."""
     _works: dict[Any, Workload | str] = field(default_factory=dict)
+    _structures: dict[str, Structure] = field(default_factory=dict)
 
     @cached_property
     def _architecture(self) -> Any:
@@ -197,11 +199,11 @@ class Forecaster:
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
-        ranks, refusal = ImaginedRanks(self.num_ranks), ""
+        structure, ranks, refusal = self._structure(told), ImaginedRanks(self.num_ranks), ""
         try:
-            prepared = prepare(self._model, told, ranks, machine)
+            prepared = EnginePlan.of(structure, told, ranks, machine)
         except DoesNotFitError as error:
-            refusal, prepared = str(error), prepare(self._model, told, ranks, machine, checks=False)
+            refusal, prepared = str(error), EnginePlan.of(structure, told, ranks, machine, checks=False)
         work, notes = self._work(config, prepared), []
         if isinstance(work, str):
             notes.append(f"what a step adds is not known: {work}.")
@@ -218,7 +220,7 @@ class Forecaster:
             config,
             hardware,
             type(getattr(self._model, "get_base_model", lambda: self._model)()).__name__,
-            sum(info.numel for info in prepared.infos),
+            sum(info.numel for info in prepared.structure.infos),
             self.num_ranks,
             memory,
             timing,
@@ -242,6 +244,12 @@ class Forecaster:
         chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
+
+    def _structure(self, told: Settings) -> Structure:
+        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
+        if key not in self._structures:
+            self._structures[key] = Structure.of(self._model, told, self.num_ranks)
+        return self._structures[key]
 
     def _work(self, config: Config, prepared: EnginePlan) -> Workload | str:
         """Return what a step computes, or why that is not known."""

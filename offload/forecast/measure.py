@@ -136,7 +136,7 @@ class _Probe:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Within, the units' calls come here, and parameters have the dtypes in which the device computes."""
-        infos, candidates = self._prepared.infos, self._prepared.candidates
+        infos, candidates = self._prepared.structure.infos, self._prepared.structure.candidates
         before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         made: dict[int, nn.Parameter] = {}

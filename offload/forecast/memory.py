@@ -77,7 +77,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
         found, kept = step.allocations, step.kept
-    resting = prepared.plan.layout.resting(prepared.regions)
+    resting = prepared.plan.layout.resting(prepared.structure.regions)
     pins = hardware.device == "cuda"  # what travels, where the device's driver takes that
     placed = (replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in found)
     return Footprint(
@@ -105,8 +105,8 @@ def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int)
 
 def _loading_bytes(prepared: EnginePlan) -> int:
     """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
-    infos = prepared.infos
-    return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.candidates)
+    infos = prepared.structure.infos
+    return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
 
 
 class StepMemory:
@@ -116,7 +116,7 @@ class StepMemory:
 
     def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
         self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
-        self._regions, self._resident = prepared.regions, resident_regions(prepared.units)
+        self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
 
     @property

@@ -26,6 +26,7 @@ from offload.engine.units.activation_offload import ActivationOffload, OnDisk, O
 from offload.lanes.played import PlayedLanes, Seconds
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import DiskLayout, Region
+from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -34,6 +35,7 @@ from offload.tiers.device import CpuDevice
 from offload.tiers.due import Due, Work
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -220,6 +222,8 @@ class _PlayedEngine:
         self._lanes = lanes = PlayedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
         device, host = CpuDevice(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _PlayedNvme(plan.rings, lanes, self._counters) if plan.rings else None
+        ring_bytes = read_ring(plan.layout, plan.regions)
+        files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
         self._store = Store(
             plan.regions,
             (),
@@ -229,6 +233,7 @@ class _PlayedEngine:
             lanes=lanes,
             layout=plan.layout,
             nvme=nvme,
+            files=files,
             comm=ImaginedRanks(plan.layout.sharding.size),
             counters=self._counters,
         )
@@ -381,6 +386,7 @@ class _PlayedEngine:
         for part in range(call.num_parts):
             self._bring_back(number, part)
             self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
+        self._look_back(number, 1)
         self._flow.close(call.regions)
         if call.regions:
             self._executor.leave(call.regions, self._lanes.mark())
@@ -394,12 +400,10 @@ class _PlayedEngine:
         call = self._calls[number]
         is_last = part + 1 == call.num_parts
         self._prepare(number, part)
-        if call.regions and self._lanes.overlap:
-            if is_last:  # pieces of a head are through, each of them, before the next one begins
-                before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), call.regions))
-                self._prepare(next(before, -1), 0)
-            else:
-                self._prepare(number, part + 1)
+        if is_last:
+            self._look_back(number, 0)
+        elif call.regions and self._lanes.overlap:
+            self._prepare(number, part + 1)
         tickets = self._coming.pop((number, part), None)
         if tickets is None:
             return
@@ -408,8 +412,14 @@ class _PlayedEngine:
             pool, saved = self._saved.pop(number)
             pool.free(saved.untyped_storage().data_ptr())
 
+    def _look_back(self, number: int, part: int) -> None:
+        regions = self._calls[number].regions
+        if regions and self._lanes.overlap:  # pieces of a head are through, each of them, before the next one begins
+            before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), regions))
+            self._prepare(next(before, -1), part)
+
     def _prepare(self, number: int, part: int) -> None:
-        if number in self._saved and (number, part) not in self._coming:
+        if number in self._saved and part < self._calls[number].num_parts and (number, part) not in self._coming:
             pool, saved = self._saved[number]
             size = len(saved) // self._calls[number].num_parts
             _, self._coming[number, part], _ = pool.get(saved[part * size : (part + 1) * size])

@@ -40,6 +40,7 @@ STATES = (
     ("auto", "auto"),
     ("nvme", "nvme"),
 )
+_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 """Tiers of parameters and of optimizer states, the highest first. With auto a part of them is on the device, where they
 are updated there, or in memory, with the rest on disk."""
 _RECOMPUTE = ("auto", "never", "always")
@@ -88,7 +89,7 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iter
     placement = settings.placement
     stages = range(settings.zero_stage + 1) if num_ranks > 1 else (settings.zero_stage,)
     seen: set[str] = set()
-    for stage, (parameters, states) in itertools.product(stages, STATES):
+    for stage, (parameters, states) in itertools.product(stages, _FILES if placement.parameters == "files" else STATES):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
         for gradients, activations, update, recompute, prefetch in itertools.product(
@@ -143,7 +144,7 @@ class Placed:
 
     def __init__(self, settings: Settings, placer: Placer) -> None:
         self.settings, self._placer = settings, placer
-        self._hardware, self._regions = placer.hardware, placer.prepared.regions
+        self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
         self._sharding = Sharding(0, placer.num_ranks, settings.zero_stage)
 
     @property
@@ -204,7 +205,7 @@ class Placed:
         ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
             return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
-        weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in trained)
+        weights = sum(sharding.share(r.plane("weights"), r.travelling_bytes) for r in trained)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting
@@ -290,7 +291,7 @@ class Placer:
         # Whatever is recomputed, the plan is the same.
         key = repr(replace(settings, recompute="always"))
         if key not in self._plans:
-            units, regions = self.prepared.units, self.prepared.regions
+            units, regions = self.prepared.structure.units, self.prepared.structure.regions
             try:
                 self._plans[key] = make_plan(settings, units, regions, ImaginedRanks(self.num_ranks), self.machine)
             except (DoesNotFitError, ConfigError):

@@ -88,8 +88,8 @@ class PlannedStep:
     """
 
     def __post_init__(self) -> None:
-        its = self.prepared
-        self.settings, self.regions, self.units, self.plan = its.settings, its.regions, its.units, its.plan
+        its, structure = self.prepared, self.prepared.structure
+        self.settings, self.regions, self.units, self.plan = its.settings, structure.regions, structure.units, its.plan
 
     def play(self, num_steps: int = 6) -> Timing:
         """Return what it takes, by playing so many of it, of which the later half counts. Of many blocks that are alike
@@ -276,7 +276,7 @@ class PlannedStep:
         of_each = {"update": on_host, "h2d": up, "d2h": down}
         of_each["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in of_each.items() if num_bytes)
-        weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in self.regions)
+        weights = sum(sharding.share(r.plane("weights"), r.travelling_bytes) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 

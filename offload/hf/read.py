@@ -117,8 +117,7 @@ class FolderWeights:
         """Give the parameters of a module, called `name`, their values: those that were not filled before. What can be
         read piece by piece is left to the caller: where to read it from is returned, once.
 
-        Memory: of fused parameters two or three times as much for a moment, one after another; of stacks the parameter
-        and one row. Raises DiskError.
+        Memory: of fused parameters two or three times as much for a moment, one after another. Raises DiskError.
         """
         trim_heap()  # what was taken before is free by now, and malloc would keep most of it
         wanted: dict[str, nn.Parameter] = {}
@@ -136,8 +135,6 @@ class FolderWeights:
                 values = fused.get(id(source.conversion)) or source.convert()
                 parameter.data = values.pop(first)
                 fused[id(source.conversion)] = {key: each for key, each in values.items() if key in wanted}
-            elif isinstance(source, Stacked):  # its rows should not be read twice
-                parameter.data = source.read(0, math.prod(source.shape)).view(source.shape)
             else:
                 left[parameter] = source
             del self._pending[first]

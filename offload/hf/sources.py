@@ -125,6 +125,14 @@ class Stacked:
         return found
 
 
+def whole_rows(source: Source) -> Callable[[int, int], torch.Tensor]:
+    """Return how all of a parameter is read, piece by piece: a stack at once, so that no row of it is read twice."""
+    if not isinstance(source, Stacked):
+        return source.read
+    value = source.read(0, math.prod(source.shape))
+    return lambda begin, end: value[begin:end]
+
+
 @dataclass
 class Fused:
     """A parameter that is made of several tensors, or one of several that are made of a tensor: to read a part is to

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,17 +81,20 @@ class StreamedModel:
         device = open_device(accelerator, self.ledger, copies_aside=True)
         self._lanes = lanes = open_lanes(accelerator, throttle or {}, None, overlap=True)
         tile_bytes = max(min(_TILE_NUMEL, r.numel) * r.plane("weights").dtype.itemsize for r in regions)
-        self._files = ModelFiles(self._read, RING_TILES * tile_bytes, lanes, counters, device.pinning)
-        layout = DiskLayout({region.index: ("weights",) for region in regions}, _TILE_NUMEL)
+        host = Ledger("cpu")
+        self._files = ModelFiles(RING_TILES * tile_bytes, host, lanes, counters, device.pinning)
+        for info in self._infos:
+            self._files.give(info.index, partial(self._read, info.index))
+        layout = DiskLayout(files=frozenset(region.index for region in regions), file_tile_numel=_TILE_NUMEL)
         store = Store(
             regions,
             self._infos,
             tier="cpu",
             device=device,
-            host=Ledger("cpu"),
+            host=host,
             lanes=lanes,
             layout=layout,
-            nvme=self._files,
+            files=self._files,
             counters=counters,
         )
         self._slots = slots = Slots(store, self._infos, device, Due(), lanes, counters, slot_bytes=0, slot_name=SLOTS)

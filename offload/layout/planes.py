@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from offload.errors import ConfigError
+from offload.layout.codecs import EXACT, Codec
 
 MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
@@ -39,9 +41,11 @@ class Plane:
     kind: str = "optimizer"
     """One of `CUT_FROM`: with which kind of states the plane is placed and cut."""
     block: int = 1
-    """How many neighbouring weights have one element together; a divisor of PARAMETER_ALIGNMENT."""
+    """How many neighbouring weights have elements together; a divisor of where a parameter starts."""
+    width: int = 1
+    """How many elements these have."""
 
-    @property
+    @cached_property
     def label(self) -> str:
         """What it is called in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
@@ -50,7 +54,7 @@ class Plane:
 
     def numel(self, num_weights: int) -> int:
         """Return its elements for so many weights."""
-        return -(-num_weights // self.block)
+        return -(-num_weights // self.block) * self.width
 
     def num_bytes(self, num_weights: int) -> int:
         """Return its bytes for so many weights."""
@@ -62,7 +66,7 @@ class Plane:
 
     def cut(self, weights: slice) -> slice:
         """Return the elements of some weights, which begin where a block does."""
-        return slice(weights.start // self.block, self.numel(weights.stop))
+        return slice(weights.start // self.block * self.width, self.numel(weights.stop))
 
 
 @dataclass(frozen=True)
@@ -95,21 +99,22 @@ class Factor:
         return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)
 
 
-def table(compute: str, moments: Sequence[Plane], delays: bool = False) -> tuple[Plane, ...]:
+def table(compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT) -> tuple[Plane, ...]:
     """Return all planes that there may be of weights used as one of `DTYPES`, with the `moments` of an update rule, in
     the order in which they lie in a record on disk: what is changed together is neighbours, and what is read alone
     comes first. `delays`: updates are made beside a pass, which needs the weights from before.
 
-    `weights` is what travels: the bf16 high half, or the fp32 master; `low` the low half of a split master; `gradients`
-    what waits for the norm of one backward pass.
+    `weights` is what travels: the bf16 high half, the fp32 master, or the records of a `codec`; `low` the low half of a
+    split master; `gradients` what waits for the norm of one backward pass.
     """
-    travels = DTYPES[compute]
+    used = DTYPES[compute]
+    travels, width = codec.at_rest(used)
     made = (
-        *([Plane(STALE, travels, "parameters")] if delays else ()),
-        Plane("weights", travels, "parameters"),
+        *([Plane(STALE, used, "parameters")] if delays else ()),
+        Plane("weights", travels, "parameters", codec.block, width),
         Plane("low", torch.int16),
         *moments,
-        Plane("gradients", travels, "gradients"),
+        Plane("gradients", used, "gradients"),
     )
     names = [plane.name for plane in made]
     wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import torch
+
 from offload.errors import ConfigError
-from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
+from offload.layout.codecs import CODECS, EXACT, Codec
+from offload.layout.planes import CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -46,6 +49,8 @@ class ParameterInfo:
     """The weight decay."""
     rule: int = 0
     """The number of the parameter's update rule, in the `parts` of the optimizer."""
+    codec: str = EXACT.name
+    """The name of the codec in which the parameter rests; that of what is trained is exact."""
 
     @property
     def numel(self) -> int:
@@ -88,6 +93,13 @@ class Region:
     """The shape of each parameter."""
     by_matrix: bool = False
     """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
+    codec: Codec = EXACT
+    """How the weights rest, and travel to where they are used."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the weights are used."""
+        return DTYPES[self.compute]
 
     @property
     def is_bf16(self) -> bool:
@@ -116,6 +128,11 @@ class Region:
 
     @cached_property
     def weight_bytes(self) -> int:
+        """Bytes of the weights on the device, as they are used."""
+        return self.dtype.itemsize * self.numel
+
+    @cached_property
+    def travelling_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
         return self.plane("weights").num_bytes(self.numel)
 
@@ -176,25 +193,32 @@ def build_regions(
         info = parameters[index]
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
-        rule = info.rule if info.trainable else 0
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule), []).append(info)
+        rule, codec = info.rule if info.trainable else 0, CODECS[info.codec]
+        has_low = has_low and codec is EXACT
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(info)
     regions: list[Region] = []
-    for (names, compute, trainable, has_low, rule), members in groups.items():
+    for (names, compute, trainable, has_low, rule, codec), members in groups.items():
+        border = max(PARAMETER_ALIGNMENT, codec.block)
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
         by_matrix = trainable and factors is not None and rule in factors
         bins = _balanced(members, num_ranges) if by_matrix else [members]
-        step = align(max(map(_length, bins)), SHARD_MULTIPLE * world_size // len(bins))
+        lengths = [_length(its, border) for its in bins]
+        step = align(max(lengths), max(SHARD_MULTIPLE, border) * world_size // len(bins))
         _check_padding(names, members, step, len(bins))
         offsets = [
-            number * step + _length(its[:position]) for number, its in enumerate(bins) for position in range(len(its))
+            number * step + _length(its[:position], border)
+            for number, its in enumerate(bins)
+            for position in range(len(its))
         ]
         members = [info for its in bins for info in its]
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
+        if not trainable:
+            suffix += " (frozen)" if codec is EXACT else f" (frozen, {codec.name})"
         regions.append(
             Region(
                 index=len(regions),
-                name=" = ".join(names) + suffix + ("" if trainable else " (frozen)"),
+                name=" = ".join(names) + suffix,
                 compute=compute,
                 trainable=trainable,
                 has_low=has_low,
@@ -203,19 +227,20 @@ def build_regions(
                 sizes=tuple(info.numel for info in members),
                 numel=step * len(bins),
                 units=names,
-                table=table(compute, moments[rule], delays),
+                table=table(compute, moments[rule], delays, codec),
                 rule=rule,
                 factors=tuple(factors[rule]) if by_matrix and factors else (),
                 shapes=tuple(info.shape for info in members),
                 by_matrix=by_matrix,
+                codec=codec,
             )
         )
     return tuple(regions)
 
 
-def _length(members: Sequence[ParameterInfo]) -> int:
-    """Return the elements that parameters take one behind the other."""
-    return sum(align(info.numel, PARAMETER_ALIGNMENT) for info in members)
+def _length(members: Sequence[ParameterInfo], border: int = PARAMETER_ALIGNMENT) -> int:
+    """Return the elements that parameters take one behind the other, where each starts on a border."""
+    return sum(align(info.numel, border) for info in members)
 
 
 def _balanced(members: Sequence[ParameterInfo], num_ranges: int) -> list[list[ParameterInfo]]:
@@ -326,6 +351,10 @@ class DiskLayout:
     """The regions that are updated on the device, to which they stream from where they rest, in tiles; by index."""
     staying: frozenset[int] = frozenset()
     """The regions whose optimizer states rest on the device, so that only weights and gradients stream; by index."""
+    files: frozenset[int] = frozenset()
+    """The regions that rest in the model's own files, which are read and never written; by index."""
+    file_tile_numel: int = SHARD_MULTIPLE
+    """The elements of a tile that is read from these."""
     in_slots: bool = False
     """True if weights in memory are updated in the slot in which they come up, where they come up for one unit."""
 
@@ -369,18 +398,25 @@ class DiskLayout:
         where nothing of it moves.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
-        moves = self.of(region) or region.index in self.streamed
-        step = self.tile_numel if moves else max(1, end - begin)
+        step = self._step(region) or max(1, end - begin)
         if region.by_matrix:
             # Who publishes does it tile by tile, of which all ranks have as many.
             step = end - begin if self.sharding.publishes else step
             return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
 
+    def _step(self, region: Region) -> int:
+        """Return the elements of a tile of a region that moves in tiles; 0 for one that does not."""
+        if region.index in self.files:
+            return self.file_tile_numel
+        moves = self.of(region) or region.index in self.streamed
+        return align(self.tile_numel, region.codec.block) if moves else 0
+
     def largest_tile(self, region: Region) -> int:
-        """Return the elements of the largest tile of a region that any rank has."""
+        """Return the elements of the largest tile that any rank has of a region that moves in tiles."""
         if not region.by_matrix:
-            return min(self.tile_numel, region.numel // self.sharding.num_ranges)
+            step = self._step(region) or align(self.tile_numel, region.codec.block)
+            return min(step, region.numel // self.sharding.num_ranges)
         owners = range(self.sharding.num_ranges)
         return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 

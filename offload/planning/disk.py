@@ -128,6 +128,23 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
+def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None) -> DiskLayout:
+    """Return a layout whose frozen regions rest in the model's own files. `host_bytes`: as of `lay_out`."""
+    files, tile = frozenset(region.index for region in regions if not region.trainable), _LARGEST_TILE
+    found = replace(layout, files=files, file_tile_numel=tile)
+    while host_bytes is not None and tile > _SMALLEST_TILE and _RINGS_SHARE * read_ring(found, regions) > host_bytes:
+        tile //= 2
+        found = replace(found, file_tile_numel=tile)
+    return found
+
+
+def read_ring(layout: DiskLayout, regions: Iterable[Region]) -> int:
+    """Return the bytes of the ring through which tiles of the model's files are read."""
+    its = [(region, layout.largest_tile(region)) for region in regions if region.index in layout.files]
+    sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in its)
+    return RING_TILES * max(sizes, default=0)
+
+
 def with_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
     """Return the rings with room for more tiles to be updated, as far as `room_bytes` reach: what the next forward
     needs first is read before the norm is known.

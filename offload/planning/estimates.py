@@ -86,7 +86,7 @@ def weight_seconds(
     speeds: Speeds,
 ) -> float:
     """Estimate what weights and gradients take over the link in a step: up twice, down once."""
-    up = 2 * sum(sharding.share(region.plane("weights"), region.weight_bytes) for region in regions)
+    up = 2 * sum(sharding.share(region.plane("weights"), region.travelling_bytes) for region in regions)
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     return max(_link_seconds(up, down // sharding.num_ranges, throttles, speeds))
 
@@ -113,5 +113,5 @@ def forward_seconds(
     numel = sum(info.numel for info in infos)
     precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
-    fetched = sum(sharding.share(region.plane("weights"), region.weight_bytes) for region in regions)
+    fetched = sum(sharding.share(region.plane("weights"), region.travelling_bytes) for region in regions)
     return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

@@ -6,9 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
+from offload.layout.codecs import EXACT
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
+from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
+from offload.tiers.decoding import DECODING, decoding_bytes
+from offload.tiers.model_files import READ_RING
 
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 """The setting that bounds each tier."""
@@ -17,7 +21,7 @@ SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
 STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
-_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING)
+_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING, DECODING)
 """What the device holds wherever the states are."""
 
 
@@ -142,6 +146,8 @@ def plan_memory(
     sharding = layout.sharding
     totals: dict[tuple[str, str], int] = {}
     for region in regions:
+        if region.index in layout.files:
+            continue
         on_disk = layout.of(region)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
             tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
@@ -155,13 +161,17 @@ def plan_memory(
         staged = [region for region in regions if "gradients" not in layout.of(region)]
         plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
+    plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
 
     resident = resident_regions(units)
-    if states_tier == "cpu" or sharding.gathers:
-        kept = sum(region.weight_bytes for region in regions if region.index in resident)
+    in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]
+    if in_slots:
+        kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
-        plan.append(_slots(units, resident, stay, ahead, layout))
+        there = resident.union(region.index for region in regions if region not in in_slots)
+        plan.append(_slots(units, there, stay, ahead, layout))
+        plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
     plan.append(Allocation("device", WORKSPACE, workspace_bytes))

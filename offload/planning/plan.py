@@ -10,9 +10,18 @@ from typing import Any
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
-from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.layout.codecs import EXACT, LEAST_NUMEL
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning import device_updates
-from offload.planning.disk import activation_ring_bytes, lay_out, optimizer_bytes, ring_bytes, with_early_tiles
+from offload.planning.disk import (
+    activation_ring_bytes,
+    in_files,
+    lay_out,
+    optimizer_bytes,
+    read_ring,
+    ring_bytes,
+    with_early_tiles,
+)
 from offload.planning.estimates import is_small
 from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
@@ -112,6 +121,32 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     return next(found, Allocation(tier, name, 0))
 
 
+def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], layout: DiskLayout) -> str:
+    """Return which frozen weights rest in codes, and which do not, or what is read of those in the model's own files,
+    for people; empty where they rest as others do.
+    """
+    if layout.files:
+        size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
+        return (
+            f"frozen weights of {format_bytes(size)} stay in the model's own files, of which a step reads at most "
+            f"{format_bytes(2 * size)}: what comes up for the forward, and again for the backward"
+        )
+    coded = [region for region in regions if region.codec is not EXACT]
+    if not coded:
+        return ""
+    num_coded = sum(len(region.parameters) for region in coded)
+    rests = format_bytes(sum(region.travelling_bytes for region in coded))
+    used = format_bytes(sum(region.weight_bytes for region in coded))
+    others = [info for info in infos if not info.trainable and info.codec == EXACT.name]
+    small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
+    named = [info.name for info in others if info not in small]
+    named += [f"{len(small)} vectors and small matrices"] if small else []
+    return (
+        f"{num_coded} frozen parameters rest in {coded[0].codec.name}, {rests} for {used} on the device; "
+        f"others as they are: {', '.join(named) or 'none'}"
+    )
+
+
 def make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],
@@ -165,12 +200,21 @@ def _make_plan(
     update: str,
 ) -> Plan:
     placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
+    from_files = placement.parameters == "files"
+    if from_files:
+        layout = in_files(layout, regions, budget_bytes(placement.host_memory))
+        if not layout.files:
+            raise ConfigError(
+                "offload.parameters is files, and no parameter is frozen: what is trained cannot rest in the model's "
+                "own files. Freeze what is to (requires_grad=False) before Engine(), or set --offload.parameters cpu."
+            )
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
         default=0,
     )
     # Whoever reads from a disk has to wait, and does it beside compute.
-    overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
+    overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
+    overlap = overlap or from_files or placement.nvme_dir is not None
 
     def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
@@ -216,9 +260,11 @@ def _make_plan(
                 room = room // 3 if update == "both" else room
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
-        kinds, host_bytes = _kinds_below(placement, free, sum(rings.values()) + factors)
-        layout = lay_out(
-            regions,
+        in_memory = [region for region in regions if region.index not in layout.files]
+        reserved = sum(rings.values()) + factors + read_ring(layout, regions)
+        kinds, host_bytes = _kinds_below(placement, free, reserved)
+        laid_out = lay_out(
+            in_memory,
             kinds,
             keeps_gradients=settings.keeps_gradients,
             staging_bytes=staging,
@@ -228,8 +274,9 @@ def _make_plan(
             most_numel=most_numel,
             device_bytes=room,
         )
-        layout = replace(layout, in_slots=in_slots)
-        rings |= ring_bytes(layout, regions)
+        files = {"files": layout.files, "file_tile_numel": layout.file_tile_numel}
+        layout = replace(laid_out, in_slots=in_slots, **files)  # type: ignore[arg-type]
+        rings |= ring_bytes(layout, in_memory)
         update_ring_bytes = device_updates.ring_bytes(layout, regions)
         update = "cpu" if update == "both" and not layout.streamed else update
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
@@ -238,7 +285,7 @@ def _make_plan(
             f"update, and they are {'on the device' if tiers[1] == 'device' else 'to be on disk'}: set --train.delay "
             "0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
         )
-    if not rings:
+    if not rings and not from_files:
         overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
     limited = placement.device_memory is not None or free.device_bytes is not None
     ahead, buffers = 0, 1
@@ -311,6 +358,7 @@ def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[
     does not hold beside what is `reserved` goes to disk.
     """
     tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
+    tiers["parameters"] = tiers["parameters"].replace("files", "cpu")  # of what is trained
     if tiers["parameters"] == "device":  # they go up from where their master is
         tiers["parameters"] = tiers["optimizer"]
     if tiers["gradients"] == "device":  # beside the optimizer states, for which there was no room
@@ -329,7 +377,7 @@ def _choose_tiers(
     """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
     called cpu here.
     """
-    below = {"nvme": "cpu"}
+    below = {"nvme": "cpu", "files": "cpu"}
     wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
     if "auto" not in wants:
         return wants[0], wants[1]

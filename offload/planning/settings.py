@@ -14,6 +14,7 @@ from offload.config.arguments import check_types
 from offload.config.sections import parse_chunks
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
+from offload.layout.codecs import CODECS, EXACT
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.tiers.placement import Placement
@@ -62,6 +63,10 @@ class Settings:
     update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; both: on
         the device those of regions whose other states rest there, as many as it has room for, and the others on the
         host; or auto, whichever is measured to be fastest.
+    frozen_weights: how the matrices of frozen blocks rest and travel: exact; int8, a byte each with a scale for 128; or
+        nf4, half a byte each as in QLoRA (arXiv:2305.14314). They are decoded on the device, and training is exact over
+        the decoded weights. Embeddings, and what is outside of the blocks or has fewer than 4,096 elements or less than
+        two dimensions, stay as they are.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -85,6 +90,7 @@ class Settings:
     delay: int = 0
     delay_after: int = 0
     update: str = "auto"
+    frozen_weights: str = EXACT.name
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +127,13 @@ class Settings:
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
+        _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
+        if self.placement.parameters == "files" and self.frozen_weights != EXACT.name:
+            raise ConfigError(
+                f"offload.parameters is files and offload.frozen_weights is {self.frozen_weights}: what rests in the "
+                "model's files is read as it is there. Set --offload.parameters cpu (or nvme), or "
+                "--offload.frozen_weights exact."
+            )
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:

@@ -7,6 +7,7 @@ refusals.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +25,8 @@ _MOST_STAGED = 8
 """Pieces of one size that are under way: whoever has more waits for the first one."""
 _SHARE_OF_FREE_MEMORY = 0.9
 """The rest is for the allocator's fragments and the libraries' workspaces."""
+ROUNDING_BYTES = 256 << 20
+"""What the allocator may have beside a budget: each of a dozen streams has a part of 2 and one of 20 MiB in use."""
 
 
 class CpuDevice:
@@ -100,6 +103,11 @@ class CpuDevice:
         """
         torch.default_generator.manual_seed(number)
 
+    def close(self) -> None:
+        """Leave driver and allocator as they were."""
+        if self.pinning is not None:
+            self.pinning.close()
+
 
 class _Staging:
     """Pinned memory for what is small, kept and used again: torch's allocator takes a lock, and would be asked in
@@ -133,7 +141,8 @@ class AcceleratorDevice:
     late_bytes = 16 << 10
     """By which the peaks of equal steps differ: freed memory that a lane still uses, and the allocator's rounding."""
 
-    def __init__(self, ledger: Ledger, accelerator: Accelerator) -> None:
+    def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
+        """`most_bytes`: what torch's allocator may have beside what others hold, until `close`; None without end."""
         self.ledger, self._accelerator = ledger, accelerator
         self.torch_device, self._module = accelerator.device, accelerator.module
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
@@ -144,6 +153,9 @@ class AcceleratorDevice:
         self._peak_bytes = 0
         self._beside: Any = None
         accelerator.take_peak()  # what others held before is not this one's
+        unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
+        self._unbound = weakref.finalize(self, unbound)  # without close() as well
+        self._unbound.atexit = False
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         self.ledger.reserve(name, num_bytes, fix)
@@ -235,6 +247,11 @@ class AcceleratorDevice:
         with self._module.device(self.torch_device):
             self._module.manual_seed(number)
 
+    def close(self) -> None:
+        if self.pinning is not None:
+            self.pinning.close()
+        self._unbound()
+
 
 Device = CpuDevice | AcceleratorDevice
 
@@ -245,6 +262,12 @@ def copy_planes(device: Device, targets: Mapping[str, torch.Tensor], sources: Ma
         device.copy(target, sources[name])
 
 
-def open_device(accelerator: Accelerator | None, ledger: Ledger, copies_aside: bool) -> Device:
-    """Return an accelerator, or the CPU in its part. `copies_aside`: on threads of their own."""
-    return CpuDevice(ledger, copies_aside) if accelerator is None else AcceleratorDevice(ledger, accelerator)
+def open_device(
+    accelerator: Accelerator | None, ledger: Ledger, copies_aside: bool, most_bytes: int | None = None
+) -> Device:
+    """Return an accelerator, or the CPU in its part. `copies_aside`: on threads of their own. `most_bytes`: what an
+    accelerator's allocator may have beside what others hold.
+    """
+    if accelerator is None:
+        return CpuDevice(ledger, copies_aside)
+    return AcceleratorDevice(ledger, accelerator, most_bytes)

@@ -11,16 +11,18 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
+from offload.native import kernels
 from offload.telemetry.counters import Counters
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
+from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 from offload.tiers.ring import Ring
 
 READ_RING = "read ring"
 """The host memory through which weights of files pass."""
-Read = Callable[[int, int, int], torch.Tensor]
-"""Returns elements `begin` to `end` of a parameter, by its index, flat, in the dtype of its weights."""
+Read = Callable[[int, int], torch.Tensor]
+"""Returns elements `begin` to `end` of a parameter, flat, in any float dtype."""
 
 
 @dataclass(eq=False)
@@ -34,7 +36,7 @@ class FileRecord:
     end: int
     """The element behind the tile."""
     planes: Mapping[str, Plane]
-    """The plane of the weights, by its name."""
+    """The planes of the weights, by their names."""
     files: ModelFiles
     """The files of all regions."""
     fence: Fence = field(default_factory=lambda: Fence("files"))
@@ -45,8 +47,8 @@ class FileRecord:
         return False
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:  # noqa: ARG002
-        """Lend the weights beside what a lease has already."""
-        return self.files.lend(self, lease, is_ahead)
+        """Lend planes of the weights beside what a lease has already."""
+        return self.files.lend(self, names, lease, is_ahead)
 
     def land(self, names: Sequence[str], lease: Lease) -> Lease:  # noqa: ARG002
         """Raises AssertionError: a model's own files are never written."""
@@ -56,29 +58,38 @@ class FileRecord:
 class ModelFiles:
     """Reads tiles ahead of their copies, by a lane of its own, through a ring of host memory."""
 
-    def __init__(self, read: Read, ring_bytes: int, lanes: Lanes, counters: Counters, pinning: Pinning | None) -> None:
-        self._read, self._lanes, self._counters = read, lanes, counters
+    def __init__(
+        self, ring_bytes: int, host: Ledger, lanes: Lanes, counters: Counters, pinning: Pinning | None
+    ) -> None:
+        host.reserve(READ_RING, ring_bytes)
+        self._reads: dict[int, Read] = {}
+        self._lanes, self._counters = lanes, counters
         self._arena = Arena(ring_bytes, pinning)
         self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
         self.bytes_read = 0
         """Bytes of weights that were read so far."""
 
+    def give(self, parameter: int, read: Read) -> None:
+        """Say how a parameter, by its index, is read."""
+        self._reads[parameter] = read
+
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
         """Return where these planes of elements `begin` to `end` of a region rest."""
         return FileRecord(region, begin, end, {plane.name: plane for plane in planes}, self)
 
-    def lend(self, record: FileRecord, lease: Lease, is_ahead: bool) -> Lease:
-        """Lend the weights of a tile: they are read into the ring."""
-        (plane,) = record.planes.values()
-        num_bytes = plane.num_bytes(record.end - record.begin)
-        stretch = self._ring.take(num_bytes)
+    def lend(self, record: FileRecord, names: Sequence[str], lease: Lease, is_ahead: bool) -> Lease:
+        """Lend planes of a tile: they are read into the ring."""
+        numel = record.end - record.begin
+        sizes = [record.planes[name].num_bytes(numel) for name in names]
+        stretch = self._ring.take(sum(sizes))
         assert stretch is not None, "the ring has room for the largest tile"
-        weights = stretch.flat.view(plane.dtype)
+        parts = zip(names, stretch.flat.split(sizes), strict=True)
+        lent = {name: part.view(record.planes[name].dtype) for name, part in parts}
         reading = self._lanes.fetch_read.submit(
-            lambda: self._fill(record, weights), fills=stretch.fills, name=record.region.name, num_bytes=num_bytes
+            lambda: self._fill(record, lent), fills=stretch.fills, name=record.region.name, num_bytes=sum(sizes)
         )
         stretch.fence.fill(reading)
-        self._counters.count("nvme_read_bytes", num_bytes, is_ahead)
+        self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)
 
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
@@ -88,19 +99,21 @@ class ModelFiles:
         def changed(_ticket: Ticket) -> None:
             raise AssertionError(f"the files of {record.region.name} were to be written")
 
-        planes = lease.planes | {plane.name: weights}
-        return Lease(planes, (*lease.reads, reading), lease.fills, read, changed)
+        return Lease(lease.planes | lent, (*lease.reads, reading), lease.fills, read, changed)
 
-    def _fill(self, record: FileRecord, weights: torch.Tensor) -> None:
-        """Read what of each parameter lies in a tile."""
+    def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
+        """Read what of each parameter lies in a tile: its weights, in two halves where a region has a low one."""
         region = record.region
         for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
             begin, end = max(offset, record.begin), min(offset + size, record.end)
             if begin < end:
-                place = slice(begin - record.begin, end - record.begin)
-                value = self._read(index, begin - offset, end - offset)
-                weights[place] = value
+                value = self._reads[index](begin - offset, end - offset)
                 self.bytes_read += value.nbytes
+                its = {"weights": value}
+                if region.has_low and value.dtype != torch.bfloat16:
+                    its["weights"], its["low"] = kernels.split(value.float())
+                for name, plane in planes.items():
+                    plane[begin - record.begin : end - record.begin] = its.get(name, 0)
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""

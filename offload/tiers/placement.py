@@ -24,7 +24,9 @@ class Placement:
     """
 
     parameters: str = "cpu"
-    """Where the weights rest: device, cpu, nvme or auto."""
+    """Where the weights rest: device, cpu, nvme, auto, or files: frozen ones stay in the model's own files, from which
+    they are read whenever they come up, and are copied nowhere; the others are on the cpu.
+    """
     optimizer: str = "cpu"
     """Where the low halves and the moments rest: device, cpu, nvme or auto."""
     gradients: str = "auto"
@@ -44,7 +46,9 @@ class Placement:
     graphs_memory: float | str | None = None
     """The most memory that graphs take there, of this machine's; the other units recompute."""
     device_memory: float | str | None = None
-    """The budget of the device."""
+    """The budget of the device. torch's allocator has no more for the whole process, but for what others hold on the
+    device before the engine and 256 MiB, until the engine is closed.
+    """
     host_memory: float | str | None = None
     """The budget of the host."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -57,7 +61,7 @@ class Placement:
         for key in ("device_memory", "host_memory", "nvme_memory", "optimizer_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:
-            value, allowed = getattr(self, key), ("auto", *TIERS)
+            value, allowed = getattr(self, key), ("auto", *TIERS, *(("files",) if key == "parameters" else ()))
             if value not in allowed:
                 raise ConfigError(
                     f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
@@ -81,7 +85,7 @@ class Placement:
                 f"offload.optimizer_memory is {self.optimizer_memory} and offload.optimizer is {self.optimizer}: it "
                 "says how many of the states rest on the device. Set --offload.optimizer auto, or leave it out."
             )
-        if self.optimizer == "device" and self.parameters in ("cpu", "nvme"):
+        if self.optimizer == "device" and self.parameters in ("cpu", "nvme", "files"):
             raise ConfigError(
                 f"offload.optimizer is device and offload.parameters is {self.parameters}: states above their "
                 "parameters save nothing. Set --offload.parameters device, or --offload.optimizer cpu."

@@ -10,10 +10,12 @@ from torch import nn
 
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
+from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
-from offload.tiers.device import Device, copy_planes
+from offload.tiers.decoding import Decoder
+from offload.tiers.device import Device
 from offload.tiers.due import Due
 from offload.tiers.store import Store
 
@@ -48,6 +50,8 @@ class Slots(Cargoes):
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
         self._gathers = store.sharding.gathers
         self._on_device = store.tier == "device" and not self._gathers
+        self._decoder = Decoder([state.region for state in store.states], device, lanes)
+        self._up = lanes.h2d if store.tier == "cpu" else lanes.here
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
@@ -62,7 +66,11 @@ class Slots(Cargoes):
         return self._memory.nbytes
 
     def is_resident(self, region: Region) -> bool:
-        return self._on_device or region.index in self._staying
+        return self._rests_as_used(region) or region.index in self._staying
+
+    def _rests_as_used(self, region: Region) -> bool:
+        """True where a region is used where it rests."""
+        return self._on_device and region.codec is EXACT
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
         slots = super().invalidate(regions)
@@ -78,7 +86,7 @@ class Slots(Cargoes):
         cargo = self.cargo_of(regions)
         placed, end = {}, self.offset(cargo)
         for region in regions:
-            if self._on_device:
+            if self._rests_as_used(region):
                 placed[region] = self._store[region].planes["weights"]
             elif region.index in self._staying:
                 placed[region] = self._flats[region.index]
@@ -103,8 +111,9 @@ class Slots(Cargoes):
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
         """Return what of a region lies in a slot from `begin` on, in its order."""
-        found = {}
-        for plane in (region.plane("weights"), *self._store.co_fetched(region)):
+        found = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
+        begin += region.weight_bytes
+        for plane in self._store.co_fetched(region):
             num_bytes = plane.num_bytes(region.numel)
             found[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
@@ -170,7 +179,7 @@ class Slots(Cargoes):
             self._device.ledger.release("resident weights", sum(flat.nbytes for _, flat in coming))
             raise
         for region, memory in coming:
-            flat = self._flats[region.index] = memory.view(region.plane("weights").dtype)
+            flat = self._flats[region.index] = memory.view(region.dtype)
             self._staying[region.index] = self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
@@ -220,6 +229,7 @@ class Slots(Cargoes):
         self._beside = self._memory
         self._staying.clear()
         self._flats.clear()
+        self._decoder.close()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -253,15 +263,16 @@ class Slots(Cargoes):
         comes up beside them goes.
         """
         self._due.submit(region)
-        if self._store.tier == "device":
-            return self._put_together(region, flat, fills, is_ahead)
-        tickets = []
+        if self._store.tier == "device" and region.codec is EXACT:
+            own = self._store[region].planes["weights"]
+            return self._put_together(region, flat, own, fills, is_ahead)
+        tickets, is_link = [], self._up is self._lanes.h2d
         for tile in self._store[region].held:
             lease = tile.fetch(is_ahead, *co_fetched)
             targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **co_fetched}.items()}
-            num_bytes = sum([target.nbytes for target in targets.values()])
-            ticket = self._lanes.h2d.submit(
-                partial(copy_planes, self._device, targets, lease.planes),
+            num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
+            ticket = self._up.submit(
+                partial(self._decoder.fill, region, targets, lease.planes),
                 reads=lease.reads,
                 fills=fills,
                 name=region.name,
@@ -270,14 +281,16 @@ class Slots(Cargoes):
             lease.done_reading(ticket)
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
-        return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
+        if not self._gathers:
+            return tickets
+        own = flat[self._store.sharding.own(region)].data  # see Device.copy
+        return self._put_together(region, flat, own, tickets, is_ahead)
 
     def _put_together(
-        self, region: Region, flat: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
+        self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
     ) -> list[Ticket]:
-        """All-gather `flat` from the ranks' ranges: this one's has come up, or rests on the device."""
-        store, full = self._store, flat.data  # see Device.copy
-        own = store[region].planes["weights"] if store.tier == "device" else full[store.sharding.own(region)]
+        """All-gather `flat` from the ranks' ranges, of which `own` is this one's."""
+        store, full = self._store, flat.data
         what = f"all-gather of {region.name}"
         self._counters.count("all_gather_elements", region.numel, is_ahead)
         return [

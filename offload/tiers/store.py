@@ -22,8 +22,8 @@ from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
-from offload.tiers.model_files import ModelFiles
-from offload.tiers.nvme import Nvme
+from offload.tiers.model_files import FileRecord, ModelFiles
+from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
 
@@ -45,15 +45,16 @@ class Store:
         host: Ledger,
         lanes: Lanes,
         layout: DiskLayout | None = None,
-        nvme: Nvme | ModelFiles | None = None,
+        nvme: Nvme | None = None,
+        files: ModelFiles | None = None,
         comm: Comm | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """`tier`: of what `layout` does not put on disk, for which there is `nvme`. `comm`: of the ranks of its
-        sharding.
+        """`tier`: of what `layout` does not put on disk, for which there is `nvme`, or leave in `files`. `comm`: of the
+        ranks of its sharding.
         """
         self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
-        self._infos, self._layout, self._nvme = infos, layout or DiskLayout(), nvme
+        self._infos, self._layout, self._nvme, self._files = infos, layout or DiskLayout(), nvme, files
         self.comm, self.sharding = comm or Comm(), self._layout.sharding
         self._counters = counters or Counters()
         here = lanes.here, lanes.here, lanes.here_together  # nothing but compute would have to wait for them there
@@ -63,6 +64,7 @@ class Store:
         wanted = {
             region: [plane for plane in region.states if plane.name not in self._layout.of(region)]
             for region in regions
+            if region.index not in self._layout.files
         }
         stays = {r: [plane for plane in planes if self._layout.stays(r, plane)] for r, planes in wanted.items()}
         there = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
@@ -71,8 +73,8 @@ class Store:
         made = self._allocate("states", travel) | self._allocate(_RESTING, rest)
         made |= self._allocate("states on the device", stays, "device")
         self.states = [
-            self._state(region, {plane.name: made[region, plane.name] for plane in planes})
-            for region, planes in wanted.items()
+            self._state(region, {plane.name: made[region, plane.name] for plane in wanted.get(region, ())})
+            for region in regions
         ]
         self._by_index = {state.region.index: state for state in self.states}
         self.values = Values(self._by_index, infos, self.sharding, self.comm, lanes)
@@ -93,8 +95,11 @@ class Store:
         is_own, tiles = owner == self.sharding.owner, []
         on_disk = [region.plane(name) for name in self._layout.on_disk(region, is_own)]
         for begin, end in self._layout.tiles(region, owner):
-            record = None
-            if on_disk:
+            record: Record | FileRecord | None = None
+            if region.index in self._layout.files:
+                assert self._files is not None
+                record = self._files.record(region, begin, end, region.states)
+            elif on_disk:
                 assert self._nvme is not None
                 record = self._nvme.record(region, begin, end, on_disk)
             mine = {}
@@ -196,7 +201,7 @@ class Store:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that the device can copy from without staging."""
-        rings = self._nvme.pinned_bytes if self._nvme is not None else 0
+        rings = sum(each.pinned_bytes for each in (self._nvme, self._files) if each is not None)
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
@@ -229,8 +234,9 @@ class Store:
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""
-        if self._nvme is not None:
-            self._nvme.reset()
+        for each in (self._nvme, self._files):
+            if each is not None:
+                each.reset()
 
     def close(self) -> None:
         """Let go of the planes."""
@@ -239,5 +245,6 @@ class Store:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-        if self._nvme is not None:
-            self._nvme.close()
+        for each in (self._nvme, self._files):
+            if each is not None:
+                each.close()

@@ -45,8 +45,17 @@ class Values:
         """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
         `dtype`, any float one. Collective with `source`: that rank's alone is asked.
         """
-        state, info = self._states[self._home[parameter][0]], self._infos[parameter]
-        is_shared = source is not None and self.comm.size > 1
+        state = self._states[self._home[parameter][0]]
+        region, plane = state.region, state.region.plane("weights")
+        for begin, end, rests in region.codec.encoded(self._pieces(parameter, read, dtype, source)):
+            for tiles in (state.tiles, *state.others.values()):
+                opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, tiles=tiles)
+                for planes, mine, its in opened:
+                    _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
+
+    def _pieces(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
+        """Yield the weights of a parameter as `write` is given them, on every rank."""
+        info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
         for begin in range(0, info.numel, _PIECE):
             end = min(begin + _PIECE, info.numel)
             if not is_shared:
@@ -56,10 +65,7 @@ class Values:
                 self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
                 self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong
-            for tiles in (state.tiles, *state.others.values()):
-                opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, tiles=tiles)
-                for planes, mine, its in opened:
-                    _put(planes, mine, flat[its], state.region.has_low)
+            yield flat
 
     def why_not_finite(self, otherwise: str) -> str:
         """Say what makes numbers not finite: weights that were not when they were given, else what `otherwise` says."""
@@ -77,7 +83,9 @@ class Values:
         self._spoilt.clear()
 
     def read(self, parameter: int) -> torch.Tensor:
-        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape. Collective."""
+        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape: where it rests in codes, of
+        what they stand for on the device. Collective.
+        """
         info = self._infos[parameter]
         return self.read_range(parameter, 0, info.numel).view(info.shape)
 
@@ -85,11 +93,10 @@ class Values:
         """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
         of what the device uses (bf16, or fp32). Collective.
         """
-        region, _ = self._home[parameter]
-        dtype = self._states[region].region.plane("weights").dtype if travelling else torch.float32
-        found = torch.empty(end - begin, dtype=dtype)
+        region = self._states[self._home[parameter][0]].region
+        found = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
         for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
-            weights = planes["weights"][mine].cpu()
+            weights = region.codec.read(planes["weights"], mine, region.dtype)
             found[its] = kernels.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
         return self._completed(parameter, begin, found)
 
@@ -98,10 +105,10 @@ class Values:
         this rank has to hold all of its weights.
         """
         state, info = self._states[self._home[parameter][0]], self._infos[parameter]
-        found = torch.empty(info.numel, dtype=state.region.plane("weights").dtype)
+        found = torch.empty(info.numel, dtype=state.region.dtype)
         for tiles in (state.tiles, *state.others.values()):
             for planes, mine, its in self.opened(parameter, *MASTER[:1], tiles=tiles):
-                found[its] = planes["weights"][mine].cpu()
+                found[its] = state.region.codec.read(planes["weights"], mine, state.region.dtype)
         return found.view(info.shape)
 
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
@@ -151,7 +158,7 @@ class Values:
 
 
 def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
-    """Set elements of a tile, of a split master or a plain one."""
+    """Set elements of a tile to a piece, of a split master or as it is."""
     low: torch.Tensor | int = 0
     if is_split and piece.dtype != torch.bfloat16:
         piece, low = kernels.split(piece.float().to(planes["weights"].device))

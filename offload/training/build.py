@@ -147,10 +147,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     name, told = trained.name(built.model), list(trained.told(built.model))
     beside_states = {**files, **trained.files(built.model)}
     needs = DiskNeeds.of(config, trained.num_saved(built.model))
-    if accelerator is not None and config.offload.device_memory is not None:
-        accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
     made = engine(config, built, comm)
-    built.close()
+    if config.offload.parameters != "files":  # else they are read in every step
+        built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
     weights = "the weights of a checkpoint" if whole else f"{config.model.init} weights"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +161,9 @@ def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: 
     """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
     steps = range(num_steps)
     run = make_run(ResumePoint(config), comm, say, say)
-    with closing(run.engine):
+    with closing(run.engine), ExitStack() as stack:
+        if (accelerator := own_accelerator(config.offload.device)) is not None:
+            stack.callback(accelerator.bound(1 << 62))  # the engine's budget is no limit of what is beside it
         resident = None
         with as_one(comm, "making of the resident side"):
             if (most := run.config.train.steps) is not None and num_steps > most:
@@ -329,8 +331,6 @@ def _resident(run: Run, same_order: bool) -> Resident:
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
     fill_all(built)
-    if (accelerator := own_accelerator(config.offload.device)) is not None:
-        accelerator.limit(1 << 62)  # the engine's budget is no limit of what is beside it
     return Resident(
         built.model.train(),
         engine.optimizer,
@@ -342,6 +342,7 @@ def _resident(run: Run, same_order: bool) -> Resident:
         skips=config.train.on_nonfinite == "skip",
         late_after=config.train.delay_after if config.train.delay else None,
         sums_by_unit=same_order,
+        frozen_weights=config.offload.frozen_weights,
     )
 
 

@@ -16,6 +16,8 @@ from offload.engine.loss.loss import find_loss
 from offload.engine.units.find import describe_parameters, find_units
 from offload.engine.units.forwards import compile_modules
 from offload.errors import ConfigError
+from offload.layout.codecs import CODECS, EXACT, decoded
+from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.native import kernels
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
@@ -53,11 +55,12 @@ class Resident:
         skips: bool = False,
         late_after: int | None = None,
         sums_by_unit: bool = False,
+        frozen_weights: str = "exact",
     ) -> None:
         self.model, self.rule, self.device, self.lr = model, rule, device, rule.lr
         self._update_devices, self._max_grad_norm, self._seed = update_devices, max_grad_norm, seed
         self._skips, self._late_after, self._num_done = skips, late_after, 0
-        self._infos = describe_parameters(model, rule, precision)
+        self._infos = describe_parameters(model, rule, precision, frozen_weights)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]
@@ -77,7 +80,10 @@ class Resident:
     def _begin(self, info: ParameterInfo, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the master weights of a parameter, fp32 [numel], and what the rule keeps of it, zeros."""
         device = self._update_devices[info.name]
-        states = {"weights": parameter.detach().to(device, torch.float32, copy=True).view(-1)}
+        given = parameter.detach()
+        if info.codec != EXACT.name:
+            given = decoded(CODECS[info.codec], given.reshape(-1), DTYPES[info.compute])
+        states = {"weights": given.to(device, torch.float32, copy=True).view(-1)}
         if info.trainable:
             part = self.rule.parts[info.rule]
             for plane in part.moments:

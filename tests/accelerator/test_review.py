@@ -548,17 +548,60 @@ def test_what_a_stream_still_uses_counts_as_held(engine, sim):
     assert device.take_recent_peak() >= 3 << 20
 
 
-def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_included(sim, tmp_path, monkeypatch):
+@pytest.fixture
+def limits(sim, monkeypatch):
+    """Return what the allocator was limited to from here on, as shares of what it had then: bytes beside what others
+    hold, and 1.0 for all."""
     gc.collect()
     torch.sim.empty_cache()
-    text, limits = tmp_path / "text.txt", []
+    found, set_fraction, others = [], torch.sim.set_per_process_memory_fraction, torch.sim.memory_allocated()
+
+    def note(share, device):
+        set_fraction(share, device)
+        found.append(share if share == 1 else round(share * torch.sim.mem_get_info()[1]) - others)
+
+    monkeypatch.setattr(torch.sim, "set_per_process_memory_fraction", note)
+    return found
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_engines_bound_the_allocator_to_their_budgets_as_long_as_they_are_there(limits, ends):
+    first, second = (Engine(build(llama), RULE, Placement(device_memory=f"{size}MiB")) for size in (16, 32))
+    room = device.ROUNDING_BYTES
+    both = (48 << 20) + 2 * room
+    assert limits == [(16 << 20) + room, both]
+    with pytest.raises(torch.OutOfMemoryError, match="may be used"):
+        torch.empty(both, dtype=torch.uint8, device="sim")
+    for engine in (first, second):
+        if ends == "closed":
+            engine.close()
+    del first, second, engine
+    assert eventually(lambda: gc.collect() >= 0 and limits[-1] == 1)
+    assert limits[2:] in ([(32 << 20) + room, 1], [(16 << 20) + room, 1])
+    torch.empty(both, dtype=torch.uint8, device="sim")
+
+
+def test_an_engine_without_a_budget_bounds_nothing(limits, engine):
+    engine()
+    assert not limits
+
+
+def test_a_step_beyond_the_budget_is_refused_by_the_flag(limits, engine, monkeypatch):
+    monkeypatch.setattr(device, "ROUNDING_BYTES", 4 << 20)
+    one = engine(placement=Placement(device_memory="4MiB"))
+    one.step(tokens(0))
+    with pytest.raises(DoesNotFitError, match=r"of which 8\d{6} may be used.*raise --offload.device_memory"):
+        one.step(tokens(1, rows=20 * ROWS))
+
+
+def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_included(limits, tmp_path):
+    text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
-    monkeypatch.setattr(torch.sim, "set_per_process_memory_fraction", lambda share, _: limits.append(share))
     given = {"model.path": str(tmp_path / "config.json"), "run.dir": str(tmp_path / "run"), "data.source": str(text)}
     given |= {"train.steps": 2, "train.batch_size": 4, "data.sequence_length": 32, "offload.device_memory": "64MiB"}
     families.llama(vocab_size=384).config.save_pretrained(tmp_path)
     Trainer(Config.load(None, given)).run()
-    assert limits == [(64 << 20) / torch.sim.mem_get_info()[1]]
+    assert limits == [(64 << 20) + device.ROUNDING_BYTES, 1]
 
 
 def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
@@ -573,14 +616,17 @@ def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(s
     leaves nothing behind of what that took. Of graphs that wait below the device some give way to the allocator's
     fragments."""
     monkeypatch.setattr(probe, "_user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(device, "ROUNDING_BYTES", 4 << 20)
     gc.collect()
+    torch.sim.empty_cache()
+    most = torch.sim.memory_allocated() + (40 << 20) + device.ROUNDING_BYTES
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.batch_size": 4, "checkpoint.export": False}
     given |= {"offload.device_memory": "40MiB", **graphs}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
     plan, decided = (tmp_path / "run" / name for name in ("plan.json", "config.yaml"))
     assert json.loads(plan.read_text())["tiers"]["device"]["bytes"] <= 40 << 20
     assert "optimizer: cpu  # resolved" in decided.read_text()
-    assert torch.sim.memory_reserved() <= 40 << 20
+    assert torch.sim.memory_reserved() <= most
 
 
 # -- weights that stream for inference -----------------------------------------------------------------------------

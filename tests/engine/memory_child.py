@@ -1,7 +1,8 @@
 """A process of its own that trains and tells its peak; run by test_memory. What is printed is one JSON object.
 
 python -m tests.engine.memory_child MODE FOLDER     filled: weights made unit by unit; loaded: a whole fp32
-model given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER
+model given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER; coded: a frozen base in
+nf4, made unit by unit; files: one that stays in FOLDER, where made has put it
 """
 
 from __future__ import annotations
@@ -90,6 +91,49 @@ def disk(folder: Path) -> dict[str, Any]:
     return found
 
 
+def coded(folder: Path) -> dict[str, Any]:
+    from offload.config.sections import ModelSection
+    from offload.hf.models import build_model
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE | {"num_hidden_layers": 24}}))
+    built = build_model(ModelSection(path=str(folder / "config.json"), init="random"), seed=0)
+    for name, parameter in built.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    largest, total = largest_and_total(built.model)
+    before = resident_bytes("VmRSS")
+    engine = Engine(built.model, precision="bf16", fill=built.fill, frozen_weights="nf4")
+    for _ in range(2):
+        engine.step(batch())
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "device")}
+    return {"largest": largest, "total": total, **held, "peak": resident_bytes("VmHWM") - before}
+
+
+def made(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    config = transformers.LlamaConfig(**DISK_SHAPE | {"num_hidden_layers": 24})
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return {}
+
+
+def files(folder: Path) -> dict[str, Any]:
+    from offload.config.sections import ModelSection
+    from offload.hf.models import build_model
+
+    built = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
+    for name, parameter in built.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    _, total = largest_and_total(built.model)
+    before = resident_bytes("VmRSS")
+    placement = Placement(parameters="files", device_memory=2 * DEVICE_BYTES, host_memory=4 * HOST_BYTES)
+    engine = Engine(built.model, precision="bf16", fill=built.fill, placement=placement)
+    for _ in range(2):
+        engine.step(batch())
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
+    found = {"total": total, **held, "read": engine.counters.nvme_read_bytes, "device": 2 * DEVICE_BYTES}
+    return found | {"peak": resident_bytes("VmHWM") - before}
+
+
 def loaded(folder: Path) -> dict[str, Any]:
     import transformers
 
@@ -132,5 +176,5 @@ def growth() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"filled": filled, "loaded": loaded, "disk": disk}
+    modes = {"filled": filled, "loaded": loaded, "disk": disk, "coded": coded, "made": made, "files": files}
     print(json.dumps(modes[sys.argv[1]](Path(sys.argv[2]))))

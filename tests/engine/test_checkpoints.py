@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
+from offload.engine.units.activation_offload import ActivationOffload
 from offload.errors import DoesNotFitError
+from offload.tiers.slots import Slots
 from tests.engine.compare import train_both
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, tokens
@@ -40,6 +42,27 @@ def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
 @matrix(strength=1, rows=[1, 3], settings=[{}, {"recompute": "auto"}, {"recompute": "never"}])
 def test_with_micro_batches(rows: int, settings: dict[str, Any]) -> None:
     train_both(build(llama), batches(3), micro_batch_size=rows, placement=on_host(), within=2e-6, **settings)
+
+
+def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the inputs of the second wait behind a whole unit."""
+    settings = {"micro_batch_size": 2, "prefetch": 1, "throttle": {"h2d": {"latency_seconds": 1e-5}}}
+    engine = Engine(build(lambda: Stack(depth=6)), placement=on_host(), **settings)
+    for seed in range(2):
+        engine.step(words(seed), cross_entropy)
+    asked = []
+
+    def noted(what: str, asks: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (asked.append(what), asks(*args, **kwargs))[1]
+
+    monkeypatch.setattr(Slots, "fetch", noted("|", Slots.fetch))
+    monkeypatch.setattr(ActivationOffload, "get", noted("i", ActivationOffload.get))
+    engine.step(words(2), cross_entropy)
+    returns = list(filter(None, "".join(asked).split("|")))
+    assert len(returns) > 3
+    assert {len(each) % 2 for each in returns} == {0}, returns
 
 
 def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from tests.engine.families import (
 )
 from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 1e-6
@@ -137,7 +137,7 @@ def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None
     assert_same(weights(engine), weights(whole), 2 * ROUNDING)
 
 
-@pytest.mark.parametrize("make", CHUNKED)
+@pytest.mark.parametrize("make", quick(CHUNKED, (llama, gemma2, mamba)))
 def test_evaluate_in_chunks(make: Maker) -> None:
     engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
     engine.evaluate(tokens())
@@ -270,7 +270,8 @@ def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     assert_same(weights(resumed), weights(engine))
 
 
-@matrix(strength=1, make=CHUNKED, share=[0.0, 0.3, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("make", quick(CHUNKED, [gemma2, mamba]))
 def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float) -> None:
     """They are gathered from wherever they are; a row and a column may have none."""
     found = batches(3)

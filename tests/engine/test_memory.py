@@ -51,6 +51,28 @@ class TestResidentMemory:
         assert found["peak"] <= states + 4 * found["largest"] + CONSTANT_BYTES
         assert found["grown"] <= 2 * MIB
 
+    @pytest.mark.slow  # in the quick run: test_frozen_weights.py, which counts what the engine holds
+    def test_a_base_in_few_bits_is_never_there_in_full_width(self, tmp_path: Path) -> None:
+        """What the ledgers have, and one unit's fp32 values while they are made."""
+        found = measure("coded", tmp_path)
+        assert found["cpu"] < 0.35 * 2 * found["total"], "embeddings and head are as they were"
+        assert found["peak"] <= found["cpu"] + found["device"] + 4 * found["largest"] + CONSTANT_BYTES
+        assert found["cpu"] + found["device"] + 4 * found["largest"] + CONSTANT_BYTES < 0.75 * 2 * found["total"]
+
+    @pytest.mark.slow  # in the quick run: test_model_files.py, which counts what the engine holds
+    def test_a_base_in_its_own_files_is_in_no_memory_and_not_copied(self, tmp_path: Path) -> None:
+        measure("made", tmp_path)
+        before = {path.name: path.stat() for path in tmp_path.iterdir()}
+        found = measure("files", tmp_path)
+        assert found["cpu"] <= 0.1 * 2 * found["total"]
+        assert found["nvme"] == 0
+        assert found["peak"] <= found["cpu"] + found["device"] + CONSTANT_BYTES < 0.75 * 2 * found["total"]
+        assert 0 < found["read"] <= 2 * 2 * found["total"]
+        after = {path.name: path.stat() for path in tmp_path.iterdir()}
+        assert {n: (s.st_size, s.st_mtime_ns) for n, s in after.items()} == {
+            n: (s.st_size, s.st_mtime_ns) for n, s in before.items()
+        }
+
     @pytest.mark.slow  # in the quick run: test_nvme.py, which counts what the engine holds
     def test_states_of_a_gibibyte_train_in_64_mebibytes(self, tmp_path: Path) -> None:
         """The device, which is memory too on a CPU, and the host's rings, within their budgets; one unit's values while

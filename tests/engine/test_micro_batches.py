@@ -366,6 +366,11 @@ def scales(batch: dict[str, Tensor]) -> list[float]:
     return found
 
 
+def near(batch: dict[str, Tensor]) -> Any:
+    """Return what equals its scales where kernels go by shapes as well."""
+    return pytest.approx(scales(batch), rel=ROUNDING)
+
+
 def row(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     return {key: value[number : number + 1] for key, value in batch.items()}
 
@@ -379,7 +384,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
     first = next(
         batch
         for batch in batches
-        if scales(batch) == scales(row(batch, 0)) and (scales(row(batch, 1)) == scales(batch)) is is_alike
+        if scales(batch) == near(row(batch, 0)) and (scales(batch) == near(row(batch, 1))) is is_alike
     )
     engine = Engine(build(TreesOfTensors), micro_batch_size=1)
     whole = Engine(build(TreesOfTensors))

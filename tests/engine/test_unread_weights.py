@@ -203,7 +203,7 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
     assert engine.counters.h2d_bytes == wanted
 
 
-@pytest.mark.parametrize("name", quick(MODELS, ("embedding", "tied", "twice", "own function", "checkpoint")))
+@pytest.mark.parametrize("name", quick(MODELS, ("tied", "own function", "checkpoint")))
 @pytest.mark.parametrize(
     "settings", [{"prefetch": 2, "max_grad_norm": None}, {"prefetch": 1, "recompute": "auto"}], ids=["at once", "late"]
 )

@@ -22,7 +22,7 @@ from offload.native import kernels
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, cpu_only, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
 from tests.engine.handmade import Log
 from tests.engine.inside import head_of, parts_of, steps_of
 from tests.engine.ranks import run
@@ -68,7 +68,7 @@ def widths_of(values: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
     return quick([*product(values, ["bf16"]), *others], kept)
 
 
-PLAIN = {(llama, "fp32"), (gpt2, "bf16"), (mixtral, "bf16"), (mamba, "fp32"), (t5, "bf16"), (llama, "alone")}
+PLAIN = {(llama, "fp32"), (mixtral, "bf16"), (t5, "bf16"), (llama, "alone")}
 """Of the quick run."""
 
 
@@ -102,7 +102,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "width"), widths_of(PLACES, slow=("prefetch", "half", "tight", "throttled")))
+@pytest.mark.parametrize(
+    ("place", "width"), widths_of(PLACES, slow=("device", "cpu", "prefetch", "half", "tight", "throttled"))
+)
 def test_where_states_rest_changes_no_bit(
     place: str, width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -673,7 +675,7 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 
 
 @RULE_ONLY
-@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
+@pytest.mark.parametrize("width", quick(["fp32", "bf16", "alone"], ["alone"]))
 def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     rule, precision = of(
         width,

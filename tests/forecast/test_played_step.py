@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.ideal import Unit, Use, Work, ideal
+from offload import Placement
 from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
 from offload.lanes.lane import Lane
 from offload.lanes.played import PlayedLanes
@@ -164,6 +165,34 @@ def test_a_step_is_near_the_ideal_schedule_and_no_better(ratio: float, clip: str
     best = ideal(Work(uses, units, slots, clip or "none")).seconds
     # A greedy schedule that looks ahead by another rule may be a little faster: see `ideal`.
     assert 0.97 * best <= told.seconds <= 1.15 * best
+
+
+@matrix(strength=1, slots=[2, 3, 5], fetch_s=[1.5, 2.0], in_stream=[True, False])
+def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
+    slots: int, fetch_s: float, in_stream: bool
+) -> None:
+    """So that two micro-batches take no longer than a whole batch: a fetch is longer than one, and the inputs of the
+    second would wait behind it.
+    """
+    its, size, saved = regions(), 4 * NUMEL, 8192
+    plan = PlayedPlan(
+        regions=its,
+        settings=Settings(max_grad_norm=None, placement=Placement(activations="cpu")),
+        layout=DiskLayout(),
+        buffer_bytes=2 * size,
+        staging_bytes=2 * size,
+        capacity_bytes=slots * size,
+        lookahead=slots - 1,
+        most=slots,
+        in_stream=in_stream,
+    )
+    seconds = {"h2d": lambda num_bytes: fetch_s if num_bytes == size else 0.5 * num_bytes / saved}
+    whole, parts = (
+        simulate([Call((r,), 1.0, 3.0, num_parts=n, saved_bytes=saved) for r in its], plan, seconds, num_steps=12)
+        for n in (1, 2)
+    )
+    assert parts.busy_s == whole.busy_s
+    assert parts.seconds <= whole.seconds
 
 
 def test_what_a_steady_step_takes_does_not_depend_on_how_many_are_played() -> None:

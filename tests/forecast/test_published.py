@@ -17,7 +17,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from offload.distributed.comm import ImaginedRanks
-from offload.engine.assemble import prepare
+from offload.engine.assemble import EnginePlan, Structure
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
 from offload.forecast.workload import UnitWork
@@ -239,7 +239,8 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     machine = DescribedMachine(Hardware.read("h200"), 1)
-    prepared = prepare(model, Settings(precision="bf16"), ImaginedRanks(1), machine, checks=False)
+    settings = Settings(precision="bf16")
+    prepared = EnginePlan.of(Structure.of(model, settings, 1), settings, ImaginedRanks(1), machine, checks=False)
     work = measure(model, BatchSpec("causal", rows, length), prepared)
     return next(call for call in work.calls if call.name == "transformer.h.1")
 

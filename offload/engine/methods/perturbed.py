@@ -116,7 +116,7 @@ class Perturbed:
         made = {}
         for region in unit.regions:
             if region.trainable:
-                flat = self._memory[begin : begin + region.weight_bytes].view(region.plane("weights").dtype)
+                flat = self._memory[begin : begin + region.weight_bytes].view(region.dtype)
                 begin += region.weight_bytes
                 for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
                     made[index] = nn.Parameter(flat[offset : offset + size].view(self._state.infos[index].shape))

@@ -17,6 +17,13 @@ class WatchingMode(TorchDispatchMode):
 
     _stance: AbstractContextManager[Any] | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps what handles an operation, lest dynamo traces it, which doubles the time of each: no function is
+        compiled here.
+        """
+        return False
+
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:  # else nothing was compiled
             self._stance = torch.compiler.set_stance("force_eager")

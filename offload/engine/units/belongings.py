@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+_HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
 """Packages whose own objects (loggers, locks, process groups) are nobody's notes."""
 _EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
@@ -88,9 +89,9 @@ class _Held(NamedTuple):
         if isinstance(now, set):
             return set(map(id, now)) == set(map(id, then))
         if not isinstance(then, dict):
-            return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-        num_own = len(now) - (self.is_module and "forward" in now)
-        return num_own == len(then) and all(key in now and now[key] is value for key, value in then.items())
+            return len(now) == len(then) and all(map(is_, now, then))
+        keys = now.keys() - {"forward"} if self.is_module and "forward" in now else now.keys()
+        return keys == then.keys() and all(map(is_, map(now.get, then), then.values()))
 
     def put_back(self) -> None:
         if self.is_as_then:
@@ -209,10 +210,15 @@ class Belongings:
             self._gradients.append((tensor, tensor.grad, copied))
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
-        own, begin = vars(module), f"{path}." if path else ""
-        self._hold(own, {key: value for key, value in own.items() if key != "forward"}, is_module=True)
-        for key, value in list(own.items()):
-            if key == "_modules":
+        own, begin = dict(vars(module)), f"{path}." if path else ""
+        own.pop("forward", None)
+        self._hold(vars(module), own, is_module=True)
+        for key, value in own.items():
+            if isinstance(value, _ATOMS):
+                self.leaves[begin + key] = value
+            elif key in _HOOKS:  # whoever has registered them keeps their notes
+                self._hold(value, dict(value), is_module=True)
+            elif key == "_modules":
                 for name, child in value.items():
                     self._visit(child, f"{begin}{name}")
             elif key == "_buffers":
@@ -220,12 +226,10 @@ class Belongings:
                 for name, buffer in value.items():
                     if buffer is not None and id(buffer) not in self._seen:
                         self._visit_tensor(buffer, f"{begin}{name}")
-            elif key.endswith(_HOOKS) and isinstance(value, dict):
-                self._hold(value, dict(value), is_module=True)  # whoever has registered them keeps their notes
             elif key == "_parameters":  # of a module that is not the engine's, such as one in a loss function
                 for name, parameter in value.items():
                     self._visit(parameter, f"{begin}{name}")
-            elif key not in ("forward", "_non_persistent_buffers_set"):
+            elif key != "_non_persistent_buffers_set":
                 self._visit(value, f"{begin}{key}")
 
     def _visit_function(self, function: types.FunctionType, path: str) -> None:

@@ -239,6 +239,7 @@ class Call:
             with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(self._micro_batches):
                     found.append(self._backward_of(number, micro_batch, gradients, trains))
+            runner.saved.look_back(self, 1)  # ahead of the weights that come once this use is left
             if trains:
                 runner.gradients.close(unit.regions)
         except BaseException:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.layout.codecs import EXACT, LEAST_NUMEL
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import Trained, UpdateRule
 
@@ -60,8 +61,12 @@ class Candidate:
         return list(dict.fromkeys(place.parameter for place in self.places))
 
 
-def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str) -> list[ParameterInfo]:
-    """Return what there is to train, in torch's order, tied names once."""
+def describe_parameters(
+    model: nn.Module, optimizer: UpdateRule, precision: str, frozen_weights: str = EXACT.name
+) -> list[ParameterInfo]:
+    """Return what there is to train, in torch's order, tied names once. `frozen_weights`: the codec of frozen matrices
+    of blocks.
+    """
     named = list(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to train.")
@@ -94,6 +99,8 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
         )
         place = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
+        has_codes = not parameter.requires_grad and place[1] and not place[0]
+        has_codes = has_codes and parameter.dim() > 1 and parameter.numel() >= LEAST_NUMEL
         choice = optimizer.choose(Trained(name, tuple(parameter.shape), *place))
         infos.append(
             ParameterInfo(
@@ -106,7 +113,14 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
                 lr_scale=choice.lr_scale,
                 weight_decay=choice.weight_decay,
                 rule=choice.rule,
+                codec=frozen_weights if has_codes else EXACT.name,
             )
+        )
+    if frozen_weights != EXACT.name and all(info.codec == EXACT.name for info in infos):
+        raise ConfigError(
+            f"offload.frozen_weights is {frozen_weights}, and the model has no frozen weights to rest in it: matrices "
+            f"of blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before Engine(), or set "
+            "--offload.frozen_weights exact."
         )
     return infos
 

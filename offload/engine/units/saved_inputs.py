@@ -40,8 +40,8 @@ class Returning:
 class Returns(Protocol):
     """A use of a unit whose inputs can be brought back."""
 
-    def prepare(self) -> None:
-        """Start to bring them back."""
+    def prepare(self, number: int = 0) -> None:
+        """Start to bring back those of a micro-batch."""
 
 
 class SavedInputs:
@@ -107,12 +107,14 @@ class SavedInputs:
         if self.looks_back:
             self._calls.append(weakref.ref(call))
 
-    def look_back(self, call: Returns) -> None:
-        """A call's backward is about to compute: start to bring back what the one before it has saved."""
+    def look_back(self, call: Returns, number: int = 0) -> None:
+        """A call's backward is about to compute, or has: start to bring back what the one before it has saved of a
+        micro-batch.
+        """
         while self._calls:
             found = self._calls.pop()()
             if found is not None and found is not call:
-                found.prepare()
+                found.prepare(number)
                 self._calls.append(weakref.ref(found))
                 return
 

@@ -1,0 +1,304 @@
+"""Frozen weights in few bits: training is that of plain PyTorch over what the codes stand for, to the bit, and every
+tier, link and plan has the bytes of the codes.
+
+The other half of the oracle, what codes stand for, is in tests/layout/test_codecs.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import AdamW, Engine, MeZO, Placement
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.forecast.played_step import Call, PlayedPlan, simulate
+from offload.lanes.throttle import parse_throttle
+from offload.layout import codecs
+from offload.layout.codecs import CODECS, decoded
+from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
+from offload.machine.hardware import Hardware
+from offload.planning.estimates import weight_seconds
+from offload.planning.machines import Speeds
+from offload.planning.settings import Settings
+from offload.training.resident import Resident
+from tests.engine.compare import assert_same, same_bits, train_both, weights
+from tests.engine.device import LATE_BYTES, LEDGER
+from tests.engine.families import build, llama, mixtral, tokens
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import JOB, SMOOTH, share
+from tests.engine.sizes import tier_bytes, up
+from tests.engine.test_parameters import freeze
+from tests.matrix import matrix
+
+SIZES = {"hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 4, "num_hidden_layers": 3}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+MATRICES = [f"{name}_proj.weight" for name in ("k", "v", "o", "gate", "up", "down")]
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
+    "speculative": {"clip": "speculative", "max_grad_norm": 0.1, "debug": 3},
+}
+
+
+def adapted() -> nn.Module:
+    """Embeddings, heads and most matrices of blocks are frozen; what stands for adapters is not."""
+    return freeze(llama(**SIZES, **BIASES), *MATRICES, "_tokens", "lm_head", "1.self_attn.q_proj.weight")
+
+
+def dequantised(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a copy whose frozen matrices of blocks are what their codes stand for."""
+    model = copy.deepcopy(model)
+    for parameter in coded(model).values():
+        values = decoded(CODECS[codec], parameter.detach().reshape(-1), dtype)
+        parameter.data.copy_(values.view(parameter.shape))
+    return model
+
+
+def coded(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = model.named_parameters()
+    return {name: p for name, p in named if ".layers." in name and p.dim() > 1 and not p.requires_grad}
+
+
+def base_bytes(model: nn.Module, codec: str) -> list[int]:
+    """Return the bytes in which the coded parameters of each block rest."""
+    block, record = {"int8": (128, 132), "nf4": (16384, 8456)}[codec]
+    sizes: dict[str, int] = {}
+    for name, parameter in coded(model).items():
+        layer = name.split(".")[2]
+        sizes[layer] = sizes.get(layer, 0) + up(parameter.numel(), block)
+    return [up(size, max(2048, block)) // block * record for size in sizes.values()]
+
+
+@matrix(strength=2, codec=["int8", "nf4"], tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
+def test_training_is_that_of_an_engine_over_the_dequantised_weights(
+    codec: str, tier: dict[str, Any], way: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    folder = {"nvme_dir": str(tmp_path)} if "nvme" in tier.values() else {}
+    if "clip" in way and tier != TIERS["cpu"]:  # elsewhere nothing is speculative
+        way = {}
+    settings = way | {"precision": precision, "placement": Placement(**tier, **folder)}
+    model = build(adapted)
+    plain = Engine(dequantised(model, codec, torch.bfloat16 if precision == "bf16" else torch.float32), **settings)
+    engine = Engine(model, frozen_weights=codec, **settings)
+    for seed in range(3):
+        wanted, found = (each.step(tokens(seed)) for each in (plain, engine))
+        assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    assert_same(weights(engine), weights(plain))
+
+
+@matrix(strength=1, codec=["int8", "nf4"], way=[WAYS[""], WAYS["kept"]], precision=["fp32", "bf16"])
+def test_training_is_that_of_plain_pytorch_over_the_dequantised_weights(
+    codec: str, way: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)  # so that pieces of a unit are decoded over the records of others
+    model = build(adapted)
+    plain = dequantised(model, codec, torch.bfloat16 if precision == "bf16" else torch.float32)
+    settings = way | {"frozen_weights": codec, "precision": precision}
+    engine, _ = train_both(model, [tokens(seed) for seed in range(3)], plain=plain, **settings)
+    assert len(coded(plain)) == 19
+    assert all(same_bits(weights(engine)[name], p.detach()) for name, p in coded(plain).items())
+
+
+def test_experts_in_one_parameter_rest_in_codes() -> None:
+    model = freeze(build(lambda: mixtral(hidden_size=64, num_key_value_heads=4)), "experts")
+    plain = Engine(dequantised(model, "nf4"))
+    engine = Engine(model, frozen_weights="nf4")
+    assert engine.told_frozen_weights.startswith("4 frozen parameters rest in nf4")
+    for seed in range(2):
+        assert engine.step(tokens(seed)).loss.item() == plain.step(tokens(seed)).loss.item()
+    assert_same(weights(engine), weights(plain))
+
+
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_tiers_and_links_have_the_bytes_of_codes(codec: str) -> None:
+    """They go up twice a step, whatever the number of micro-batches."""
+    found = {}
+    for width in ("exact", codec):
+        engine = Engine(build(adapted), max_grad_norm=None, frozen_weights=width, micro_batch_size=1, prefetch=0)
+        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        for seed in range(2):
+            engine.step(tokens(seed))
+        found[width] = tier_bytes(engine, "cpu")["weights"], engine.counters.h2d_bytes, engine.counters.d2h_bytes
+        if width == codec:
+            planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+            assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
+    model = build(adapted)
+    exact = sum(
+        up(sum(p.numel() for n, p in coded(model).items() if f".{layer}." in n), 2048) * 4 for layer in range(3)
+    )
+    saved = exact - sum(base_bytes(model, codec))
+    (rests, up_bytes, down), (rests_coded, up_coded, down_coded) = found["exact"], found[codec]
+    assert rests - rests_coded == saved, "on the host"
+    assert up_coded <= up_bytes - 2 * saved, "over the link; a slot that is larger may keep another unit"
+    assert down == down_coded
+
+
+def test_codes_have_no_low_half() -> None:
+    """Where the weights came in fp32, and are used in bf16, a frozen matrix has one as long as it is not in codes."""
+    exact, low = (
+        tier_bytes(Engine(build(adapted), precision="bf16", frozen_weights=codec), "cpu")["low"]
+        for codec in ("exact", "int8")
+    )
+    assert exact - low == 2 * sum(base_bytes(build(adapted), "int8")) // 132 * 128
+
+
+def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
+    def seconds(codec: str) -> float:
+        parts = parts_of(Engine(build(adapted), frozen_weights=codec))
+        throttles = parse_throttle({"h2d": "1MB"})
+        return weight_seconds(parts.regions, parts.plan.layout.sharding, throttles, Speeds(Hardware.read("rtx-4090")))
+
+    saved = sum(base_bytes(build(adapted), "int8")) - sum(base_bytes(build(adapted), "nf4"))
+    assert seconds("int8") - seconds("nf4") == pytest.approx(2 * saved / 1e6, abs=1e-3)
+
+
+@LEDGER
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_a_budget_of_what_is_planned_is_kept(codec: str) -> None:
+    """The device has two units and what decodes them."""
+    batch = tokens()
+    free = Engine(build(adapted), frozen_weights=codec, prefetch=1)
+    free.step(batch)
+    peak = free.counters.peak_device_bytes
+    engine = Engine(
+        build(adapted), frozen_weights=codec, prefetch=1, placement=Placement(device_memory=peak + LATE_BYTES)
+    )
+    for _ in range(3):
+        engine.step(batch)
+        assert engine.counters.peak_device_bytes <= peak + LATE_BYTES
+    block = max(sum(p.numel() for n, p in coded(build(adapted)).items() if f".{i}." in n) for i in range(3))
+    assert tier_bytes(engine, "device")["decoding"] <= 3072 + 6.125 * up(block, 16384) + 5 * 6.125 * 16384
+
+
+def test_a_step_is_foretold_by_the_bytes_of_codes() -> None:
+    """Each unit is fetched for its forward and its backward, but for two that are still there where the order turns."""
+    depth, numel = 6, 1 << 16
+    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec="nf4") for n in range(depth)]
+    regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
+    plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2)
+    calls = [Call((region,), 1.0, 1.0) for region in regions]
+    found = simulate(calls, plan, {"h2d": lambda num_bytes: num_bytes / 1e6}, num_steps=8)
+    assert found.busy_s["h2d"] == pytest.approx((2 * depth - 4) * numel // 16384 * 8456 / 1e6)
+
+
+def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = build(adapted)
+    plain = dequantised(model, "nf4")
+    engine = Engine(model, frozen_weights="nf4")
+    engine.step(tokens())
+    found = weights(engine)
+    engine.export(tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same({name: exported[name] for name in found}, found)
+    reads = model.model.layers[2].mlp.up_proj.weight
+    assert same_bits(reads.detach().clone().cpu(), found["model.layers.2.mlp.up_proj.weight"])
+    engine.close(restore=True)
+    assert_same({name: p.detach().cpu() for name, p in model.named_parameters()}, found)
+    assert all(same_bits(found[name], p.detach()) for name, p in coded(plain).items())
+
+
+def test_what_is_not_in_codes_is_named() -> None:
+    engine = Engine(freeze(build(adapted), *MATRICES, "_tokens", "lm_head", "norm.weight"), frozen_weights="int8")
+    assert engine.told_frozen_weights == (
+        "18 frozen parameters rest in int8, 86.6 KiB for 336 KiB on the device; others as they are: "
+        "model.embed_tokens.weight, lm_head.weight, 7 vectors and small matrices"
+    )
+    assert Engine(build(adapted)).told_frozen_weights == ""
+
+
+def test_checkpoints_have_what_is_trained_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    engine = Engine(build(adapted), frozen_weights="nf4")
+    engine.step(tokens(0))
+    with pytest.raises(ConfigError, match="frozen_weights is nf4.*trained_only=True"):
+        engine.save_checkpoint(tmp_path / "whole")
+    engine.save_checkpoint(tmp_path / "trained", trained_only=True)
+    with engine.begin_checkpoint(tmp_path / "early", trained_only=True) as saving:
+        saving.finish()
+    engine.step(tokens(1))
+    for folder in ("trained", "early"):
+        other = Engine(build(adapted), frozen_weights="nf4", micro_batch_size=4)
+        other.load_checkpoint(tmp_path / folder)
+        other.step(tokens(1))
+        assert_same(weights(other), weights(engine))
+    for width in ("exact", "int8"):
+        with pytest.raises(
+            ConfigError, match=f"in nf4, and offload.frozen_weights is {width}.*--offload.frozen_weights nf4"
+        ):
+            Engine(build(adapted), frozen_weights=width).load_checkpoint(tmp_path / "trained")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, nf4"):
+        Engine(build(adapted), frozen_weights="int4")
+    with pytest.raises(ConfigError, match="frozen_weights is nf4, and the model has no frozen weights"):
+        Engine(build(llama), frozen_weights="nf4")
+    engine = Engine(build(adapted), frozen_weights="nf4")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(ConfigError, match=rf"{name}, which is not written.*frozen_weights exact"):
+        engine.edit([name])
+    for _, value in engine.edit(["model.norm.weight"]):
+        value.mul_(2)
+
+
+def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
+    model = build(adapted)
+    plain = dequantised(model, "nf4")
+    devices = dict.fromkeys((name for name, _ in model.named_parameters()), torch.device("cpu"))
+    resident = Resident(
+        model,
+        AdamW(),
+        precision="fp32",
+        device=torch.device("cpu"),
+        update_devices=devices,
+        max_grad_norm=1.0,
+        seed=0,
+        frozen_weights="nf4",
+    )
+    assert_same(dict(resident.weights()), {name: p.detach() for name, p in plain.named_parameters()})
+
+
+def test_forwards_alone_train_over_codes() -> None:
+    """Zeroth order: what is trained is perturbed in its own slot, beside what is decoded."""
+    model = build(adapted)
+    one, other = (
+        Engine(m, MeZO(lr=1e-3), frozen_weights=c) for m, c in ((model, "nf4"), (dequantised(model, "nf4"), "exact"))
+    )
+    for seed in range(2):
+        assert one.step(tokens(seed)).loss.item() == other.step(tokens(seed)).loss.item()
+    assert_same(weights(one), weights(other))
+
+
+def on_ranks(stage: int, tier: str) -> list[tuple[list[tuple[float, float]], dict[str, torch.Tensor]]]:
+    """Return what two steps give over codes, and over the dequantised weights."""
+    model, found = build(adapted), []
+    with open_comm(times=JOB) as comm:
+        for its, codec in ((dequantised(model, "nf4"), "exact"), (model, "nf4")):
+            settings = {"frozen_weights": codec, "zero_stage": stage, "placement": Placement(**TIERS[tier])}
+            engine = Engine(its, SMOOTH, comm=comm, **settings)
+            results = [engine.step(share(tokens(seed), (2, 2), comm.rank)) for seed in range(2)]
+            found.append(([(result.loss.item(), result.grad_norm) for result in results], weights(engine)))
+            engine.close()
+    return found
+
+
+@matrix(strength=1, stage=[0, 3], tier=["cpu", "device"])
+def test_ranks_decode_what_they_hold(stage: int, tier: str) -> None:
+    """In stage 3 each has its share of the codes, and what is gathered is decoded."""
+    for (plain_steps, plain), (steps, found) in run(2, on_ranks, stage=stage, tier=tier):
+        assert steps == plain_steps
+        assert_same(found, plain)

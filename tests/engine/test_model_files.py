@@ -1,0 +1,198 @@
+"""Frozen weights that stay in the model's own files: the same bits as in memory, no copy of them anywhere, and files
+that are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import Engine, Placement
+from offload.config.sections import ModelSection
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError, DiskError
+from offload.forecast.played_step import Call, PlayedPlan, simulate
+from offload.hf.models import BuiltModel, build_model
+from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
+from offload.planning import disk
+from offload.planning.settings import Settings
+from tests.engine.compare import assert_same, weights
+from tests.engine.families import build, llama, mixtral, tokens
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import JOB, SMOOTH, share
+from tests.engine.sizes import elements, tier_bytes
+from tests.matrix import matrix
+
+TILE = 2048
+FILES = Placement(parameters="files")
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "bf16": {"precision": "bf16"},
+    "micro-batches": {"micro_batch_size": 1},
+    "kept": {"recompute": "never"},
+    "one ahead, slow": {"prefetch": 1, "throttle": {"nvme_read": "20MiB"}, "debug": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
+
+
+def saved(folder: Path, make: Callable[[], nn.Module] = llama, dtype: torch.dtype = torch.float32) -> Path:
+    model: Any = build(make).to(dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def built(folder: Path) -> BuiltModel:
+    """The model of a folder, whose query projections and first norm are trained."""
+    found = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
+    for name, parameter in found.model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "0.input_layernorm" in name)
+    found.model.train()
+    return found
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    found = built(folder)
+    return Engine(found.model, fill=found.fill, **settings)
+
+
+@matrix(strength=1, make=[llama, mixtral], dtype=[torch.float32, torch.bfloat16], way=WAYS)
+def test_steps_are_those_over_weights_in_memory(
+    make: Callable[[], nn.Module], dtype: torch.dtype, way: dict[str, Any], tmp_path: Path
+) -> None:
+    """A model in fp32 that computes in bf16 has both halves of its weights in the files, and gives them in fp32."""
+    folder = saved(tmp_path / "model", make, dtype)
+    memory, files = engine_of(folder, **way), engine_of(folder, placement=FILES, **way)
+    for seed in range(3):
+        wanted, found = (each.step(tokens(seed)) for each in (memory, files))
+        assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    assert files.evaluate(tokens(9)).item() == memory.evaluate(tokens(9)).item()
+    assert_same(weights(files), weights(memory))
+
+
+def test_no_copy_is_made_and_the_files_stay(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    before = {path.name: sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    engine = engine_of(folder, placement=FILES, prefetch=0, micro_batch_size=1)
+    trained = {name: p.numel() for name, p in engine.model.named_parameters() if p.requires_grad}
+    blocks = [elements(layer) for layer in build(llama).model.layers]
+    for seed in range(2):
+        engine.step(tokens(seed))
+    held = tier_bytes(engine, "cpu")
+    assert held == {each.name: each.num_bytes for each in parts_of(engine).plan.allocations if each.tier == "cpu"}
+    assert held["weights"] == 4 * TILE * 2, f"of {sum(trained.values())} weights, in two regions"
+    assert held["read ring"] <= disk.RING_TILES * 4 * TILE
+    whole = 4 * (sum(blocks) + elements(engine_model().model.embed_tokens) + elements(engine_model().lm_head))
+    assert 0 < engine.counters.nvme_read_bytes <= 2 * whole
+    assert engine.counters.nvme_write_bytes == 0
+    assert not tier_bytes(engine, "nvme")
+    assert "stay in the model's own files, of which a step reads at most" in engine.told_frozen_weights
+    engine.close()
+    assert {path.name: sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} == before
+
+
+def engine_model() -> Any:
+    return build(llama)
+
+
+def test_trained_states_may_be_on_disk_beside_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    (tmp_path / "nvme").mkdir()
+    placement = Placement(parameters="files", optimizer="nvme", nvme_dir=str(tmp_path / "nvme"))
+    memory, files = engine_of(folder), engine_of(folder, placement=placement)
+    for seed in range(2):
+        assert files.step(tokens(seed)).loss.item() == memory.step(tokens(seed)).loss.item()
+    assert_same(weights(files), weights(memory))
+    assert set(tier_bytes(files, "nvme")) == {"exp avg", "exp avg sq"}
+
+
+def test_a_run_goes_on_from_what_is_trained_alone(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    engine = engine_of(folder, placement=FILES)
+    engine.step(tokens(0))
+    with pytest.raises(ConfigError, match="offload.parameters is files.*trained_only=True"):
+        engine.save_checkpoint(tmp_path / "whole")
+    engine.save_checkpoint(tmp_path / "trained", trained_only=True)
+    engine.step(tokens(1))
+    for placement in (FILES, Placement()):
+        other = engine_of(folder, placement=placement)
+        other.load_checkpoint(tmp_path / "trained")
+        other.step(tokens(1))
+        assert_same(weights(other), weights(engine))
+    other.save_checkpoint(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="trained_only=True, or set --offload.parameters cpu"):
+        engine.load_checkpoint(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="lm_head.weight, which is not written.*--offload.parameters cpu"):
+        engine.edit(["lm_head.weight"])
+
+
+def test_a_file_that_is_cut_ends_the_step(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    engine = engine_of(folder, placement=FILES)
+    engine.step(tokens(0))
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    with pytest.raises(DiskError, match=r"model.safetensors ends at byte \d+: it was cut"):
+        engine.step(tokens(1))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    model = build(llama)
+    with pytest.raises(ConfigError, match="no parameter is frozen.*--offload.parameters cpu"):
+        Engine(model, placement=FILES)
+    model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="from no files.*--offload.parameters cpu"):
+        Engine(model, placement=FILES)
+    with pytest.raises(ConfigError, match="lm_head.weight is frozen and cannot be read from the model's files"):
+        Engine(model, placement=FILES, fill=lambda _name, _module: None)
+    with pytest.raises(ConfigError, match="parameters is files and offload.frozen_weights is int8"):
+        engine_of(folder, placement=FILES, frozen_weights="int8")
+    with pytest.raises(ConfigError, match="offload.optimizer is 'files'"):
+        Placement(optimizer="files")
+    with pytest.raises(ConfigError, match="offload.optimizer is device and offload.parameters is files"):
+        Placement(parameters="files", optimizer="device")
+
+
+def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after two steps over memory, and over files."""
+    found = []
+    with open_comm(times=JOB) as comm:
+        for placement in (Placement(), FILES):
+            model = built(folder)
+            engine = Engine(model.model, SMOOTH, comm=comm, fill=model.fill, placement=placement, zero_stage=stage)
+            for seed in range(2):
+                engine.step(share(tokens(seed), (2, 2), comm.rank))
+            found.append(weights(engine))
+            engine.close()
+    return found
+
+
+@matrix(strength=1, stage=[1, 3])
+def test_ranks_read_what_they_hold(stage: int, tmp_path: Path) -> None:
+    for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=stage):
+        assert_same(files, memory)
+
+
+def test_a_step_is_foretold_by_what_it_reads() -> None:
+    """Units that are read for a second each, before their forward and their backward, and compute for less."""
+    numel, depth = 4096, 6
+    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "fp32", False) for n in range(depth)]
+    regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
+    layout = DiskLayout(files=frozenset(range(depth)), file_tile_numel=numel // 2)
+    plan = PlayedPlan(regions, Settings(), layout, 0, 2 * 4 * numel, 1, 2)
+    seconds = {"nvme_read": lambda num_bytes: num_bytes / (4 * numel)}
+    found = simulate([Call((region,), 0.1, 0.1) for region in regions], plan, seconds, num_steps=8)
+    assert found.busy_s["nvme_read"] == pytest.approx(2 * depth - 4), "two are there still where the order turns"
+    assert found.seconds == pytest.approx(found.busy_s["nvme_read"], abs=0.5)

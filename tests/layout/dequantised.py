@@ -1,0 +1,55 @@
+"""What weights are once they were put in few bits, computed plainly, one block at a time: the oracle of codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LEVELS = torch.tensor(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+)
+
+
+def int8(weights: Tensor) -> Tensor:
+    """Symmetric: 127 steps on either side, of the largest magnitude of 128."""
+    found = []
+    for block in weights.float().split(128):
+        step = block.abs().max() / 127
+        found.append((block / step).round() * step)
+    return torch.cat(found)
+
+
+def nf4(weights: Tensor) -> Tensor:
+    """Each of 64 by the nearest level of the largest magnitude; these, less their mean, in 8 bits, 256 at a time."""
+    blocks = weights.float().split(64)
+    sizes = torch.stack([block.abs().max() for block in blocks])
+    levels = [
+        LEVELS[(block[:, None] / size - LEVELS).abs().argmin(1)] for block, size in zip(blocks, sizes, strict=True)
+    ]
+    mean, magnitudes = sizes.mean(), []
+    for some in (sizes - mean).split(256):
+        most = some.abs().max()
+        on_grid = ((some / most + 1) * 32767.5 + 0.5).floor() / 32767.5 - 1
+        nearest = (on_grid[:, None].double() - _dynamic()).abs().argmin(1)
+        magnitudes.append(_dynamic()[nearest].float() * most + mean)
+    return torch.cat([level * size for level, size in zip(levels, torch.cat(magnitudes), strict=True)])
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"int8": int8, "nf4": nf4}
+"""By the name of the codec."""
+
+
+def _dynamic() -> Tensor:
+    """The 256 numbers of arXiv:2110.02861, section 2."""
+    sizes = [
+        (0.1 + 0.9 * (2 * place + 1) / (2 << level)) * 10.0 ** (level - 6)
+        for level in range(7)
+        for place in range(1 << level)
+    ]
+    return torch.tensor(sorted([0.0, 1.0, *sizes, *(-size for size in sizes)]), dtype=torch.float64)

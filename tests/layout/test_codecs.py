@@ -1,0 +1,176 @@
+"""Codecs of frozen weights: their bytes are those that they are to be, and what they stand for is what a plain
+computation gives; in any pieces, to any dtype, over the records themselves.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.layout import codecs
+from offload.layout.codecs import CODECS, Coded, Nf4, decoded
+from offload.layout.planes import table
+from tests.layout.dequantised import PLAIN
+
+CODES = """
+0ec8521fda7410ec9531fdb7420eda631feb8521fda7310ec9521fdb7420ed9631feb8521fda6310ec9521fdb7420ec9631feb8420fda631
+0ec9521fdb7410ec9631feb8420fda6310ec8521fdb7410ec9631feb8420eda6310ec8521fdb7410ec9631feb8420eda6310ec8521fda741
+0ec9531feb7420eda6310ec8521fda7410ec9531fdb7420eda631fec8521fda7310ec9521fdb7420ed9631feb8521fda6310ec9521fdb742
+0ed9631feb8420fda6310ec9521fdb7410ec9631feb8420fda6310ec9521fdb7410ec9631feb8420eda6310ec8521fdb7410ec9631feb842
+"""
+SIZES, SCALES = "00172ea0d0e6fe", "49b2b93f49b2f83f"
+"""What bitsandbytes 0.50.2 makes of `some_weights` on a CPU: of magnitudes the codes, the scale and the mean."""
+
+
+def some_weights() -> Tensor:
+    place = torch.arange(448)
+    return (place * 7919 % 1009 - 504).float() / 1024 * (1 + place // 64)
+
+
+def more_weights() -> Tensor:
+    place = torch.arange(1 << 18)
+    return (place * 7919 % 1009 - 504).float() / 1024 * (1 + place // 64 * 31 % 97)
+
+
+def weights(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02
+    drawn[: numel // 4] *= 10
+    return drawn.to(dtype)
+
+
+def records_of(codec: Coded, values: Tensor, piece: int = codecs.PIECE_NUMEL) -> Tensor:
+    """Return records [n, bytes] of all of a parameter."""
+    stretches = list(codec.encoded(values.split(piece)))
+    assert [begin for begin, *_ in stretches] == [0, *(end for _, end, _ in stretches[:-1])]
+    assert stretches[-1][1] == len(values)
+    return torch.cat([rests for *_, rests in stretches]).view(-1, codec.record_bytes)
+
+
+def parts(records: Tensor, numel: int) -> tuple[bytes, bytes, bytes]:
+    """Return codes, codes of magnitudes, and the scales of the first record."""
+    codes, sizes = (records[:, span].reshape(-1) for span in (slice(8192), slice(8192, 8448)))
+    its = codes[: -(-numel // 2)], sizes[: -(-numel // 64)], records[0, 8448:]
+    return tuple(part.numpy().tobytes() for part in its)  # type: ignore[return-value]
+
+
+def test_nf4_makes_the_bytes_that_it_is_known_by() -> None:
+    codes, sizes, scales = parts(records_of(Nf4(), some_weights()), 448)
+    assert codes.hex() == CODES.replace("\n", "")
+    assert (sizes.hex(), scales.hex()) == (SIZES, SCALES)
+    more = parts(records_of(Nf4(), more_weights()), 1 << 18)
+    assert [sha256(part).hexdigest()[:16] for part in more[:2]] == ["1b31e9434bf26a09", "218dcb399e8b18aa"]
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        (64, torch.float32),
+        (4096, torch.bfloat16),
+        (16384 * 3 + 64 * 7, torch.float16),
+        ((1 << 20) + 97, torch.float32),
+        pytest.param((5 << 20) + 1, torch.bfloat16, marks=pytest.mark.slow),  # a second
+    ],
+)
+def test_nf4_is_that_of_bitsandbytes(numel: int, dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    values = weights(numel, dtype)
+    values[:64] = 0
+    codes, state = functional.quantize_4bit(
+        values.view(1, -1), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    records = records_of(Nf4(), values)
+    known = (codes, state.absmax, torch.stack([state.state2.absmax[0], state.offset]))
+    assert parts(records, numel) == tuple(part.numpy().tobytes() for part in known)
+    assert torch.equal(records[:, 8448:8452].contiguous().view(torch.float32).view(-1), state.state2.absmax)
+    assert torch.equal(decoded(Nf4(), values, dtype), functional.dequantize_4bit(codes, state).view(-1))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_codes_stand_for_is_what_plain_arithmetic_gives(name: str) -> None:
+    """To the bit in int8; in nf4 but for the last bits of the numbers of the dynamic map. In 16 bits it is rounded."""
+    for numel in (4096, 16384 + 128, 50_001):
+        values = weights(numel, seed=numel)
+        found, wanted = decoded(CODECS[name], values, torch.float32), PLAIN[name](values)
+        torch.testing.assert_close(found, wanted, rtol=0 if name == "int8" else 1e-6, atol=0)
+        for dtype in (torch.bfloat16, torch.float16):
+            assert torch.equal(decoded(CODECS[name], values, dtype), found.to(dtype))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_records_are_the_same_by_any_pieces_and_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values, threads = CODECS[name], weights(3 * 16384 + 999), torch.get_num_threads()
+    assert isinstance(codec, Coded)
+    whole = records_of(codec, values)
+    assert torch.equal(records_of(codec, values, piece=16384), whole)
+    seen = decoded(codec, values, torch.float32)
+    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)
+    assert torch.equal(decoded(codec, values, torch.float32), seen)
+    place = slice(16384 + 5, 2 * 16384 + 77)
+    assert torch.equal(codec.read(whole.view(-1), place, torch.float32), seen[place])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(records_of(codec, values), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_mean_is_the_same_by_any_number_of_threads() -> None:
+    values, threads, found = weights(1 << 20).abs(), torch.get_num_threads(), set()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.add(codecs._mean(values).item())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_decoded_over_their_own_records(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a slot of an accelerator, at whose end records arrive."""
+    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)
+    codec, values = CODECS[name], weights(4 * 16384)
+    assert isinstance(codec, Coded)
+    records, slot = records_of(codec, values).view(-1), torch.empty(len(values), dtype=dtype)
+    end = slot.view(torch.uint8)[-len(records) :]
+    end.copy_(records)
+    codec.decode(end, slot, codec.workspace(len(values)))
+    assert torch.equal(slot, decoded(codec, values, dtype))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8.25), ("nf4", 4.129)])
+def test_what_rests_has_the_bytes_of_its_records(name: str, bits: float) -> None:
+    codec = CODECS[name]
+    (plane,) = (plane for plane in table("bf16", (), codec=codec) if plane.name == "weights")
+    numel = 40 * 16384
+    assert plane.num_bytes(numel) == numel // codec.block * plane.width == pytest.approx(numel * bits / 8, rel=1e-4)
+    assert plane.cut(slice(2 * codec.block, 5 * codec.block)) == slice(2 * plane.width, 5 * plane.width)
+
+
+def test_no_table_hangs_on_what_torch_makes_by_default() -> None:
+    tables = codecs._levels, codecs._dynamic_map, codecs._nf4_tables
+    known = [make().clone() for make in tables]
+    for make in tables:
+        make.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            for make, wanted in zip(tables, known, strict=True):
+                assert torch.equal(make(), wanted)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_blocks_of_zeros_are_zeros() -> None:
+    values = weights(16384)
+    values[:256] = 0
+    for name in PLAIN:
+        assert not decoded(CODECS[name], values, torch.float32)[:256].any()
+        assert not decoded(CODECS[name], torch.zeros(4096), torch.float32).any()
