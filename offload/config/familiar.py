@@ -50,7 +50,7 @@ _NAMES: dict[str, str] = {
     "--gpus": "num_gpus n_gpus nproc_per_node num_processes world_size",
     "train.batch_size, in parts of train.micro_batch_size": "gradient_accumulation_steps gradient_accumulation",
     "lora.rank": "lora lora_r lora_rank r use_lora use_peft peft finetuning_type",
-    "lora.rank, over a base in bf16 or fp32": "load_in_4bit load_in_8bit",
+    "offload.frozen_weights, with lora.rank": "load_in_4bit load_in_8bit qlora",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target lora_target_modules lora_target_linear",
