@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
     from offload.checkpoint.folder import chosen_checkpoint  # imports torch
     from offload.checkpoint.stored import DTYPES, export_stored
-    from offload.checkpoint.stored_adapter import export_adapter, export_merged, has_adapter
+    from offload.checkpoint.stored_adapter import base_rested_in, export_adapter, export_merged, has_adapter
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
@@ -65,6 +65,8 @@ def main(words: list[str]) -> int:
         print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")
         return 0
     if options.merge:
+        if (rested := base_rested_in(folder)) != "exact":
+            say(f"note: the run computed with its base in {rested}, and the adapter is merged into its own weights.")
         done = export_merged(folder, out, options.base, dtype, shard_bytes)
     else:
         done = export_stored(folder, out, dtype, shard_bytes)

@@ -32,6 +32,15 @@ def has_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def base_rested_in(folder: Path) -> str:
+    """Return in what the frozen weights of a run rested: exact, or the codes that it computed with. Raises
+    CheckpointError.
+    """
+    with Reader(folder) as reader:
+        found: str = reader.meta["meta"]["config"].get("offload.frozen_weights", ("exact", ""))[0]
+        return found
+
+
 def export_adapter(folder: Path, out: Path) -> int:
     """Write a checkpoint's adapter to `out`, a new folder, as PEFT saves it; return the bytes of its weights. The base
     is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.

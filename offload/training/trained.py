@@ -19,13 +19,17 @@ from offload.config.config import Config
 from offload.config.sections import ModelSection
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
+from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
 from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config, mark_base
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
-from offload.hf.names import stays_fp32
 from offload.hf.write import write_configuration
+from offload.layout.codecs import CODECS, EXACT, decoded
+from offload.layout.planes import DTYPES
+from offload.native import kernels
+from offload.optim.adamw import AdamW
 from offload.training.resume import ResumePoint
 
 
@@ -121,6 +125,8 @@ class AdapterOverBase:
     """Of the adapter's first values."""
     precision: str
     """In which the run computes."""
+    frozen_weights: str
+    """In what its base rests."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
@@ -164,18 +170,23 @@ class AdapterOverBase:
         from peft import PeftModel
 
         base: Any = fill_all(build_base())
-        computes = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        is_kept = stays_fp32(base, computes)
-        for name, parameter in base.named_parameters():
-            parameter.data = parameter.data.to(torch.float32 if is_kept(name) else computes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return PeftModel.from_pretrained(base, str(folder)).eval()
+                model = PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
         except Exception as error:
             raise OffloadError(
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
+        infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
+        for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
+            value, computes = parameter.detach().reshape(-1), DTYPES[info.compute]
+            if info.codec != EXACT.name:
+                value = decoded(CODECS[info.codec], value, computes)
+            elif value.dtype == torch.float32 and computes == torch.bfloat16:
+                value = kernels.split(value)[0]
+            parameter.data = value.to(computes).view(parameter.shape)
+        return model
 
 
 def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
@@ -202,7 +213,8 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     if first is not None:
         base.check(start.base, first)
     adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision))
+    rests = config.offload.frozen_weights
+    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision), rests)
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:

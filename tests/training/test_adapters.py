@@ -143,6 +143,20 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rests", ["exact", "int8", "nf4"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_export_is_checked_over_what_the_run_computed_with(
+    run: Any, tmp_path: Path, rests: str, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(SHAPES, "llama", {**SHAPES["llama"], "hidden_size": 64, "intermediate_size": 128})
+    how = {"offload__frozen_weights": rests, "train__precision": precision, "checkpoint__every": 3}
+    result, _, said = run("run", **how, **ADAPTER, **HOST)
+    assert "logits bit-equal" in said
+    assert export_command([str(result.dir), str(tmp_path / "merged"), "--merge"]) == 0
+    assert (f"with its base in {rests}, and" in capsys.readouterr().err) == (rests != "exact")
+
+
+@pytest.mark.slow
 def test_it_trains_without_a_backward_and_is_not_replayed(run: Any, base: Path, tmp_path: Path) -> None:
     result, lines, _ = run("run", model__path=str(base), optimizer__name="mezo", checkpoint__every=3, **ADAPTER)
     assert "projected_grad" in lines[-1]
