@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -25,8 +26,9 @@ from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write
 from offload.hf.base_mark import BaseMark, base_config, mark_base
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.write import write_configuration
-from offload.layout.codecs import CODECS, decoded
+from offload.layout.codecs import CODECS, EXACT, decoded
 from offload.layout.planes import DTYPES
+from offload.native import kernels
 from offload.optim.adamw import AdamW
 from offload.training.resume import ResumePoint
 
@@ -176,9 +178,14 @@ class AdapterOverBase:
             raise OffloadError(
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
-        for info in describe_parameters(model, AdamW(), self.precision, self.frozen_weights):
-            parameter, dtype = model.get_parameter(info.name), DTYPES[info.compute]
-            parameter.data = decoded(CODECS[info.codec], parameter.data.reshape(-1), dtype).view(info.shape)
+        infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
+        for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
+            value, computes = parameter.detach().reshape(-1), DTYPES[info.compute]
+            if info.codec != EXACT.name:
+                value = decoded(CODECS[info.codec], value, computes)
+            elif value.dtype == torch.float32 and computes == torch.bfloat16:
+                value = kernels.split(value)[0]
+            parameter.data = value.to(computes).view(parameter.shape)
         return model
 
 
@@ -206,9 +213,8 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     if first is not None:
         base.check(start.base, first)
     adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    return AdapterOverBase(
-        adaptation, base, config.run.seed, str(config.train.precision), config.offload.frozen_weights
-    )
+    rests = config.offload.frozen_weights
+    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision), rests)
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:

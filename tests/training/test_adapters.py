@@ -17,10 +17,11 @@ from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
 from offload.errors import ConfigError
 from offload.export import main as export_command
-from offload.layout.codecs import Nf4, decoded
+from offload.layout.codecs import CODECS, decoded
 from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests.integrations.plain import needs
+from tests.matrix import quick
 from tests.training.conftest import SHAPES
 
 needs("peft")
@@ -88,27 +89,31 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     assert verify_command([str(merged)]) == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_over_a_base_in_few_bits_it_is_loaded_and_merged_over_what_it_was_trained_on(
-    run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+@pytest.mark.parametrize(
+    ("codec", "precision"),
+    quick([("nf4", "fp32"), ("nf4", "bf16"), ("int8", "bf16"), ("exact", "bf16")], [("nf4", "bf16")]),
+)
+def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
+    run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, precision: str
 ) -> None:
     monkeypatch.setattr(find, "LEAST_NUMEL", 64)
-    codes = {"offload__frozen_weights": "nf4", "train__precision": precision}
+    codes = {"offload__frozen_weights": codec, "train__precision": precision}
     result, _, said = run("run", model__path=str(base), checkpoint__every=3, **codes, **ADAPTER)
-    equal = "bit-equal" if precision == "fp32" else "equal within"
-    assert f"reloaded: by peft, from {result.export}: logits {equal}" in said
-    assert "21 frozen parameters rest in nf4" in said
+    assert f"reloaded: by peft, from {result.export}: logits bit-equal" in said
+    assert (f"21 frozen parameters rest in {codec}" in said) == (codec != "exact")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     for onto in ("trained", "original"):
         assert export_command([str(result.dir), str(tmp_path / onto), "--merge", "--onto", onto]) == 0
         over: Any = AutoModelForCausalLM.from_pretrained(base)
         for name, parameter in over.named_parameters():
-            if onto == "trained" and ".layers." in name and parameter.dim() > 1:
-                parameter.data = decoded(Nf4(), parameter.detach().reshape(-1), dtype).view(parameter.shape).float()
+            if codec != "exact" and onto == "trained" and ".layers." in name and parameter.dim() > 1:
+                parameter.data = (
+                    decoded(CODECS[codec], parameter.detach().reshape(-1), dtype).view(parameter.shape).float()
+                )
         merged = PeftModel.from_pretrained(over, result.export).merge_and_unload().state_dict()
         for name, value in load_file(tmp_path / onto / "model.safetensors").items():
             assert torch.equal(value, merged[name]), (onto, name)
-    for flags in (["--onto", "original"], ["--merge", "--dtype", "bf16"]):
+    for flags in (["--onto", "original"], *([["--merge", "--dtype", "bf16"]] if codec != "exact" else [])):
         with pytest.raises(ConfigError, match="leave"):
             export_command([str(result.dir), str(tmp_path / "wrong"), *flags])
 
