@@ -16,16 +16,14 @@ from offload.checkpoint.folder import offering_another
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored import Stored
 from offload.config.sections import ModelSection
-from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, Adaptation, write_adapter
 from offload.hf.base_mark import base_config, mark_base
 from offload.hf.merge import MergedWeights
 from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
 from offload.hf.write import SHARD_BYTES, Exported, write_model
-from offload.layout.codecs import EXACT
-from offload.layout.regions import ParameterInfo
-from offload.optim.adamw import AdamW
+from offload.layout.codecs import CODECS, EXACT, Codec
+from offload.layout.planes import DTYPES as COMPUTED
 from offload.telemetry.byte_progress import byte_progress
 
 _NOT_THE_TOKENIZERS = (CONFIG, "config.json", "generation_config.json")
@@ -73,13 +71,13 @@ def export_merged(
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adapted = Adaptation.stored(folder).over(beneath, seed=0)
         trained = _fill(adapted.model, names, _values(reader))
-        infos = [] if onto_original else _coded(reader, adapted.model)
-        if infos and dtype is not None:
+        coded = {} if onto_original else _coded(reader, adapted.model, names)
+        if coded and dtype is not None:
             raise ConfigError(
-                f"--dtype is given, and the adapter of {folder} was trained over codes ({infos[0].codec}) of its base "
-                "as that is: leave --dtype out, or merge --onto original."
+                f"--dtype is given, and the adapter of {folder} was trained over its base as codes have it: leave "
+                "--dtype out, or merge --onto original."
             )
-        merged = MergedWeights(plain, adapted.model, names, trained.get, infos)
+        merged = MergedWeights(plain, adapted.model, names, trained.get, coded)
         if not merged.changes():
             raise ConfigError(
                 f"merging the adapter of {folder} changes no weight of its base: it was not trained, or its changes "
@@ -98,11 +96,11 @@ def export_merged(
         )
 
 
-def _coded(reader: Reader, model: nn.Module) -> list[ParameterInfo]:
-    """Return the parameters of a model with an adapter that have rested in codes while it was trained."""
-    saved = {key: value for key, (value, _) in reader.meta["meta"]["config"].items()}
-    infos = describe_parameters(model, AdamW(), saved["train.precision"], saved["offload.frozen_weights"])
-    return [info for info in infos if info.codec != EXACT.name]
+def _coded(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
+    """Return what of the base has rested in codes while the adapter over it was trained, by the base's names."""
+    own, found = reader.meta["engine"], dict(model.named_parameters())
+    codec = CODECS[own.get("frozen_weights", EXACT.name)]
+    return {names[id(found[name])]: (codec, COMPUTED[compute]) for name, compute in own.get("coded", {}).items()}
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:
@@ -125,8 +123,12 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
 
 
 def _fill(model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give what is the adapter's own its values; return those of parameters of the base, by their names there."""
+    """Give what is the adapter's own its values; return those of parameters of the base, by their names there. Raises
+    ConfigError where a value has no place.
+    """
     found = {}
+    if lost := values.keys() - model.state_dict(keep_vars=True).keys():
+        raise ConfigError(f"the adapter has {min(lost)}, for which the model of this version of peft has no place.")
     with torch.no_grad():
         for name, here in model.state_dict(keep_vars=True).items():
             if name in values and id(here) in names:

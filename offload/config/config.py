@@ -417,7 +417,8 @@ def _check_adapter(config: Config) -> None:
     others = [
         f"lora.{name}"
         for name, field in LoraSection.model_fields.items()
-        if name not in ("config", "adapter") and getattr(lora, name) != field.default
+        if name not in ("config", "adapter")
+        and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") != "default"))
     ]
     if others and not config.adapts:
         raise ConfigError(

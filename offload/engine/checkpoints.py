@@ -84,6 +84,7 @@ class Saving:
         own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
         if codec != EXACT.name:
             own["frozen_weights"] = codec
+            own["coded"] = {info.name: info.compute for info in engine.infos if info.codec != EXACT.name}
         if trained_only:
             own[_TRAINED_ONLY] = True
         with ExitStack() as opened:

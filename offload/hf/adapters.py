@@ -107,7 +107,12 @@ class Adaptation:
         Raises ConfigError where the adapter has nothing to adapt, or would change the base.
         """
         config = copy.deepcopy(self.config)
-        config.inference_mode = not trains
+        config.inference_mode = False  # what is lacking of what trains is looked for
+        if trains and (config.is_prompt_learning or config.peft_type == "ADALORA"):
+            raise ConfigError(
+                f"lora.config asks for {getattr(config.peft_type, 'value', config.peft_type)}: kinds that learn a "
+                "prompt, or move their ranks between steps, train in OffloadTrainer, not from the command line."
+            )
         offer = _offer(built.model)
         _check_targets(built.model, config, offer)
         with torch.random.fork_rng(devices=[]), _BaseReads(built) as reads, warnings.catch_warnings():
@@ -128,6 +133,8 @@ class Adaptation:
                         f"{self.folder} has weights of the base ({changed[0]}) that differ from the base's own: merge "
                         "them, or put the adapter over the base that it was trained over."
                     )
+        if not trains:
+            model.requires_grad_(False)
         parameters = getattr(model.base_model, "targeted_parameter_names", [])
         if trains and parameters:
             raise ConfigError(
@@ -216,6 +223,12 @@ def write_adapter(
     import peft
 
     check_place(folder.resolve(), replace)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_id = {id(named[name]): value for name, value in values.items() if name in named}
+    values = {
+        **values,
+        **{name: by_id[id(p)] for name, p in named.items() if id(p) in by_id},
+    }  # PEFT may ask by another
     with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(made, state_dict=dict(values), save_embedding_layers=False)
@@ -364,7 +377,7 @@ def _load(model: Any, folder: Path) -> None:
         raise ConfigError(f"{folder / WEIGHTS} cannot be read: {shorten(' '.join(str(error).split()))}") from error
     try:
         found: Any = peft.set_peft_model_state_dict(model, values)
-    except RuntimeError as error:  # of shapes
+    except (RuntimeError, KeyError) as error:  # of shapes; of what a module that is saved lacks
         reason = shorten(" ".join(str(error).split()))
         raise ConfigError(f"{folder} is an adapter of another model: {reason}") from error
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

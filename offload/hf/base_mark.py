@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from offload.hf.read import weight_files
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Of each file of weights: stretches that are read, evenly spread, and their bytes."""
-_OF_THE_WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
+_OF_THE_WRITER = ("transformers_version", "_name_or_path", "architectures")
 """What a configuration says that is not of the model's function."""
+_OF_THE_FILES = ("dtype", "torch_dtype")
+"""What it says of weights in files."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,14 @@ def told(base: Mapping[str, Any]) -> str:
 
 def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> BaseMark:
     """Return the mark of the model that `section` asks for; `seed`: of weights at random. Raises ConfigError."""
-    values = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_THE_WRITER}
-    found = xxhash.xxh3_128(json.dumps(values, sort_keys=True, default=str).encode())
     folder = locate(section)
     if folder is None or not is_pretrained(section, folder):
+        found = _hash_of(config.to_diff_dict(), (*_OF_THE_WRITER, *_OF_THE_FILES))
         found.update(f"seed {seed}".encode())
         name = section.path or f"preset {section.preset or 'tiny'}"
         return BaseMark(f"{name} with random weights of run.seed {seed}", None, found.hexdigest())
+    # As it is written: another version of transformers may know other fields.
+    found = _hash_of(json.loads((folder / "config.json").read_text(encoding="utf-8")), _OF_THE_WRITER)
     for path in weight_files(folder):
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
@@ -77,6 +80,11 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
                 found.update(file.read(_SAMPLE_BYTES))
     whole = folder.resolve()
     return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, found.hexdigest())
+
+
+def _hash_of(values: Mapping[str, Any], but: Collection[str]) -> xxhash.xxh3_128:
+    wanted = {key: value for key, value in values.items() if key not in but}
+    return xxhash.xxh3_128(json.dumps(wanted, sort_keys=True, default=str).encode())
 
 
 def base_config(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from offload.errors import ConfigError, shorten
 from offload.hf.adapters import kind_of, outermost
 from offload.hf.models import BuiltModel
 from offload.hf.names import separate
-from offload.layout.codecs import CODECS, EXACT, decoded
-from offload.layout.planes import DTYPES
-from offload.layout.regions import ParameterInfo
+from offload.layout.codecs import Codec, decoded
 
 Values = Callable[[str], torch.Tensor | None]
 
@@ -30,19 +28,22 @@ class MergedWeights:
     """
 
     def __init__(
-        self, base: BuiltModel, model: Any, names: dict[int, str], trained: Values, infos: Iterable[ParameterInfo] = ()
+        self,
+        base: BuiltModel,
+        model: Any,
+        names: dict[int, str],
+        trained: Values,
+        coded: Mapping[str, tuple[Codec, torch.dtype]],
     ) -> None:
         """`base`: is not filled, and is not changed but for ties that the adapter has cut. `model`: another one of the
         same, not filled, with the adapter put over it, whose own values are there. `names`: of its base's parameters,
         by their ids. `trained(name)`: the values of a parameter of the base that the adapter trains itself, such as a
-        bias; None for all others. `infos`: of the model's parameters that are merged into what their codes stand for.
+        bias; None for all others. `coded`: what of the base is what the codes of a codec stand for, in a dtype.
 
         Raises ConfigError for an adapter that cannot be merged.
         """
         self._base, self._names, self._trained = base, names, trained
-        by_name = dict(model.named_parameters())
-        own = ((names.get(id(by_name[info.name])), info) for info in infos if info.codec != EXACT.name)
-        self._coded = {name: info for name, info in own if name is not None}
+        self._coded = coded
         self._targets = dict(outermost(model))
         _check_mergeable(model, self._targets)
         self._cut_ties()
@@ -73,12 +74,22 @@ class MergedWeights:
         return [target for target in self._targets if any(_is_below(place, target) for place in places)]
 
     def _cut_ties(self) -> None:
-        """Give what is tied in the base, and trained as a copy in the adapter, memory of its own."""
+        """Give what is tied in the base, and trained as a copy in the adapter, memory of its own.
+
+        Raises ConfigError for a delta of one side, which would change the other.
+        """
+        from peft.tuners.lora import LoraLayer
         from peft.utils.other import ModulesToSaveWrapper
 
         model: Any = self._base.model
         for places in _places(model).values():
-            if any(isinstance(self._targets[target], ModulesToSaveWrapper) for target in self._of(places)):
+            targets = [self._targets[target] for target in self._of(places)]
+            if len(places) > 1 and any(isinstance(target, LoraLayer) for target in targets):
+                raise ConfigError(
+                    f"the adapter cannot be merged: {' and '.join(places)} are one weight, and the adapter is over "
+                    f"{', '.join(self._of(places))} as if they were not. Export it without --merge."
+                )
+            if any(isinstance(target, ModulesToSaveWrapper) for target in targets):
                 for place in places[1:]:
                     separate(model, place)
                     model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
@@ -97,8 +108,8 @@ class MergedWeights:
             value = source.read(0, parameter.numel()).view(parameter.shape)
         if name not in self._coded:
             return value
-        info = self._coded[name]
-        return decoded(CODECS[info.codec], value.reshape(-1), DTYPES[info.compute]).view(parameter.shape)
+        codec, dtype = self._coded[name]
+        return decoded(codec, value.reshape(-1), dtype).view(parameter.shape)
 
     def _merge(self, targets: list[str]) -> dict[str, torch.Tensor]:
         """Merge some modules of the adapter; return their parameters by their first names in the base."""

@@ -73,10 +73,12 @@ class Sampler:
         if self.kind.name == "masked":
             named = (config.architectures or [config.model_type])[0]
             raise ConfigError(f"{path} holds {named}, a masked language model, which does not continue a text.")
-        if tokenizer_folder(str(path)) is None:
+        has_own = adapter is not None and adapter.is_dir() and tokenizer_folder(str(adapter)) is not None
+        with_words = adapter if has_own else path
+        if tokenizer_folder(str(with_words)) is None:
             raise ConfigError(f"{path} has no tokenizer; put its tokenizer.json and tokenizer_config.json there.")
         self._path = path
-        self.tokenizer = load_tokenizer(str(path))
+        self.tokenizer = load_tokenizer(str(with_words))
         with ExitStack() as opened:
             weights: Any
             if is_checkpoint(path):

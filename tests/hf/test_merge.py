@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from offload.config.sections import LoraSection, ModelSection
 from offload.errors import ConfigError
-from offload.hf.adapters import Adaptation
+from offload.hf.adapters import Adaptation, write_adapter
 from offload.hf.merge import MergedWeights
-from offload.hf.models import build_model
+from offload.hf.models import build_model, fill_all
 from offload.hf.write import write_model
 from tests.engine import families
 from tests.integrations.plain import needs
@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "vera": {"config": {"peft_type": "VERA", "r": 4, "task_type": "CAUSAL_LM"}},
     "tokens": {"rank": 4, "trainable_tokens": [3, 5, 7]},
     "head": {"rank": 4, "modules_to_save": ["lm_head"]},
-    "tied head": {"rank": 4, "target_modules": ["lm_head"]},
     "biases": {"config": {"peft_type": "LORA", "r": 2, "bias": "all", "task_type": "CAUSAL_LM"}},
 }
 
@@ -59,7 +58,7 @@ def merge(base: Path, adapter: Path, out: Path) -> MergedWeights:
     over: Any = Adaptation.saved(adapter, "adapter").over(beneath, seed=0)
     own = {name: p.detach().clone() for name, p in over.model.named_parameters() if p.requires_grad and id(p) in names}
     trained = {names[id(p)]: own[name] for name, p in over.model.named_parameters() if name in own}
-    merged = MergedWeights(plain, over.model, names, trained.get)
+    merged = MergedWeights(plain, over.model, names, trained.get, {})
     assert merged.changes()
     write_model(plain.model, merged.read, out)
     plain.close()
@@ -94,11 +93,46 @@ def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
     plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
     names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
     over: Any = Adaptation.of(LoraSection(rank=4), "causal").over(beneath, seed=0)
-    merged = MergedWeights(plain, over.model, names, {}.get)
+    merged = MergedWeights(plain, over.model, names, {}.get, {})
     assert not merged.changes()
     layer: nn.Module = over.model.get_submodule("base_model.model.model.layers.1.self_attn.v_proj.lora_B.default")
     layer.weight.data[0, 0] = 1.0
     assert merged.changes(), "what was merged is not merged again"
+
+
+def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) -> None:
+    """Which PEFT does."""
+    base = tmp_path / "base"
+    model: Any = families.build(families.gemma2)
+    model.save_pretrained(base)
+    folder = adapted(base, {"rank": 4, "target_modules": ["lm_head"]}, tmp_path)
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight and lm_head.weight are one weight.*without --merge"):
+        merge(base, folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"peft_type": "VBLORA", "r": 2, "num_vectors": 8, "vector_length": 16, "topk": 2, "target_modules": ["q_proj"]},
+        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+    ids=["a bank that all modules share", "a tie that is kept"],
+)
+def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], tmp_path: Path) -> None:
+    """An engine has it under the first one, and PEFT asks for the other."""
+    base, file = tmp_path / "base", tmp_path / "adapter.json"
+    model: Any = families.build(families.gemma2)
+    model.save_pretrained(base)
+    file.write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", **case}))
+    adaptation = Adaptation.of(LoraSection(config=str(file)), "causal")
+    over: Any = fill_all(adaptation.over(build_model(ModelSection(path=str(base)), seed=0), seed=0))
+    values = {name: p.detach() + 0.1 if p.requires_grad else p.detach() for name, p in over.named_parameters()}
+    own = {name: value for name, value in values.items() if over.get_parameter(name).requires_grad}
+    buffers = {name: its for name, its in over.state_dict(keep_vars=True).items() if not isinstance(its, nn.Parameter)}
+    write_adapter(over, {**buffers, **own}, tmp_path / "out", {})
+    found = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), tmp_path / "out")
+    for name, value in found.named_parameters():
+        assert torch.equal(value, values[name]), name
 
 
 def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
@@ -107,6 +141,8 @@ def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
     (tmp_path / "prefix.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}))
     section = ModelSection(path=str(tmp_path / "base"))
     adaptation = Adaptation.of(LoraSection(config=str(tmp_path / "prefix.json")), "causal")
-    over = adaptation.over(build_model(section, seed=0), seed=0)
+    with pytest.raises(ConfigError, match="asks for PREFIX_TUNING: kinds that learn a prompt"):
+        adaptation.over(build_model(section, seed=0), seed=0)
+    over = adaptation.over(build_model(section, seed=0), seed=0, trains=False)
     with pytest.raises(ConfigError, match="kind prefix_tuning stays beside the model. Export it without --merge"):
-        MergedWeights(build_model(section, seed=0), over.model, {}, {}.get)
+        MergedWeights(build_model(section, seed=0), over.model, {}, {}.get, {})

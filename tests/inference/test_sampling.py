@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -121,6 +122,12 @@ def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> No
             assert written(source, GREEDY, memory_bytes, adapter=tmp_path / "adapter") == expected
     with pytest.raises(ConfigError, match="nowhere, which is no folder"):
         written(folder, GREEDY, None, adapter=tmp_path / "nowhere")
+    whole = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for lacking in (next(name for name in whole if "lora_A" in name), next(name for name in whole if "token" in name)):
+        its = {name: value for name, value in whole.items() if name != lacking}
+        save_file(its, tmp_path / "adapter" / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match="is an adapter of another model"):
+            written(folder, GREEDY, None, adapter=tmp_path / "adapter")
 
 
 def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
