@@ -8,7 +8,7 @@ from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.hf.safetensors_file import Read, reader
-from offload.hf.sources import Fill, Source, whole_rows
+from offload.hf.sources import Fill, Source
 from offload.layout.regions import ParameterInfo
 from offload.tiers.host import trim_heap
 
@@ -58,7 +58,7 @@ def _take(state: EngineState, fill: Fill | None) -> None:
                 if files is not None and not state.infos[place.parameter].trainable:
                     files.give(place.parameter, _of_files(found, state.infos[place.parameter]))
                 else:
-                    read = reader(parameter) if found is None else whole_rows(found)
+                    read = reader(parameter) if found is None else found.read
                     state.store.values.write(place.parameter, read, parameter.dtype, source)
             unit.resting[place.parameter] = state.hold.resting[place.parameter]
         unit.install(unit.resting)

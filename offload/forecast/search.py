@@ -40,9 +40,9 @@ STATES = (
     ("auto", "auto"),
     ("nvme", "nvme"),
 )
-_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 """Tiers of parameters and of optimizer states, the highest first. With auto a part of them is on the device, where they
 are updated there, or in memory, with the rest on disk."""
+_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 _RECOMPUTE = ("auto", "never", "always")
 WORTH = 0.01
 """By which part of its step something has to be faster for more to be moved: less is more than a forecast can tell."""

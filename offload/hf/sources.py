@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -106,31 +106,29 @@ class Grown:
 @dataclass
 class Stacked:
     """A parameter whose rows are tensors of the files, such as a layer's experts: only rows that are asked for are
-    read.
+    read. One of which a part was asked for stays until its end was, since it is read in pieces, one behind the other.
     """
 
     files: Mapping[str, TensorFile]
     conversion: Conversion
     shape: Shape
     dtype: torch.dtype
+    _begun: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         found = torch.empty(end - begin, dtype=self.dtype)
         width = math.prod(self.shape[1:])
         for row in range(begin // width, -(-end // width)) if width else ():
-            tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
-            value = self.conversion.make_row(row, tensors).reshape(-1)
+            begun = self._begun
+            value = begun[row] if row in begun else self._make(row)
             low, high = max(begin, row * width), min(end, (row + 1) * width)
             found[low - begin : high - begin] = value[low - row * width : high - row * width]
+            self._begun = {row: value} if high < (row + 1) * width else {}
         return found
 
-
-def whole_rows(source: Source) -> Callable[[int, int], torch.Tensor]:
-    """Return how all of a parameter is read, piece by piece: a stack at once, so that no row of it is read twice."""
-    if not isinstance(source, Stacked):
-        return source.read
-    value = source.read(0, math.prod(source.shape))
-    return lambda begin, end: value[begin:end]
+    def _make(self, row: int) -> torch.Tensor:
+        tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
+        return self.conversion.make_row(row, tensors).reshape(-1)
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Export:
         rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
         self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
         beneath = engine.model.parameters() if self._trained.trained_only else ()
-        self._base_bytes = sum(parameter.nbytes for parameter in beneath)
+        self._base_bytes = sum(4 * parameter.numel() for parameter in beneath)  # at most, as their files have them
         self._trained.write(engine, self.path, self._files)
         self._say(f"exported to {self.path}")
         return self.path

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loadin
 from offload.errors import ConfigError, DiskError
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.read import FolderWeights, weight_files
+from offload.hf.sources import Stacked
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
 
@@ -423,3 +424,22 @@ def make_large(folder: Path) -> None:
     deferred.bind(model)("", model)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size="200MB")
+
+
+def test_a_row_of_a_stack_is_made_once_for_all_its_pieces() -> None:
+    made = list[int]()
+
+    class Conversion:
+        def row_sources(self, row: int) -> tuple[str, ...]:
+            return ()
+
+        def make_row(self, row: int, tensors: Any) -> torch.Tensor:
+            made.append(row)
+            return torch.arange(10.0).view(2, 5) + 10 * row
+
+    stack = Stacked({}, cast(Any, Conversion()), (3, 2, 5), torch.float32)
+    for _ in range(2):
+        pieces = [stack.read(begin, min(begin + 4, 30)) for begin in range(0, 30, 4)]
+        assert torch.equal(torch.cat(pieces), torch.arange(30.0))
+        assert not stack._begun
+    assert made == [0, 1, 2] * 2
