@@ -296,6 +296,7 @@ def on_ranks(stage: int, tier: str) -> list[tuple[list[tuple[float, float]], dic
     return found
 
 
+@pytest.mark.slow  # two processes each
 @matrix(strength=1, stage=[0, 3], tier=["cpu", "device"])
 def test_ranks_decode_what_they_hold(stage: int, tier: str) -> None:
     """In stage 3 each has its share of the codes, and what is gathered is decoded."""

@@ -179,6 +179,7 @@ def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow  # two processes each
 @matrix(strength=1, stage=[1, 3])
 def test_ranks_read_what_they_hold(stage: int, tmp_path: Path) -> None:
     for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=stage):
