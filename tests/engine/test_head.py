@@ -276,7 +276,8 @@ def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float)
     """They are gathered from wherever they are; a row and a column may have none."""
     found = batches(3)
     for seed, batch in enumerate(found):
-        kept = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed)) < share
+        drawn = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed))
+        kept = (drawn < share).to(batch["labels"].device)
         kept[2], kept[:, 4], kept[0, 1] = False, False, True
         batch["labels"] = batch["labels"].masked_fill(~kept, -100)
     settings = {"head_chunk_bytes": CHUNK, "micro_batch_size": 2 if share == 0.3 else None}
