@@ -154,7 +154,7 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
             "micro-batches of 3 rows",
             marks=pytest.mark.slow,
         ),
-        pytest.param(("--train.head_chunk_bytes", "40KiB"), "the head in 6 chunks", marks=pytest.mark.slow),
+        pytest.param(("--train.head_chunk_bytes", "40KiB"), "the head in 5 chunks", marks=pytest.mark.slow),
         pytest.param(
             ("--train.clip", "speculative", "--train.max_grad_norm", "0.1"),
             "speculative clipping",
