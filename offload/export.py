@@ -61,9 +61,11 @@ def main(words: list[str]) -> int:
     for flag, is_given in (("--base", options.base is not None), ("--onto", options.onto != "trained")):
         if is_given and not options.merge:
             raise ConfigError(f"{flag} is given without --merge, and the adapter alone needs no base: leave it out.")
-    if is_adapter and not options.merge and dtype is not None:
-        raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out, or --merge.")
     if is_adapter and not options.merge:
+        if dtype is not None:
+            raise ConfigError(
+                "--dtype is given, and an adapter is written as it was trained: leave it out, or --merge."
+            )
         num_bytes = export_adapter(folder, out)
         print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")
         return 0

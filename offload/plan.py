@@ -74,10 +74,8 @@ def heading(found: Forecast) -> Iterator[str]:
 
     ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
     rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
-    precision, trained = (
-        found.config.train.precision,
-        sum(i.numel for i in found.prepared.structure.infos if i.trainable),
-    )
+    precision = found.config.train.precision
+    trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""
     yield f"{found.name}, {found.num_parameters:,} parameters{of}, {precision}, {rows}, on {found.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in found.notes)

@@ -126,11 +126,11 @@ def _fill(model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch
     """Give what is the adapter's own its values; return those of parameters of the base, by their names there. Raises
     ConfigError where a value has no place.
     """
-    found = {}
-    if lost := values.keys() - model.state_dict(keep_vars=True).keys():
+    found, own = {}, model.state_dict(keep_vars=True)
+    if lost := values.keys() - own.keys():
         raise ConfigError(f"the adapter has {min(lost)}, for which the model of this version of peft has no place.")
     with torch.no_grad():
-        for name, here in model.state_dict(keep_vars=True).items():
+        for name, here in own.items():
             if name in values and id(here) in names:
                 found[names[id(here)]] = values[name].to(here.dtype)
             elif name in values:

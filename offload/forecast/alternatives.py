@@ -126,11 +126,9 @@ def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
     is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
     if not is_open or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
         return
-    sharding, staying = prepared.plan.layout.sharding, prepared.plan.layout.staying
-    wanted = optimizer_bytes((region for region in prepared.structure.regions if region.trainable), sharding)
-    room = budget + optimizer_bytes(
-        (region for region in prepared.structure.regions if region.index in staying), sharding
-    )
+    layout, regions = prepared.plan.layout, prepared.structure.regions
+    wanted = optimizer_bytes((region for region in regions if region.trainable), layout.sharding)
+    room = budget + optimizer_bytes((region for region in regions if region.index in layout.staying), layout.sharding)
     room -= sum(a.num_bytes for a in found.memory.allocations if a.tier == "device" and a.name != KEPT)
     both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
     for share in _SHARES if wanted and room > 0 else ():

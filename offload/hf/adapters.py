@@ -225,14 +225,12 @@ def write_adapter(
     check_place(folder.resolve(), replace)
     named = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(named[name]): value for name, value in values.items() if name in named}
-    values = {
-        **values,
-        **{name: by_id[id(p)] for name, p in named.items() if id(p) in by_id},
-    }  # PEFT may ask by another
+    # Of what has several names PEFT may ask for another one than `values` has.
+    state = dict(values) | {name: by_id[id(p)] for name, p in named.items() if id(p) in by_id}
     with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.save_pretrained(made, state_dict=dict(values), save_embedding_layers=False)
-        wanted = peft.get_peft_model_state_dict(model, state_dict=dict(values), save_embedding_layers=False)
+        model.save_pretrained(made, state_dict=state, save_embedding_layers=False)
+        wanted = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
         found = load_file(made / WEIGHTS)
         if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
             raise OffloadError(f"{made / WEIGHTS} is not what was written when it is read back: use another disk.")

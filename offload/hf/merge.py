@@ -42,12 +42,12 @@ class MergedWeights:
 
         Raises ConfigError for an adapter that cannot be merged.
         """
-        self._base, self._names, self._trained = base, names, trained
-        self._coded = coded
+        self._base, self._names, self._trained, self._coded = base, names, trained, coded
         self._targets = dict(outermost(model))
         _check_mergeable(model, self._targets)
         self._cut_ties()
-        self._wanted = {name: self._of(places) for name, places in _places(base.model).items()}
+        self._places = _places(base.model)
+        self._wanted = {name: self._of(places) for name, places in self._places.items()}
         self._now: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ class MergedWeights:
                     parameter.data = self._whole(name).to(parameter.dtype, copy=True)
         merged = {target: _merged(self._targets[target]) for target in targets}
         found: dict[str, torch.Tensor] = {}
-        for name, places in _places(self._base.model).items():
+        for name, places in self._places.items():
             for place in places:
                 for target in targets:
                     if _is_below(place, target):

@@ -28,6 +28,18 @@ Part = tuple[Batch, float]
 """Rows of a batch, and the share that the mean loss over them has in that of the batch."""
 
 
+def master_of(info: ParameterInfo, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weights that a parameter is taken for: what its codes stand for, where it rests in some."""
+    if info.codec == EXACT.name:
+        return weights
+    return decoded(CODECS[info.codec], weights.reshape(-1), DTYPES[info.compute])
+
+
+def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
+    """Return master weights, fp32, flat, in the dtype in which the device computes, as an engine rounds them."""
+    return kernels.split(master.cpu())[0] if info.compute == "bf16" else master
+
+
 class Resident:
     """Trains a model that is whole in memory, in any floating dtype, with fp32 master weights beside it.
 
@@ -80,10 +92,7 @@ class Resident:
     def _begin(self, info: ParameterInfo, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the master weights of a parameter, fp32 [numel], and what the rule keeps of it, zeros."""
         device = self._update_devices[info.name]
-        given = parameter.detach()
-        if info.codec != EXACT.name:
-            given = decoded(CODECS[info.codec], given.reshape(-1), DTYPES[info.compute])
-        states = {"weights": given.to(device, torch.float32, copy=True).view(-1)}
+        states = {"weights": master_of(info, parameter.detach()).to(device, torch.float32, copy=True).view(-1)}
         if info.trainable:
             part = self.rule.parts[info.rule]
             for plane in part.moments:
@@ -169,7 +178,7 @@ class Resident:
         """Give the model the master weights of a parameter, in the dtype in which it computes."""
         info = self._infos[index]
         master = self._states[index]["weights"]
-        shown = kernels.split(master.cpu())[0] if info.compute == "bf16" else master
+        shown = as_computed(info, master)
         for parameter in self._places[info.name]:
             parameter.data = shown.to(self.device, copy=True).view(info.shape)
 

@@ -26,10 +26,8 @@ from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write
 from offload.hf.base_mark import BaseMark, base_config, mark_base
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.write import write_configuration
-from offload.layout.codecs import CODECS, EXACT, decoded
-from offload.layout.planes import DTYPES
-from offload.native import kernels
 from offload.optim.adamw import AdamW
+from offload.training.resident import as_computed, master_of
 from offload.training.resume import ResumePoint
 
 
@@ -180,12 +178,8 @@ class AdapterOverBase:
             ) from error
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
         for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
-            value, computes = parameter.detach().reshape(-1), DTYPES[info.compute]
-            if info.codec != EXACT.name:
-                value = decoded(CODECS[info.codec], value, computes)
-            elif value.dtype == torch.float32 and computes == torch.bfloat16:
-                value = kernels.split(value)[0]
-            parameter.data = value.to(computes).view(parameter.shape)
+            master = master_of(info, parameter.detach()).to(torch.float32).reshape(-1)
+            parameter.data = as_computed(info, master).view(parameter.shape)
         return model
 
 
