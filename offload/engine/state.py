@@ -47,6 +47,7 @@ from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.watched_files import READ_STAGING, WatchedFiles
 
 
 class EngineState:
@@ -90,7 +91,10 @@ class EngineState:
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
         ring = plan.of("cpu", READ_RING).num_bytes
-        self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning) if ring else None
+        self.files: ModelFiles | None = None
+        if ring:
+            watched = WatchedFiles(plan.of("cpu", READ_STAGING).num_bytes, self.host)
+            self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning, watched)
         self.store = Store(
             regions,
             infos,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.hf.safetensors_file import Read, reader
+from offload.hf.safetensors_file import TensorFile, reader
 from offload.hf.sources import Fill, Source
 from offload.layout.regions import ParameterInfo
 from offload.tiers.host import trim_heap
+from offload.tiers.model_files import ModelFiles
 
 
 def take_over(state: EngineState, fill: Fill | None) -> None:
@@ -44,6 +47,7 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
     # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
     given, files = dict[nn.Parameter, Source](), state.files
+    again = _Again(files) if files is not None else None
     taken: set[int] = set()
     for number, unit in enumerate(sorted(state.units, key=lambda unit: not unit.whole)):
         source = number % state.comm.size if fill is not None else 0
@@ -55,8 +59,8 @@ def _take(state: EngineState, fill: Fill | None) -> None:
             if place.parameter not in taken:
                 taken.add(place.parameter)
                 found = given.pop(parameter, None)
-                if files is not None and not state.infos[place.parameter].trainable:
-                    files.give(place.parameter, _of_files(found, state.infos[place.parameter]))
+                if files is not None and again is not None and not state.infos[place.parameter].trainable:
+                    files.give(place.parameter, _of_files(found, state.infos[place.parameter]).over(again).read)
                 else:
                     read = reader(parameter) if found is None else found.read
                     state.store.values.write(place.parameter, read, parameter.dtype, source)
@@ -64,14 +68,26 @@ def _take(state: EngineState, fill: Fill | None) -> None:
         unit.install(unit.resting)
 
 
-def _of_files(source: Source | None, info: ParameterInfo) -> Read:
-    """Return how a parameter is read from where it rests, with its file. Raises ConfigError."""
+class _Again:
+    """Opens a model's files once more, for an engine alone: who has built the model may close them."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files, self._found = files, dict[Path, TensorFile]()
+
+    def __call__(self, file: TensorFile) -> TensorFile:
+        if file.path not in self._found:
+            self._found[file.path] = file.again(self._files.open(file.path))
+        return self._found[file.path]
+
+
+def _of_files(source: Source | None, info: ParameterInfo) -> Source:
+    """Return where a frozen parameter is read from. Raises ConfigError."""
     if source is None:
         raise ConfigError(
             f"offload.parameters is files, and {info.name} is frozen and cannot be read from the model's files as it "
             "is: it is made of several tensors of theirs, or in none. Set --offload.parameters cpu (or nvme)."
         )
-    return source.read
+    return source
 
 
 def share_buffers(model: nn.Module, comm: Comm) -> None:

@@ -37,9 +37,13 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
 
 
-def reason_not_to_reload(folder: Path, base_bytes: int) -> str | None:
-    """Return why an export cannot be loaded whole on this machine, with what it goes over, or None."""
+def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None) -> str | None:
+    """Return why an export cannot be loaded whole on this machine, with what it goes over, or None. `budget_bytes`: of
+    the host's memory that the run may take.
+    """
     num_bytes = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if budget_bytes is not None and num_bytes > budget_bytes:
+        return f"it has {format_bytes(num_bytes)} in memory, and offload.host_memory is {format_bytes(budget_bytes)}"
     available = memory().get("available_bytes")
     if available is not None and num_bytes * 1.2 > available:
         return f"it has {format_bytes(num_bytes)} and {format_bytes(available)} of memory are free"

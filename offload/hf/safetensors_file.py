@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -59,23 +59,60 @@ class Entry:
     end: int
 
 
-class TensorFile:
-    """A safetensors file that is read by ranges, with plain reads: a mapping would end the process where the file has
-    been cut since, and its pages would count as memory in use.
+class Bytes(Protocol):
+    """A file that somebody has open."""
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fill memory from an offset of the file. Raises DiskError, and nothing is good that was read then."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class _PlainBytes:
+    """A file that is read with plain reads: a mapping would end the process where the file has been cut since, and its
+    pages would count as memory in use.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header. Raises ConfigError where the file is not whole, DiskError where it is not read."""
-        self.path = path
+        """Raises DiskError."""
+        self._path = path
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise DiskError(f"{path} cannot be read: {errno_text(error.errno or 0)}.", error.errno or 0, path) from None
-        self._num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def read(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._file.fileno(), [target[done : done + (1 << 30)]], offset + done)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise DiskError(f"{self._path} cannot be read: {errno_text(code)}.", code, self._path, offset) from None
+            if not count:
+                message = f"{self._path} ends at byte {offset + done}: it was cut since it was opened."
+                raise DiskError(message, 0, self._path, offset + done)
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorFile:
+    """A safetensors file that is read by ranges."""
+
+    def __init__(self, path: Path, opened: Bytes | None = None) -> None:
+        """Read and check the header of a file, which may be `opened` already, and is this object's to close. Raises
+        ConfigError where the file is not whole, DiskError where it is not read.
+        """
+        self.path = path
+        self._opened: Bytes = opened or _PlainBytes(path)
         self.metadata: dict[str, str] = {}
         try:
+            self._num_bytes = path.stat().st_size
             self.entries = self._parse()
-        except ConfigError:
+        except BaseException:
             self.close()
             raise
 
@@ -84,7 +121,7 @@ class TensorFile:
         entry = self.entries[name]
         end = math.prod(entry.shape) if end is None else end
         found = torch.empty(end - begin, dtype=entry.dtype)
-        self._read(as_bytes(found), entry.begin + begin * entry.dtype.itemsize)
+        self._opened.read(as_bytes(found), entry.begin + begin * entry.dtype.itemsize)
         return found
 
     def hash(self, name: str) -> str:
@@ -92,17 +129,28 @@ class TensorFile:
         digest, entry = xxhash.xxh3_128(), self.entries[name]
         for begin in range(entry.begin, entry.end, _PIECE_BYTES):
             piece = memoryview(bytearray(min(_PIECE_BYTES, entry.end - begin)))
-            self._read(piece, begin)
+            self._opened.read(piece, begin)
             digest.update(piece)
         return digest.hexdigest()
 
     def forget(self) -> None:
         """Ask the system to let go of what it keeps of the file, so that what is read next comes from the disk."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def again(self, opened: Bytes) -> TensorFile:
+        """Return the tensors of a file as another reads it, who has opened it since. Raises ConfigError where the file
+        is another one by now, DiskError.
+        """
+        found = TensorFile(self.path, opened)
+        if found.entries != self.entries:
+            found.close()
+            raise ConfigError(f"{self.path} was replaced by another file while a model was made of it: begin again.")
+        return found
 
     def close(self) -> None:
-        self._file.close()
+        self._opened.close()
 
     def __enter__(self) -> TensorFile:
         return self
@@ -110,29 +158,16 @@ class TensorFile:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _read(self, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(self._file.fileno(), [target[done : done + (1 << 30)]], offset + done)
-            except OSError as error:
-                code = error.errno or errno.EIO
-                raise DiskError(f"{self.path} cannot be read: {errno_text(code)}.", code, self.path, offset) from None
-            if not count:
-                message = f"{self.path} ends at byte {offset + done}: it was cut since it was opened."
-                raise DiskError(message, 0, self.path, offset + done)
-            done += count
-
     def _parse(self) -> dict[str, Entry]:
         head = memoryview(bytearray(8))
         if self._num_bytes < 8:
             raise self._damaged(f"it has {self._num_bytes} bytes")
-        self._read(head, 0)
+        self._opened.read(head, 0)
         length = int.from_bytes(head, "little")
         if length > min(_MAX_HEADER_BYTES, self._num_bytes - 8):
             raise self._damaged(f"its header would have {length} bytes, the file has {self._num_bytes}")
         text = memoryview(bytearray(length))
-        self._read(text, 8)
+        self._opened.read(text, 8)
         try:
             header = json.loads(bytes(text).decode())
             self.metadata = dict(header.pop("__metadata__", {}))

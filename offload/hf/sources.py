@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -27,7 +27,12 @@ class Source(Protocol):
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements `begin` to `end` of the flat parameter, fresh. Raises DiskError."""
 
+    def over(self, again: Again) -> Source:
+        """Return the same values out of the same files as somebody else reads them. Raises ConfigError, DiskError."""
 
+
+Again = Callable[[TensorFile], TensorFile]
+"""Returns a file as another reads it."""
 Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
 """Called with a module and its name just before its parameters are taken: gives them their values, or says where those
 of some are to be read.
@@ -51,6 +56,9 @@ class Whole:
             found[low:high] = self.file.read(self.key, begin + low, begin + high)
         return found
 
+    def over(self, again: Again) -> Whole:
+        return replace(self, file=again(self.file))
+
 
 @dataclass
 class Held:
@@ -63,6 +71,9 @@ class Held:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self.values.reshape(-1)[begin:end].clone()
+
+    def over(self, again: Again) -> Held:  # noqa: ARG002
+        return self
 
 
 @dataclass
@@ -91,6 +102,9 @@ class Grown:
             rows = mean.repeat(last - first)
             parts.append(rows[begin - first * len(mean) : end - first * len(mean)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def over(self, again: Again) -> Grown:
+        return replace(self, begun=self.begun.over(again))
 
     def _row(self) -> torch.Tensor:
         if self._mean is None:
@@ -126,6 +140,9 @@ class Stacked:
             self._begun = {row: value} if high < (row + 1) * width else {}
         return found
 
+    def over(self, again: Again) -> Stacked:
+        return replace(self, files=_again(self.files, self.conversion, again))
+
     def _make(self, row: int) -> torch.Tensor:
         tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
         return self.conversion.make_row(row, tensors).reshape(-1)
@@ -148,6 +165,13 @@ class Fused:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self.convert()[self.name].reshape(-1)[begin:end].clone()
+
+    def over(self, again: Again) -> Fused:
+        return replace(self, files=_again(self.files, self.conversion, again))
+
+
+def _again(files: Mapping[str, TensorFile], conversion: Conversion, again: Again) -> Mapping[str, TensorFile]:
+    return {key: again(files[key]) for key in conversion.sources}
 
 
 def _tensor(file: TensorFile, key: str, dtype: torch.dtype) -> torch.Tensor:

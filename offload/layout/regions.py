@@ -355,6 +355,8 @@ class DiskLayout:
     """The regions that rest in the model's own files, which are read and never written; by index."""
     file_tile_numel: int = SHARD_MULTIPLE
     """The elements of a tile that is read from these."""
+    file_staging_bytes: int = 0
+    """The memory by way of which these files are read past the page cache; 0 where they are read through it."""
     in_slots: bool = False
     """True if weights in memory are updated in the slot in which they come up, where they come up for one unit."""
 

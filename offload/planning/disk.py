@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.planning.device_updates import trained
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
+from offload.tiers.watched_files import staging_bytes
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 """Elements. A record has 12 to 16 bytes of each. Every tile of an update costs some 200 microseconds of Python."""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
 _RINGS_SHARE = 4
 """The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
+_CACHED_SHARE = 0.75
+"""Of weights in files, for which the page cache has to have room to be of use."""
 _MOST_EARLY_TILES = 12
 """With the tiles that a ring has in any case, the states of four of the largest region."""
 _KINDS = ("parameters", "gradients", "optimizer")
@@ -128,14 +131,21 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None) -> DiskLayout:
-    """Return a layout whose frozen regions rest in the model's own files. `host_bytes`: as of `lay_out`."""
-    files, tile = frozenset(region.index for region in regions if not region.trainable), _LARGEST_TILE
-    found = replace(layout, files=files, file_tile_numel=tile)
-    while host_bytes is not None and tile > _SMALLEST_TILE and _RINGS_SHARE * read_ring(found, regions) > host_bytes:
+def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None, free_bytes: int) -> DiskLayout:
+    """Return a layout whose frozen regions rest in the model's own files. `host_bytes`: as of `lay_out`. `free_bytes`:
+    of the host, for the page cache: where these hold most of the weights, a step finds there what the pass before has
+    read, and else pushes out what the next pass begins with, and reads faster without.
+    """
+    frozen, tile = [region for region in regions if not region.trainable], _LARGEST_TILE
+    sizes = (layout.sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
+    is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
+    while True:
+        found = replace(layout, files=frozenset(region.index for region in frozen), file_tile_numel=tile)
+        ring = read_ring(found, regions)
+        found = replace(found, file_staging_bytes=0 if is_cached else staging_bytes(ring))
+        if host_bytes is None or tile <= _SMALLEST_TILE or _RINGS_SHARE * ring <= host_bytes:
+            return found
         tile //= 2
-        found = replace(found, file_tile_numel=tile)
-    return found
 
 
 def read_ring(layout: DiskLayout, regions: Iterable[Region]) -> int:

@@ -13,6 +13,7 @@ from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
 from offload.tiers.decoding import DECODING, decoding_bytes
 from offload.tiers.model_files import READ_RING
+from offload.tiers.watched_files import READ_STAGING
 
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 """The setting that bounds each tier."""
@@ -162,6 +163,7 @@ def plan_memory(
         plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
     plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
+    plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))
 
     resident = resident_regions(units)
     in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]

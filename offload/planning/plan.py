@@ -129,7 +129,12 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
         size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
         return (
             f"frozen weights of {format_bytes(size)} stay in the model's own files, of which a step reads at most "
-            f"{format_bytes(2 * size)}: what comes up for the forward, and again for the backward"
+            f"{format_bytes(2 * size)}: what comes up for the forward, and again for the backward; they are read "
+            + (
+                "past the page cache"
+                if layout.file_staging_bytes
+                else "through the page cache, which has room for them"
+            )
         )
     coded = [region for region in regions if region.codec is not EXACT]
     if not coded:
@@ -202,7 +207,7 @@ def _make_plan(
     placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
     from_files = placement.parameters == "files"
     if from_files:
-        layout = in_files(layout, regions, budget_bytes(placement.host_memory))
+        layout = in_files(layout, regions, budget_bytes(placement.host_memory), free.host_bytes)
         if not layout.files:
             raise ConfigError(
                 "offload.parameters is files, and no parameter is frozen: what is trained cannot rest in the model's "
@@ -261,7 +266,7 @@ def _make_plan(
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         in_memory = [region for region in regions if region.index not in layout.files]
-        reserved = sum(rings.values()) + factors + read_ring(layout, regions)
+        reserved = sum(rings.values()) + factors + read_ring(layout, regions) + layout.file_staging_bytes
         kinds, host_bytes = _kinds_below(placement, free, reserved)
         laid_out = lay_out(
             in_memory,
@@ -274,8 +279,14 @@ def _make_plan(
             most_numel=most_numel,
             device_bytes=room,
         )
-        files = {"files": layout.files, "file_tile_numel": layout.file_tile_numel}
-        layout = replace(laid_out, in_slots=in_slots, **files)  # type: ignore[arg-type]
+        layout = replace(
+            layout,
+            planes=laid_out.planes,
+            tile_numel=laid_out.tile_numel,
+            streamed=laid_out.streamed,
+            staying=laid_out.staying,
+            in_slots=in_slots,
+        )
         rings |= ring_bytes(layout, in_memory)
         update_ring_bytes = device_updates.ring_bytes(layout, regions)
         update = "cpu" if update == "both" and not layout.streamed else update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 from offload.tiers.ring import Ring
+from offload.tiers.watched_files import WatchedFile, WatchedFiles
 
 READ_RING = "read ring"
 """The host memory through which weights of files pass."""
@@ -59,15 +61,28 @@ class ModelFiles:
     """Reads tiles ahead of their copies, by a lane of its own, through a ring of host memory."""
 
     def __init__(
-        self, ring_bytes: int, host: Ledger, lanes: Lanes, counters: Counters, pinning: Pinning | None
+        self,
+        ring_bytes: int,
+        host: Ledger,
+        lanes: Lanes,
+        counters: Counters,
+        pinning: Pinning | None,
+        watched: WatchedFiles | None = None,
     ) -> None:
+        """`watched`: the files, which are closed with this object; None where others have opened them."""
         host.reserve(READ_RING, ring_bytes)
+        self._watched = watched
         self._reads: dict[int, Read] = {}
         self._lanes, self._counters = lanes, counters
         self._arena = Arena(ring_bytes, pinning)
         self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
         self.bytes_read = 0
         """Bytes of weights that were read so far."""
+
+    def open(self, path: Path) -> WatchedFile:
+        """Open a file of the model. Raises DiskError."""
+        assert self._watched is not None
+        return self._watched.open(path)
 
     def give(self, parameter: int, read: Read) -> None:
         """Say how a parameter, by its index, is read."""
@@ -125,5 +140,7 @@ class ModelFiles:
         return self._arena.pinned_bytes
 
     def close(self) -> None:
-        """Let go of the ring. The lanes must have ended."""
+        """Let go of the ring and of the files. The lanes must have ended."""
         self._arena.close()
+        if self._watched is not None:
+            self._watched.close()

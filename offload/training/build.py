@@ -148,8 +148,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     beside_states = {**files, **trained.files(built.model)}
     needs = DiskNeeds.of(config, trained.num_saved(built.model))
     made = engine(config, built, comm)
-    if config.offload.parameters != "files":  # else they are read in every step
-        built.close()
+    built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
     weights = "the weights of a checkpoint" if whole else f"{config.model.init} weights"

@@ -73,6 +73,7 @@ class Export:
         self._kind, self._data, self._objective, self._files = run.kind, run.data, run.objective, run.files
         self._trained, self._build_base = run.trained, run.build_base
         self._precision, self._seed = str(run.config.train.precision), run.config.run.seed
+        self._budget_bytes = run.config.offload.host_memory
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
         """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
@@ -101,7 +102,7 @@ class Export:
         """Load the folder with the library that it is for, and compare logits with the engine's. On rank 0, where no
         engine is in the way any more.
         """
-        reason = reload.reason_not_to_reload(self.path, self._base_bytes)
+        reason = reload.reason_not_to_reload(self.path, self._base_bytes, self._budget_bytes)
         if reason is not None:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return

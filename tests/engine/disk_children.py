@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from offload import Engine, Placement
@@ -31,6 +32,7 @@ from tests import forks
 from tests.disks import nameless
 from tests.engine.families import build, tokens
 from tests.engine.inside import parts_of
+from tests.engine.test_model_files import FILES, engine_of, past_the_cache
 from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
 
@@ -150,6 +152,18 @@ def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
         name = parts_of(engine)._nvme._io.name
         engine.close()
     print(json.dumps([name, [str(each.message) for each in caught]]))
+
+
+def child_that_reads_files_through_the_cache(folder: str) -> None:
+    """O_DIRECT is refused to an engine over a model's own files."""
+    forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        past_the_cache(patch)
+        engine = engine_of(Path(folder), placement=FILES)
+        loss = engine.step(tokens(0)).loss.item()
+        engine.close()
+    print(json.dumps([loss, [str(each.message) for each in caught]]))
 
 
 def child_that_is_two(folder: str, wanted: Wanted) -> None:

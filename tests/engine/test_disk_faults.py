@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import signal
 import struct
 import subprocess
@@ -50,6 +51,7 @@ from tests.engine.disk_children import (
     child_in_which_a_call_fails,
     child_that_is_two,
     child_that_never_closes,
+    child_that_reads_files_through_the_cache,
     child_with_less,
     digest,
     is_torn,
@@ -62,6 +64,7 @@ from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import disk_files, num_threads, parts_of
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
+from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
 from tests.matrix import matrix, quick
@@ -303,6 +306,26 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
     assert inside(small_disk.path) == []
 
 
+def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mid-step, under a base that is never copied; nothing is trained, and once the disk is well it goes on."""
+    past_the_cache(monkeypatch)
+    folder = saved(small_disk.path / "model")
+    memory, engine = engine_of(folder), engine_of(folder, placement=FILES, prefetch=0)
+    wanted = [memory.step(tokens(seed)).loss.item() for seed in range(3)]
+    assert engine.step(tokens(0)).loss.item() == wanted[0]
+    layer: Any = engine.model.get_submodule("model.layers.1")
+    file = folder / "model.safetensors"
+    handle = layer.register_forward_pre_hook(lambda *_: small_disk.end_at(file))
+    with ends_soon(), pytest.raises(DiskError) as caught:
+        engine.step(tokens(1))
+    names(caught.value, file, "EIO", "bytes", "offset", "use another disk")
+    handle.remove()
+    small_disk.end_at(None)
+    assert [engine.step(tokens(seed)).loss.item() for seed in (1, 2)] == wanted[1:]
+    engine.close()
+    shutil.rmtree(folder)
+
+
 @pytest.mark.slow
 @filters
 @in_cpp
@@ -393,6 +416,17 @@ def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason
     assert len(messages) == 1, messages
     assert reason in messages[0]
     assert refused != "io_uring" or name == "threads"
+
+
+@filters
+def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder: Path) -> None:
+    saved(folder / "model")
+    wanted = engine_of(folder / "model").step(tokens(0)).loss.item()
+    found, messages = json.loads(nursery.run(child_that_reads_files_through_the_cache, str(folder / "model")))
+    assert found == wanted
+    assert len(messages) == 1, messages
+    assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
+    shutil.rmtree(folder / "model")
 
 
 @pytest.mark.slow  # in the quick run: tests/native/test_fallback.py, and the same disk with less

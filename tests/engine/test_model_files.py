@@ -4,6 +4,10 @@ that are as they were.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -28,7 +32,7 @@ from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
 from tests.engine.sizes import elements, tier_bytes
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 TILE = 2048
 FILES = Placement(parameters="files")
@@ -63,16 +67,40 @@ def built(folder: Path) -> BuiltModel:
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
     found = built(folder)
-    return Engine(found.model, fill=found.fill, **settings)
+    engine = Engine(found.model, fill=found.fill, **settings)
+    found.close()
+    return engine
 
 
-@matrix(strength=1, make=[llama, mixtral], dtype=[torch.float32, torch.bfloat16], way=WAYS)
+def past_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the host has no memory for the files."""
+    monkeypatch.setattr(disk, "_CACHED_SHARE", math.inf)
+
+
+def opened(folder: Path) -> list[str]:
+    """Return what this process has open in a folder."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found.append(str(link.readlink()))
+    return [path for path in found if path.startswith(f"{folder.resolve()}/")]
+
+
+@matrix(strength=1, make=[llama, mixtral], dtype=[torch.float32, torch.bfloat16], way=WAYS, by=["cache", "disk"])
 def test_steps_are_those_over_weights_in_memory(
-    make: Callable[[], nn.Module], dtype: torch.dtype, way: dict[str, Any], tmp_path: Path
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    way: dict[str, Any],
+    by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model in fp32 that computes in bf16 has both halves of its weights in the files, and gives them in fp32."""
     folder = saved(tmp_path / "model", make, dtype)
+    if by == "disk":
+        past_the_cache(monkeypatch)
     memory, files = engine_of(folder, **way), engine_of(folder, placement=FILES, **way)
+    assert ("read staging" in tier_bytes(files, "cpu")) == (by == "disk")
     for seed in range(3):
         wanted, found = (each.step(tokens(seed)) for each in (memory, files))
         assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
@@ -143,8 +171,75 @@ def test_a_file_that_is_cut_ends_the_step(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
-    with pytest.raises(DiskError, match=r"model.safetensors ends at byte \d+: it was cut"):
+    with pytest.raises(DiskError, match=r"model.safetensors had \d+ bytes and has \d+ now"):
         engine.step(tokens(1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
+def test_an_engine_closes_the_files_that_it_has_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    past_the_cache(monkeypatch)
+    engine = engine_of(folder, placement=FILES)
+    assert set(opened(folder)) == {str(folder / "model.safetensors")}
+    engine.step(tokens(0))
+    engine.close()
+    assert opened(folder) == []
+    found = built(folder)
+    found.model.lm_head.weight.requires_grad_(True)
+    found.model.requires_grad_(True)
+    with pytest.raises(ConfigError, match="no parameter is frozen"):
+        Engine(found.model, fill=found.fill, placement=FILES)
+    found.close()
+    assert opened(folder) == [], "of an engine that was refused"
+
+
+def change(how: str, file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # a weight of the last tensor
+    if how == "written":
+        with file.open("r+b") as stream:
+            stream.seek(len(data) - 1)
+            stream.write(data[-1:])
+    elif how == "replaced":
+        other = file.with_suffix(".new")
+        other.write_bytes(data)
+        other.replace(file)
+    elif how == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, len(data) // 2)
+
+
+SAID = {
+    "written": "was written to",
+    "replaced": "was replaced by another file",
+    "removed": "cannot be looked at any more .*ENOENT",
+    "cut": r"had \d+ bytes and has \d+ now",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("by", quick(["cache", "disk"], ["disk"]))
+def test_no_step_is_made_with_files_that_change(
+    how: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a forward: what was read before is good, and what is read after is not used."""
+    folder = saved(tmp_path / "model")
+    if by == "disk":
+        past_the_cache(monkeypatch)
+    engine = engine_of(folder, placement=FILES, prefetch=0)
+    engine.step(tokens(0))
+    names = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    before = {name: value.clone() for name, value in engine.edit(names)}
+    layer: Any = engine.model.get_submodule("model.layers.1")
+    handle = layer.register_forward_pre_hook(lambda *_: change(how, folder / "model.safetensors") and None)
+    with pytest.raises(DiskError, match=f"{folder}/model.safetensors {SAID[how]}.*--offload.parameters cpu"):
+        engine.step(tokens(1))
+    handle.remove()
+    with pytest.raises(DiskError, match=SAID[how]):
+        engine.step(tokens(1))
+    assert_same({name: value.clone() for name, value in engine.edit(names)}, before)
+    engine.close()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""A model's own files, as an engine reads them: past the page cache or through it, and watched while a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from offload.errors import DiskError, errno_text
+from offload.native.io import ALIGNMENT_BYTES, File, IoEngine, Ticket, wait_for_all
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+
+READ_STAGING = "read staging"
+"""The host memory into which spans of files are read that begin anywhere, where the page cache is passed by."""
+_NUM_PIECES, _MOST_PIECE_BYTES = 8, 1 << 20
+"""So many pieces of a span are with the disk at a time."""
+
+
+def staging_bytes(ring_bytes: int) -> int:
+    """Return the bytes of the staging beside a ring of so many: no more than that, but for a page of each piece."""
+    pages = min(ring_bytes // _NUM_PIECES, _MOST_PIECE_BYTES) // ALIGNMENT_BYTES
+    return _NUM_PIECES * max(1, pages) * ALIGNMENT_BYTES
+
+
+class WatchedFiles:
+    """The files of a model that one engine has open. One thread at a time reads."""
+
+    def __init__(self, num_staging_bytes: int, host: Ledger) -> None:
+        """`num_staging_bytes`: of the staging; 0 to read through the page cache."""
+        if num_staging_bytes:
+            host.reserve(READ_STAGING, num_staging_bytes)
+        self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
+        self._pieces: tuple[torch.Tensor, ...] = ()
+        if num_staging_bytes:
+            staging = self._arena.take(num_staging_bytes, torch.uint8)
+            self._io.register(staging)
+            self._pieces = staging.split(num_staging_bytes // _NUM_PIECES)
+        self._files: dict[Path, WatchedFile] = {}
+
+    def open(self, path: Path) -> WatchedFile:
+        """Open a file, once, which stays this object's to close. Raises DiskError."""
+        path = path.absolute()
+        if path not in self._files:
+            file = WatchedFile(self._io, path, self._pieces)
+            if file.why_buffered and not any(each.why_buffered for each in self._files.values()):
+                warnings.warn(f"offload.parameters is files: {file.why_buffered}.", stacklevel=2)
+            self._files[path] = file
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files. Whoever read has been told of what failed."""
+        with contextlib.suppress(DiskError):
+            self._io.close()
+        self._arena.close()
+
+
+class WatchedFile:
+    """A file whose bytes are read and never written. Any read raises DiskError once the file is not as it was when it
+    was opened: read bytes are told to be good only after the file was looked at again.
+    """
+
+    def __init__(self, io: IoEngine, path: Path, pieces: tuple[torch.Tensor, ...]) -> None:
+        """`pieces`: aligned memory of equal size, to read past the page cache; none to read through it. Raises
+        DiskError.
+        """
+        self._io, self._path, self._pieces = io, path, pieces
+        self._cached = io.open(path, writable=False, direct=False)
+        self._direct: File | None = io.open(path, writable=False) if pieces else None
+        self.why_buffered = "" if self._direct is None else self._direct.why_buffered
+        """Why the page cache is not passed by although that was wanted."""
+        if self.why_buffered:
+            self._direct = None
+        self._mark = _mark(os.fstat(self._cached.fd))
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fill memory from an offset. Raises DiskError."""
+        if not target:
+            return
+        memory = torch.frombuffer(target, dtype=torch.uint8)
+        # A last block that is not whole cannot be read past the page cache.
+        num_whole = self._mark[2] // ALIGNMENT_BYTES * ALIGNMENT_BYTES if self._direct is not None else 0
+        border = min(max(num_whole - offset, 0), len(memory))
+        try:
+            if border:
+                self._read_direct(memory[:border], offset)
+            if border < len(memory):
+                self._io.read(self._cached, offset + border, memory[border:]).wait()
+        except DiskError:
+            self._check()  # has the better reason, if there is one
+            raise
+        self._check()
+
+    def close(self) -> None:
+        """Nothing: the file is closed with the others."""
+
+    def _read_direct(self, target: torch.Tensor, offset: int) -> None:
+        """Read the whole blocks in which bytes lie, piece by piece, and take the bytes out of them."""
+        assert self._direct is not None
+        end, size = offset + len(target), len(self._pieces[0])
+        first, stop = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begun: deque[tuple[int, torch.Tensor, Ticket]] = deque()
+
+        def take() -> None:
+            begin, piece, ticket = begun[0]
+            ticket.wait()
+            low, high = max(begin, offset), min(begin + len(piece), end)
+            target[low - offset : high - offset] = piece[low - begin : high - begin]
+            begun.popleft()
+
+        try:
+            for number, begin in enumerate(range(first, stop, size)):
+                if len(begun) == _NUM_PIECES:
+                    take()
+                piece = self._pieces[number % _NUM_PIECES][: stop - begin]
+                begun.append((begin, piece, self._io.read(self._direct, begin, piece)))
+            while begun:
+                take()
+        finally:  # of an error: the others still fill the staging
+            with contextlib.suppress(DiskError):
+                wait_for_all(ticket for *_, ticket in begun)
+
+    def _check(self) -> None:
+        """Raise DiskError where the file is not as it was when it was opened."""
+        before, code = self._mark, 0
+        try:
+            now = _mark(self._path.stat())
+        except OSError as error:
+            what, code = f"cannot be looked at any more ({errno_text(error.errno or 0)})", error.errno or 0
+        else:
+            if now == before:
+                return
+            if now[:2] != before[:2]:
+                what = "was replaced by another file"
+            else:
+                cut = f"had {before[2]} bytes and has {now[2]} now"
+                what = cut if now[2] != before[2] else "was written to"
+        raise DiskError(
+            f"{self._path} {what}, while weights are read from there in every step (offload.parameters files). What "
+            "was read since is not trained on. Put the file back as it was and go on from the last checkpoint, or set "
+            "--offload.parameters cpu, with which a run reads its files once.",
+            code,
+            self._path,
+        )
+
+
+def _mark(stat: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what tells a file from another, and from itself before it was written to."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
