@@ -6,7 +6,6 @@ refusals.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from offload.accelerators import Accelerator
-from offload.tiers.host import Arena
+from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 
@@ -49,11 +48,9 @@ class CpuDevice:
         return Arena(num_bytes).take(num_bytes, torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device, and convert. On a thread of its own a copy takes one core: torch would take all
-        of them.
-        """
-        if self._copies_aside and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        """Copy between host and device, and convert."""
+        if self._copies_aside:
+            copy_in_one_thread(target, source)
         else:
             target.data.copy_(source)
 

@@ -15,6 +15,16 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number, which Python names from 3.13 on."""
 
 
+def copy_in_one_thread(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy within the host, and convert, on a thread beside those that compute: torch would share the copy out over
+    all cores, and wait for them.
+    """
+    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.data.copy_(source)
+
+
 class Arena:
     """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are
     pinned: with `pinning`, as soon as all of it is taken.

@@ -14,7 +14,7 @@ from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.telemetry.counters import Counters
-from offload.tiers.host import Arena
+from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
@@ -128,7 +128,11 @@ class ModelFiles:
                 if region.has_low and value.dtype != torch.bfloat16:
                     its["weights"], its["low"] = kernels.split(value.float())
                 for name, plane in planes.items():
-                    plane[begin - record.begin : end - record.begin] = its.get(name, 0)
+                    part = plane[begin - record.begin : end - record.begin]
+                    if name in its:
+                        copy_in_one_thread(part, its[name])
+                    else:
+                        part.zero_()
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""

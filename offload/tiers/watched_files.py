@@ -6,13 +6,14 @@ import contextlib
 import os
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from offload.errors import DiskError, errno_text
 from offload.native.io import ALIGNMENT_BYTES, File, IoEngine, Ticket, wait_for_all
-from offload.tiers.host import Arena
+from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.ledger import Ledger
 
 READ_STAGING = "read staging"
@@ -35,7 +36,7 @@ class WatchedFiles:
         if num_staging_bytes:
             host.reserve(READ_STAGING, num_staging_bytes)
         self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
-        self._pieces: tuple[torch.Tensor, ...] = ()
+        self._pieces: Sequence[torch.Tensor] = ()
         if num_staging_bytes:
             staging = self._arena.take(num_staging_bytes, torch.uint8)
             self._io.register(staging)
@@ -64,7 +65,7 @@ class WatchedFile:
     was opened: read bytes are told to be good only after the file was looked at again.
     """
 
-    def __init__(self, io: IoEngine, path: Path, pieces: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, io: IoEngine, path: Path, pieces: Sequence[torch.Tensor]) -> None:
         """`pieces`: aligned memory of equal size, to read past the page cache; none to read through it. Raises
         DiskError.
         """
@@ -109,7 +110,7 @@ class WatchedFile:
             begin, piece, ticket = begun[0]
             ticket.wait()
             low, high = max(begin, offset), min(begin + len(piece), end)
-            target[low - offset : high - offset] = piece[low - begin : high - begin]
+            copy_in_one_thread(target[low - offset : high - offset], piece[low - begin : high - begin])
             begun.popleft()
 
         try:
