@@ -84,6 +84,8 @@ def heading(found: Forecast) -> Iterator[str]:
 
 def times(found: Forecast) -> Iterator[str]:
     """Yield what a step takes, and what else could be done."""
+    from offload.forecast.here import hidden_from
+
     timing = found.timing
     if timing is None:
         return
@@ -92,8 +94,7 @@ def times(found: Forecast) -> Iterator[str]:
         f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
     )
-    hidden = "" if timing.hides_from_tokens is None else f"; hidden from {timing.hides_from_tokens:,} tokens a step on"
-    yield f"busy, in seconds: {busy}{hidden}"
+    yield f"busy, in seconds: {'; '.join(filter(None, (busy, hidden_from(timing))))}"
     if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
     if rest := found.prepared.told_frozen_weights:

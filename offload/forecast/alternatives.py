@@ -12,8 +12,10 @@ from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.forecast.memory import KEPT
+from offload.hf.models import locate
+from offload.hf.read import weight_files
 from offload.machine.hardware import Hardware
-from offload.machine.probe import probe
+from offload.machine.probe import LEAST_BYTES, probe
 from offload.planning.disk import optimizer_bytes
 from offload.planning.from_config import placement
 from offload.planning.memory import BUDGETS
@@ -37,14 +39,25 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     """Tell what a run of so many ranks on one machine (None: this one, measured) will hold and take, and what else
     could be done. Raises ConfigError.
     """
-    if hardware is None:
-        hardware = probe(config.offload.device, placement(config).dirs)
+    hardware = hardware or this_hardware(config)
     forecaster = Forecaster(config, num_ranks)
     given = forecaster.tell(config, hardware)
     found = with_fix(forecaster, place(forecaster, given))
     others = list(alternatives(forecaster, given, found))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
     return replace(found, alternatives=tuple(others))
+
+
+def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
+    """Return this machine, with the disks that a run uses: those of its folders, or that of the model's own files.
+    Raises as `probe`.
+    """
+    reads = None
+    if config.offload.parameters == "files":
+        path = locate(config.model)
+        files = weight_files(path) if path is not None and path.is_dir() else []
+        reads = max((file for file in files if file.stat().st_size >= LEAST_BYTES), default=None)
+    return probe(config.offload.device, placement(config).dirs, reads=reads, measures=measures)
 
 
 def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
@@ -287,7 +300,7 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
     if on_host:
         yield from _shorter_masters(config)
-    if on_host and (config.offload.nvme_dir or found.hardware.rates.nvme_read_bytes_per_s):
+    if on_host and (config.offload.nvme_dir or found.hardware.rates.has_disk):
         folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
         if folder:
             yield folder

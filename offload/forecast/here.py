@@ -9,12 +9,11 @@ from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, flags, is_open, place, wider, with_fix
+from offload.forecast.alternatives import changed, flags, is_open, place, this_hardware, wider, with_fix
 from offload.forecast.forecast import Forecast, Forecaster
+from offload.forecast.timing import Timing
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
-from offload.machine.probe import probe
-from offload.planning.from_config import placement
 from offload.planning.machines import ThisMachine
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
@@ -32,15 +31,15 @@ def forecast_run(
     The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
     the device stays there. Raises ConfigError.
     """
-    forecaster, folders = Forecaster(config, num_ranks, architecture, machine), placement(config).dirs
+    forecaster = Forecaster(config, num_ranks, architecture, machine)
     try:
-        hardware, is_measured = probe(config.offload.device, folders, measures=False), True
+        hardware, is_measured = this_hardware(config, measures=False), True
     except LookupError:
         hardware, is_measured = _unmeasured(machine), False
     found = forecaster.tell(config, hardware, times=is_measured)
     if is_open(found) and not is_measured:
         say("measuring this machine, once, to choose where the states are to be ...")
-        found = forecaster.tell(config, probe(config.offload.device, folders))
+        found = forecaster.tell(config, this_hardware(config))
     found = with_fix(forecaster, place(forecaster, found))
     for text in (*placed(found), *slow_precision(forecaster, found)):
         say(text)
@@ -97,7 +96,16 @@ def summary(found: Forecast) -> str:
         parts.append(f"{tier} {format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}")
     if found.timing is not None:
         parts.append(f"{found.timing.step_seconds:.3g} s a step, {found.timing.bound_by}-bound")
+        if found.timing.bound_by != "compute" and (hidden := hidden_from(found.timing)):
+            parts.append(hidden)
     return ", ".join(parts)
+
+
+def hidden_from(timing: Timing) -> str:
+    """Return from how many tokens a step on links hide behind compute, and how many it has; nothing where none do."""
+    tokens = round(timing.tokens_per_second * timing.step_seconds)
+    least = timing.hides_from_tokens
+    return "" if least is None else f"hidden from {least:,} tokens a step on, and this one has {tokens:,}"
 
 
 def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:

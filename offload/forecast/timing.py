@@ -284,7 +284,13 @@ class PlannedStep:
 
     def seconds(self) -> dict[str, Seconds]:
         """Return what bytes take on every link."""
-        return link_seconds(self.settings, self.hardware, self.plan.layout.sharding)
+        layout = self.plan.layout
+        found = link_seconds(self.settings, self.hardware, layout.sharding)
+        is_cached = layout.files and not layout.file_staging_bytes and not layout.planes
+        if is_cached and "nvme_read" not in self.settings.throttles:
+            # A read is a copy out of the page cache, whose bytes are read and written.
+            found["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
+        return found
 
     def _timing(self, found: Simulated) -> Timing:
         """Return a simulated step as it is told."""

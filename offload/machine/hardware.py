@@ -35,7 +35,8 @@ class Rates:
     device_bytes_per_s: memory of the device, read and written.
     host_bytes_per_s: memory of the host, read and written in place by all cores, as an update does.
     launch_s: a small operation of torch from Python, forward, in seconds.
-    nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk.
+    nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk, the
+        second one alone for one that is only read.
     collective_bytes_per_s: what one rank exchanges with the others; None for one device, or where nobody knows.
     """
 

@@ -41,6 +41,8 @@ from offload.tiers.host import Arena
 _FORMAT = 1
 """Of what is kept: measurements that are made otherwise are not believed."""
 _PAGE_BYTES = 4096
+LEAST_BYTES = 4 << 20
+"""Of a disk, that are moved to measure it."""
 _OF_DISKS = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 _OF_MACHINE = tuple(each.name for each in fields(Rates) if each.default is MISSING)
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,6 +70,7 @@ def probe(
     device: str | None = None,
     dirs: Sequence[str | Path] = (),
     *,
+    reads: Path | None = None,
     refresh: bool = False,
     measures: bool = True,
     sizes: Sizes = Sizes(),
@@ -76,9 +79,11 @@ def probe(
     """Measure this machine, or take what was measured before: in two to four seconds, or at once.
 
     device: as torch names it; None for the accelerator that there is, else the CPU, whose links are copies in memory.
-    dirs: the folders of the nvme tier, over which files are striped. refresh: measure again. measures: else
-    LookupError is raised where nothing was kept. cache_dir: where rates are kept, by default the user's. Raises
-    ConfigError for a folder that is no use, DoesNotFitError for one that is full.
+    dirs: the folders of the nvme tier, over which files are striped. reads: without these, a file that a run will read
+    again and again, of at least `LEAST_BYTES`: how fast its disk is read is measured by it, and nothing is written.
+    refresh: measure again. measures: else LookupError is raised where nothing was kept. cache_dir: where rates are
+    kept, by default the user's. Raises ConfigError for a folder that is no use, DoesNotFitError for one that is full,
+    DiskError.
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
     folder, about = _user_cache() if cache_dir is None else cache_dir, _about_machine(accelerator)
@@ -101,6 +106,9 @@ def probe(
     found = rates_of(about, _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
     if places:
         found |= rates_of(_about_disks(places), _OF_DISKS, lambda: _disk_rates(places, sizes))
+    elif reads is not None:
+        about_file = {"reads": True, **_about_disks([reads])}
+        found |= rates_of(about_file, _OF_DISKS[:1], lambda: _read_rate(reads, sizes))
     free = least(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     said = f"measured on {found.pop('day')}"
@@ -183,9 +191,8 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
 
 def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
     """Return what the disks of folders read and write in a second, all at once, past the page cache."""
-    least_bytes = 4 << 20
     room = min(free_bytes(place) for place in places) // (8 * len(places))
-    num_bytes = max(least_bytes, min(room, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES)
+    num_bytes = max(LEAST_BYTES, min(room, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES)
     check_space(places, num_bytes * len(places))
     arena = Arena(num_bytes)
     # Disks are quick with zeros. Whoever measures before training draws nothing from torch's own generator.
@@ -201,9 +208,7 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
                 file.sync()
             return time.perf_counter() - begin
 
-        for_a_piece = max(seconds(True, least_bytes), 1e-6)
-        most = int(least_bytes * sizes.disk_s / for_a_piece) // _PAGE_BYTES * _PAGE_BYTES
-        most = min(num_bytes, max(least_bytes, most))
+        most = _within(sizes.disk_s, seconds(True, LEAST_BYTES), num_bytes)
         seconds(True, most)  # what is only reserved is slower than what is written over, as in every step but the first
         written = seconds(True, most)
         for file in files:
@@ -211,6 +216,29 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
         read = seconds(False, most)
     rates = {"nvme_read_bytes_per_s": read, "nvme_write_bytes_per_s": written}
     return {name: len(places) * most / max(spent, 1e-6) for name, spent in rates.items()}
+
+
+def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:
+    """Return what the disk of a file of at least `LEAST_BYTES` reads in a second, past the page cache."""
+    num_bytes = min(path.stat().st_size, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES
+    block = Arena(num_bytes).take(num_bytes, torch.uint8)
+    with IoEngine() as engine:
+        file = engine.open(path, writable=False)
+
+        def seconds(stop: int) -> float:
+            _drop_cached(file)
+            begin = time.perf_counter()
+            engine.read(file, 0, block[:stop]).wait()
+            return time.perf_counter() - begin
+
+        most = _within(sizes.disk_s, seconds(LEAST_BYTES), num_bytes)
+        return {_OF_DISKS[0]: most / max(seconds(most), 1e-6)}
+
+
+def _within(seconds: float, for_the_least: float, num_bytes: int) -> int:
+    """Return how many bytes are moved in so many seconds, by those that the least take: that, or up to `num_bytes`."""
+    most = int(LEAST_BYTES * seconds / max(for_the_least, 1e-6)) // _PAGE_BYTES * _PAGE_BYTES
+    return min(num_bytes, max(LEAST_BYTES, most))
 
 
 def _drop_cached(file: File) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from offload.forecast.played_step import simulate
 from offload.forecast.timing import PlannedStep, compute_seconds
 from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware, Rates
+from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
@@ -174,27 +176,29 @@ def test_a_throttle_stands_for_its_link() -> None:
     assert seconds(throttle={"d2h": 1e4}) > 5 * seconds()
 
 
+def times(found: Workload, factor: float) -> Workload:
+    """Return the work of so many times as many tokens."""
+    calls = [
+        replace(
+            call,
+            forward=Cost(call.forward.flops * factor, 0, 0),
+            backward=Cost(call.backward.flops * factor, 0, 0),
+            input_bytes=round(call.input_bytes * factor),
+        )
+        for call in found.calls
+    ]
+    return replace(found, calls=tuple(calls), num_tokens=round(found.num_tokens * factor))
+
+
 @pytest.mark.parametrize("activations", ["device", "cpu"])
 def test_from_so_many_tokens_on_a_step_computes_for_as_long_as_links_work(activations: str) -> None:
     """What computes grows with the tokens, and so do inputs that wait on the host; weights and gradients do not."""
     settings = Settings(throttle=THROTTLE | {"h2d": 2e6}, placement=Placement(activations=activations))
     its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
 
-    def times(factor: float) -> Workload:
-        calls = [
-            replace(
-                call,
-                forward=Cost(call.forward.flops * factor, 0, 0),
-                backward=Cost(call.backward.flops * factor, 0, 0),
-                input_bytes=round(call.input_bytes * factor),
-            )
-            for call in found.calls
-        ]
-        return replace(found, calls=tuple(calls), num_tokens=round(found.num_tokens * factor))
-
     foretold = PlannedStep(its, found, MACHINE).play().hides_from_tokens
     assert foretold is not None
-    below, above = (times(share * foretold / found.num_tokens) for share in (0.9, 1.1))
+    below, above = (times(found, share * foretold / found.num_tokens) for share in (0.9, 1.1))
     assert PlannedStep(its, below, MACHINE).play().bound_by == "h2d"
     assert PlannedStep(its, above, MACHINE).play().bound_by == "compute"
 
@@ -203,3 +207,24 @@ def test_no_number_of_tokens_hides_what_grows_as_fast_as_compute() -> None:
     settings = Settings(throttle=THROTTLE | {"d2h": 1e4}, placement=Placement(activations="cpu"))
     step = PlannedStep(planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings), MACHINE)
     assert step.play().hides_from_tokens is None
+
+
+@pytest.mark.parametrize("by", ["cache", "disk"])
+def test_a_base_in_its_files_hides_by_the_disk_or_by_memory(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of it is read at the disk's rate, or copied out of the page cache at that of memory."""
+    if by == "disk":
+        monkeypatch.setattr(disk, "_CACHED_SHARE", math.inf)
+    settings = Settings(placement=Placement(parameters="files"), throttle={"update": 1e12})
+    model = Stack(WIDTH, DEPTH)
+    model.blocks.requires_grad_(False)
+    its, found = planned(model, settings), workload(WIDTH, DEPTH, settings)
+    machine = replace(MACHINE, rates=replace(RATES, host_bytes_per_s=2e6, nvme_read_bytes_per_s=2e5))
+    timing = PlannedStep(its, found, machine).play()
+    regions = [region for region in its.structure.regions if not region.trainable]
+    once = sum(region.travelling_bytes for region in regions) / (1e6 if by == "cache" else 2e5)
+    assert once < timing.lane_seconds["nvme_read"] < 2 * once, "for the forward and the backward, but for the last"
+    least = timing.hides_from_tokens
+    assert least is not None
+    below, above = (times(found, share * least / found.num_tokens) for share in (0.9, 1.1))
+    assert PlannedStep(its, below, machine).play().bound_by == "nvme_read"
+    assert PlannedStep(its, above, machine).play().bound_by == "compute"

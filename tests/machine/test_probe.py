@@ -76,6 +76,21 @@ def test_without_folders_there_is_no_disk(tmp_path: Path, measured: list[str]) -
     assert (found.disk_bytes, found.rates.nvme_read_bytes_per_s, measured) == (None, None, ["machine"])
 
 
+def test_the_disk_of_a_models_own_files_is_only_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(4 << 20))
+    file.chmod(0o444)
+    before = file.stat()
+    found = probe("cpu", reads=file, sizes=SMALL, cache_dir=tmp_path / "cache")
+    assert found.rates.nvme_read_bytes_per_s is not None
+    assert 0 < found.rates.nvme_read_bytes_per_s < math.inf
+    assert (found.rates.nvme_write_bytes_per_s, found.rates.has_disk, found.disk_bytes) == (None, False, None)
+    again = probe("cpu", reads=file, measures=False, cache_dir=tmp_path / "cache")
+    assert again.rates == found.rates
+    assert (file.stat().st_mtime_ns, file.read_bytes()) == (before.st_mtime_ns, bytes(4 << 20))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", file.name]
+
+
 def test_folders_of_one_disk_share_what_is_free(tmp_path: Path, measured: list[str]) -> None:
     places = [tmp_path / name for name in ("a", "b")]
     for place in places:
