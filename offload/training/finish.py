@@ -91,9 +91,8 @@ class Export:
         """Write the folder, and return it. Collective. Raises DiskError."""
         rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
         self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
-        beneath = engine.model.parameters() if self._trained.trained_only else ()
-        self._base_bytes = sum(4 * parameter.numel() for parameter in beneath)  # at most, as their files have them
-        self._trained.write(engine, self.path, self._files)
+        self._base_bytes = self._trained.base_bytes(engine.model)
+        self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")
         return self.path
 

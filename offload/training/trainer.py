@@ -108,6 +108,7 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add)
         self.config, self._data, self._objective = run.config, run.data, run.objective
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
+        self._trained = run.trained
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
@@ -156,6 +157,7 @@ class Trainer:
             batch = self._next_batch(step)
             if batch is None:
                 return
+            self._say(*self._trained.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
