@@ -20,8 +20,8 @@ _INITS = (True, "gaussian", "orthogonal")
 
 
 class LoraLayers:
-    """The layers of an adapted model's LoRA, by shapes alone: its own parameters are not touched. Names are those in the
-    model.
+    """The layers of an adapted model's LoRA, by shapes alone: its own parameters are not touched. Names are the
+    model's.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,11 +62,6 @@ class LoraLayers:
     def weights(self) -> list[str]:
         """The names of the base's weights that are adapted, in the model's order."""
         return list(self._layers)
-
-    @property
-    def num_changed(self) -> int:
-        """The number of values of these weights."""
-        return sum(layer.get_base_layer().weight.numel() for _, layer in self._layers.values())
 
     def matrices(self, weight: str) -> list[str]:
         """Return the names of the LoRA's matrices over one of `weights`."""

@@ -34,11 +34,11 @@ class DiskNeeds:
         which that cannot be trained.
         """
         rule, weight_bytes = update_rule(config), 2 if config.train.precision == "bf16" else 4
-        num_saved, num_kept = trained.num_saved(model), trained.num_kept(model)
+        num_saved, kept_bytes = trained.num_saved(model), trained.kept_bytes(model, weight_bytes)
         moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
         master_bytes = 4 if rule.has_low else weight_bytes
         export_bytes = trained.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
-        return cls(export_bytes, master_bytes * num_saved + moments + weight_bytes * num_kept)
+        return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
 
     def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
         """Yield what there will be no room for of a run that has done so many steps. Raises DoesNotFitError where that

@@ -43,9 +43,10 @@ class RestartedAdapter(AdapterOverBase):
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
-    def num_kept(self, model: Any) -> int:
-        """Return how many values of the base change. Raises ConfigError for an adapter that cannot restart."""
-        return LoraLayers(model).num_changed
+    def kept_bytes(self, model: Any, weight_bytes: int) -> int:
+        """Return the bytes of the base's weights that change. Raises ConfigError for an adapter that cannot restart."""
+        changed = map(model.get_parameter, LoraLayers(model).weights)
+        return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in changed)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of all weights, at most."""

@@ -52,8 +52,8 @@ class Trained(Protocol):
     def num_saved(self, model: nn.Module) -> int:
         """Return how many parameters its checkpoints hold."""
 
-    def num_kept(self, model: Any) -> int:  # noqa: ARG002
-        """Return how many values its checkpoints hold without states of the update rule, beside those. Raises
+    def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
+        """Return the bytes of what else its checkpoints hold, where the device uses so many bytes a weight. Raises
         ConfigError for a model that cannot be trained so.
         """
         return 0
