@@ -205,7 +205,8 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
             engine.device.set_random_state(
                 tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
             )
-    engine.changed = _changed(reader)
+    engine.changed.clear()
+    engine.changed.update(_changed(reader))
     return own, reader.meta["meta"]
 
 

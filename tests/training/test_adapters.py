@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.checkpoint.reader import Reader
 from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
 from offload.layout.codecs import CODECS, decoded
 from offload.replay import main as replay_command
+from offload.training import disk_needs
 from offload.verify import main as verify_command
 from tests.integrations.plain import needs
 from tests.matrix import quick
@@ -174,13 +175,34 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
         run("bad", model__path=str(base), lora__adapter=str(other.export))
 
 
-@pytest.mark.slow
-def test_it_trains_without_a_backward_and_is_not_replayed(run: Any, base: Path, tmp_path: Path) -> None:
-    result, lines, _ = run("run", model__path=str(base), optimizer__name="mezo", checkpoint__every=3, **ADAPTER)
+def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_path: Path) -> None:
+    """From the base and the run's first values, and from a checkpoint; what restarts is in no log."""
+    mezo = {"model__path": str(base), "optimizer__name": "mezo", "optimizer__lr": 1e-3, "checkpoint__every": 2}
+    result, lines, _ = run("run", **mezo, **ADAPTER, train__steps=3)
     assert "projected_grad" in lines[-1]
-    for begin in (base, result.dir / "checkpoints" / "step-3"):
-        with pytest.raises(ConfigError, match="adapter"):
-            replay_command([str(begin), str(result.dir), "--out", str(tmp_path / "out")])
+    for number, begin in enumerate((base, result.dir / "checkpoints" / "step-2")):
+        assert replay_command([str(begin), str(result.dir), "--out", str(tmp_path / f"out-{number}")]) == 0
+        assert_same(tmp_path / f"out-{number}", result.export)
+    other = {"optimizer__lr": 0.0, "train__steps": 1}
+    with pytest.raises(ConfigError, match="leave it out"):
+        replay_command([str(base), str(result.dir), "--out", str(tmp_path / "out"), "--dtype", "bf16"])
+    restarted, _, _ = run("restarted", **mezo | other, **ADAPTER, lora__restart_every=2)
+    with pytest.raises(ConfigError, match="restarted after each 2 steps"):
+        replay_command([str(base), str(restarted.dir), "--out", str(tmp_path / "out")])
+
+
+def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in fp32 whatever it computes in; with restarts the model in the dtype that it computes in."""
+    more = {"model__path": str(base), "train__precision": "bf16", **ADAPTER}
+    result, _, _ = run("run", **more)
+    written = sum(value.nbytes for value in adapter(result.export).values())
+    assert written == 4 * 1920
+    monkeypatch.setattr(disk_needs, "free_bytes", lambda _path: written - 1)
+    with pytest.raises(DoesNotFitError, match=rf"takes 7.5 KiB \({written} bytes\), 1 bytes more"):
+        run("again", **more)
+    whole = 1920 + sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).parameters())
+    with pytest.raises(DoesNotFitError, match=rf"\({2 * whole} bytes\)"):
+        run("restarted", **more, lora__restart_every=2)
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
