@@ -207,7 +207,8 @@ class AdapterOverBase(Trained):
         values = dict(engine.named_parameters(trained_only=True))
         with as_one(engine.comm, "export"):
             if engine.rank == 0:
-                write_adapter(engine.model, {**buffers_of(engine.model), **values}, folder, files, replace=True)
+                with engine.answering(values):
+                    write_adapter(engine.model, {**buffers_of(engine.model), **values}, folder, files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
         """Load the adapter with PEFT over the base, as the run has used that."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -26,11 +25,9 @@ from offload.parity import main as parity_command
 from offload.training.restarts import seed_of
 from offload.verify import main as verify_command
 from tests import forks
-from tests.distributed.ranks import free_port
-from tests.forks import ROOT
 from tests.integrations.plain import SameBits, needs
 from tests.matrix import quick
-from tests.training.test_adapters import base  # noqa: F401
+from tests.training.test_adapters import base, environment, train_over_ranks, words  # noqa: F401
 
 needs("peft")
 
@@ -186,22 +183,6 @@ main(sys.argv[1:])
 """
 
 
-def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
-    """Return the words of a command that trains as the fixture `run` does."""
-    data = {"data__source": tmp_path / "text.txt", "data__sequence_length": 32, "data__eval_fraction": 0.1}
-    values = {"run__dir": tmp_path / name, **data, "train__batch_size": 4, "train__precision": "fp32", **settings}
-    found = []
-    for key, value in values.items():
-        each = value if isinstance(value, list | tuple) else [value]
-        found += [f"--{key.replace('__', '.')}", *map(str, each)]
-    return found
-
-
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own, **more}
-
-
 def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     run: Any,
     base: Path,  # noqa: F811
@@ -229,20 +210,7 @@ def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: P
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
 
     def train(name: str) -> Path:
-        own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [
-            forks.start(
-                ["-m", "offload.train", *words(tmp_path, name, **more)],
-                env=environment(tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), **own),
-                rank=rank,
-            )
-            for rank in range(2)
-        ]
-        told = [each.communicate() for each in started]
-        assert [each.wait() for each in started] == [0, 0], told
-        for each in started:
-            each.close()
-        return tmp_path / name
+        return train_over_ranks(tmp_path, name, **more)
 
     alone, _, _ = run("alone", **more)
     whole = train("whole")
