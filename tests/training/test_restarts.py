@@ -228,25 +228,31 @@ def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: P
         assert all(torch.allclose(value, its[name], atol=1e-3) for name, value in exported.items())
 
 
-def test_over_a_base_in_bf16_what_is_merged_is_rounded(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """The sum is made in fp32, of the newest matrices where updates come late, and is rounded once."""
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_over_files_in_bf16_what_is_merged_rests_as_it_is_used(run: Any, base: Path, precision: str) -> None:  # noqa: F811
+    """The sum is made in fp32, of the newest matrices where updates come late, and is rounded once, if at all."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "train__precision": "bf16", "train__delay": 1}
+    more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "train__precision": precision, "train__delay": 1}
     result, _, said = run("run", **more | {"train__steps": 5, "checkpoint__every": 4, "lora__restart_prune": 1.0})
     assert "restart 1" in said
     assert f"reloaded: by transformers, from {result.export}" in said
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     before, after = (stored(result.dir / "checkpoints" / f"step-{step}") for step in (4, 5))
-    files = load_file(base / "model.safetensors")
+    files, exported = (load_file(folder / "model.safetensors") for folder in (base, result.export))
     changed = [name for name in after if "base_layer" in name]
     assert len(changed) == 6
     for name in changed:
         own = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        a, b = (before[name.replace("base_layer", f"lora_{each}.default")]["weights"] for each in "AB")
-        was = files[own].float()
-        delta = b.view(was.shape[0], 4) @ a.view(4, was.shape[1]) * (8 / math.sqrt(4))
-        assert after[name]["weights"].dtype == torch.bfloat16
-        assert torch.equal(after[name]["weights"], (was + delta).bfloat16().view(-1)), name
-    assert export_command([str(result.dir), str(tmp_path / "merged"), "--merge"]) == 0
+
+        def merged(weight: torch.Tensor, states: dict[str, dict[str, torch.Tensor]], name: str = name) -> torch.Tensor:
+            a, b = (states[name.replace("base_layer", f"lora_{each}.default")]["weights"] for each in "AB")
+            delta = b.view(weight.shape[0], 4) @ a.view(4, weight.shape[1]) * (8 / math.sqrt(4))
+            return (weight.float() + delta).to(dtype)
+
+        once = merged(files[own], before)
+        assert after[name]["weights"].dtype == dtype
+        assert torch.equal(after[name]["weights"], once.view(-1)), name
+        assert torch.equal(exported[own], merged(once, after)), name
 
 
 @pytest.mark.parametrize(
