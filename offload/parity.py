@@ -43,6 +43,11 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.parity", description=DESCRIPTION, own=OPTIONS)
     _check_rule(config)
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
+    if 0 < (every := config.lora.restart_every) < num_steps:
+        raise ConfigError(
+            f"--steps is {num_steps}, and the resident side does not restart its adapter after {every} steps, as "
+            f"lora.restart_every says: set --steps to at most {every}."
+        )
     if num_ranks > 1:
         config.check_ranks(num_ranks)
         with importing():

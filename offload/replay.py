@@ -13,8 +13,8 @@ from offload.errors import ConfigError
 
 DESCRIPTION = (
     "Make the steps of a run with --optimizer.name mezo again, bit for bit, without its data and without a pass: from "
-    "the weights that it began with and the numbers in its metrics.jsonl. The result is a Hugging Face folder. "
-    "Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments, 3 does not fit."
+    "the weights that it began with and the numbers in its metrics.jsonl. The result is a Hugging Face folder, or an "
+    "adapter's. Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments, 3 does not fit."
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, Adaptation, write_adapter
 from offload.hf.base_mark import base_config, mark_base
-from offload.hf.merge import MergedWeights
+from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
 from offload.hf.write import SHARD_BYTES, Exported, write_model
 from offload.layout.codecs import CODECS, EXACT, Codec
@@ -39,6 +39,11 @@ def export_adapter(folder: Path, out: Path) -> int:
     is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
     """
     with offering_another(folder), Reader(folder) as reader:
+        if changed := _changed(reader):
+            raise ConfigError(
+                f"{folder} has an adapter over a base of which {len(changed)} weights have been changed "
+                "(lora.restart_every): over the base's files it would be another model. Export it with --merge."
+            )
         model = Adaptation.stored(folder).over_shapes(empty_model(ModelSection(), configuration(folder)))
         return write_adapter(model, _values(reader), out, _tokenizer(reader))
 
@@ -70,14 +75,19 @@ def export_merged(
         opened.callback(beneath.close)
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adapted = Adaptation.stored(folder).over(beneath, seed=0)
-        trained = _fill(adapted.model, names, _values(reader))
+        own = fill_adapter(adapted.model, names, _values(reader))
+        changed = {names[id(adapted.model.get_parameter(name))]: name for name in _changed(reader)}
+
+        def trained(name: str) -> torch.Tensor | None:
+            return _value(reader, changed[name]) if name in changed else own.get(name)
+
         coded = {} if onto_original else _coded(reader, adapted.model, names)
         if coded and dtype is not None:
             raise ConfigError(
                 f"--dtype is given, and the adapter of {folder} was trained over its base as codes have it: leave "
                 "--dtype out, or merge --onto original."
             )
-        merged = MergedWeights(plain, adapted.model, names, trained.get, coded)
+        merged = MergedWeights(plain, adapted.model, names, trained, coded)
         if not merged.changes():
             raise ConfigError(
                 f"merging the adapter of {folder} changes no weight of its base: it was not trained, or its changes "
@@ -122,32 +132,29 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     return lambda: build_model(section, seed=seed, config=copy.deepcopy(config))
 
 
-def _fill(model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give what is the adapter's own its values; return those of parameters of the base, by their names there. Raises
-    ConfigError where a value has no place.
-    """
-    found, own = {}, model.state_dict(keep_vars=True)
-    if lost := values.keys() - own.keys():
-        raise ConfigError(f"the adapter has {min(lost)}, for which the model of this version of peft has no place.")
-    with torch.no_grad():
-        for name, here in own.items():
-            if name in values and id(here) in names:
-                found[names[id(here)]] = values[name].to(here.dtype)
-            elif name in values:
-                here.copy_(values[name])
+def _changed(reader: Reader) -> Collection[str]:
+    """Return the names of the base's weights that a checkpoint has, as they are no longer those of its files."""
+    found: Collection[str] = reader.meta["engine"].get("changed", ())
     return found
 
 
+def _value(reader: Reader, name: str) -> torch.Tensor:
+    """Return a parameter, fp32. Raises CheckpointError."""
+    shape = reader.contents[name].shape
+    return Stored(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)
+
+
 def _values(reader: Reader) -> dict[str, torch.Tensor]:
-    """Return all that a checkpoint has, parameters in fp32. Raises CheckpointError."""
-    found = {}
+    """Return all that a checkpoint has but for changed weights of the base, parameters in fp32. Raises
+    CheckpointError.
+    """
+    found, changed = {}, set(_changed(reader))
     for name, entry in reader.contents.items():
         if "buffer" in entry.planes:
             found[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])
             reader.read(name, "buffer", 0, found[name])
-        else:
-            numel = math.prod(entry.shape)
-            found[name] = Stored(reader, name, entry.shape, torch.float32).read(0, numel).view(entry.shape)
+        elif name not in changed:
+            found[name] = _value(reader, name)
     return found
 
 

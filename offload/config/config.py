@@ -420,15 +420,48 @@ def _check_adapter(config: Config) -> None:
         if name not in ("config", "adapter")
         and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") != "default"))
     ]
+    restarts = [name for name in others if name.startswith("lora.restart_")]
     if others and not config.adapts:
         raise ConfigError(
             f"{others[0]} is {_show(config.get(others[0]))}, and there is no adapter: set --lora.rank, such as 8, or "
             "leave it out."
         )
-    if wholes and len(wholes + others) > 1:
+    described = wholes + [name for name in others if name not in restarts]
+    if wholes and len(described) > 1:
         raise ConfigError(
-            f"{wholes[0]} is {_show(config.get(wholes[0]))}, which describes an adapter as a whole, and "
-            f"{(wholes + others)[1]} is set too: leave one of them out."
+            f"{wholes[0]} is {_show(config.get(wholes[0]))}, which describes an adapter as a whole, and {described[1]} "
+            "is set too: leave one of them out."
+        )
+    if restarts and not lora.restart_every:
+        raise ConfigError(
+            f"{restarts[0]} is {_show(config.get(restarts[0]))}, and the adapter never restarts: set "
+            "--lora.restart_every, such as 1000, or leave it out."
+        )
+    if lora.restart_every:
+        _check_restarts(config)
+
+
+def _check_restarts(config: Config) -> None:
+    """Refuse to restart an adapter whose base or moments could not be changed."""
+    every, warmup = config.lora.restart_every, config.lora.restart_warmup_steps
+    for key, wanted in (
+        ("offload.frozen_weights", ("exact",)),
+        ("offload.parameters", ("auto", "device", "cpu", "nvme")),
+    ):
+        if config.get(key) not in wanted:
+            raise ConfigError(
+                f"lora.restart_every is {every}, and {key} is {config.get(key)}: a restart changes weights of the "
+                f"base, which cannot be written there. Set --{key} {wanted[-1]}, or leave --lora.restart_every out."
+            )
+    if config.optimizer.states == "int8" and 0 < config.lora.restart_prune < 1:
+        raise ConfigError(
+            f"lora.restart_prune is {config.lora.restart_prune:g}, and optimizer.states is int8, of which a share "
+            "cannot be set to zero: set --lora.restart_prune 1, or --optimizer.states bf16."
+        )
+    if warmup is not None and warmup > every:
+        raise ConfigError(
+            f"lora.restart_warmup_steps is {warmup}, more than lora.restart_every, {every}: the learning rate would "
+            "never reach its schedule again; lower --lora.restart_warmup_steps."
         )
 
 

@@ -428,6 +428,19 @@ class LoraSection(Section):
     """JSON file of any PeftConfig, such as an adapter_config.json, instead of the settings here."""
     adapter: str | None = None
     """Folder of an adapter to begin from, as PEFT saves it, instead of the settings here."""
+    restart_every: Natural = 0
+    """ReLoRA: each time after so many steps merge the LoRA into the base, in fp32, and begin it anew. The base has to
+    rest as it is (offload.frozen_weights exact, and not in files); its merged weights are in the checkpoints, and the
+    run leaves a whole model. 0: never.
+    """
+    restart_prune: Annotated[float, Field(ge=0, le=1)] = 0.999
+    """Share of each of the LoRA's moments that a restart sets to zero, those of least magnitude. 1: all of them; 0:
+    none.
+    """
+    restart_warmup_steps: Natural | None = None
+    """Steps over which the learning rate rises from 0 after a restart. none: a twentieth of lora.restart_every, at most
+    100.
+    """
 
 
 class OffloadSection(Section):

@@ -37,6 +37,7 @@ from offload.tiers.tile import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"
+_CHANGED = "changed"  # the frozen parameters that such a checkpoint has all the same
 _BUFFER = "buffer"  # the only plane of a buffer
 
 
@@ -60,7 +61,7 @@ class Saving:
         """Hand in all states, and what a step depends on beside its batch, for `folder`; `decided` (what the engine
         has, once and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update
         may be on its way. `copies`: into memory that is left over, as far as it reaches; else the disk is waited for.
-        `trained_only`: without the parameters that were frozen when the engine was made.
+        `trained_only`: without the parameters that were frozen when the engine was made, and not changed since.
 
         Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
         """
@@ -71,7 +72,7 @@ class Saving:
                 f"{why} is in no checkpoint: save with trained_only=True, and make the engine that loads it of the "
                 "same model."
             )
-        comm, contents = engine.comm, _contents(engine, trained_only)
+        comm, contents = engine.comm, _contents(engine, engine.changed if trained_only else None)
         moved = engine.moved.find(comm, _buffers(engine))
         for name, entry in moved.items():
             known = contents.get(name, Entry(entry.shape, {}))
@@ -87,6 +88,8 @@ class Saving:
             own["coded"] = {info.name: info.compute for info in engine.infos if info.codec != EXACT.name}
         if trained_only:
             own[_TRAINED_ONLY] = True
+        if engine.changed:
+            own[_CHANGED] = sorted(engine.changed)
         with ExitStack() as opened:
             with as_one(comm, "making of the checkpoint"):
                 if comm.rank == 0:
@@ -202,6 +205,8 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
             engine.device.set_random_state(
                 tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
             )
+    engine.changed.clear()
+    engine.changed.update(_changed(reader))
     return own, reader.meta["meta"]
 
 
@@ -217,13 +222,18 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
             f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
         )
-    trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
+    trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), _changed(reader)
     if not trained_only and (why := _why_trained_only(engine)):
         raise ConfigError(
             f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
             "trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
         )
-    own = _contents(engine, trained_only)
+    if trained_only and (lost := sorted(engine.changed - changed)):
+        raise ConfigError(
+            f"{reader.path} was made over frozen weights as they were given, and {lost[0]} has been changed since by "
+            "engine.edit: load the checkpoint into an engine that is made anew."
+        )
+    own = _contents(engine, changed if trained_only else None)
     # Who makes updates in time has no weights from before one, and has no use for them.
     wanted, found = (
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
@@ -259,6 +269,11 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     return True
 
 
+def _changed(reader: Reader) -> set[str]:
+    """Return the frozen parameters that a checkpoint of trained ones has, since they were changed."""
+    return set(reader.meta["engine"].get(_CHANGED, ()))
+
+
 def _codec(engine: EngineState) -> str:
     """Return how the frozen weights rest that need not rest as they are."""
     return next((info.codec for info in engine.infos if info.codec != EXACT.name), EXACT.name)
@@ -285,18 +300,24 @@ def _shown(entry: Entry | None) -> str:
 
 def _kept(engine: EngineState, contents: Contents) -> list[RegionState]:
     """Return the regions that a checkpoint has."""
-    return [state for state in engine.store.states if engine.infos[state.region.parameters[0]].name in contents]
+    return [state for state in engine.store.states if any(name in contents for name in _names(engine, state))]
 
 
-def _contents(engine: EngineState, trained_only: bool = False) -> dict[str, Entry]:
+def _names(engine: EngineState, state: RegionState) -> list[str]:
+    """Return the names of a region's parameters."""
+    return [engine.infos[index].name for index in state.region.parameters]
+
+
+def _contents(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
+    """Return what a checkpoint has of each parameter and buffer: of all, or of frozen ones the `changed` alone."""
     contents = {}
     for state in engine.store.states:
-        if trained_only and not state.region.trainable:
-            continue
         kept = [plane for plane in state.region.states if plane.name != STALE or state.is_late]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
         for index in state.region.parameters:
+            if changed is not None and not state.region.trainable and engine.infos[index].name not in changed:
+                continue
             shape = tuple(engine.infos[index].shape)
             counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
             factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
@@ -392,17 +413,18 @@ def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile
     """
     if anew:
         return [name for name in tile.states if name in MASTER]
-    first = reader.contents[engine.infos[state.region.parameters[0]].name]
+    first = next(reader.contents[name] for name in _names(engine, state) if name in reader.contents)
     is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
     return [name for name in tile.states if name != STALE or is_late]
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
     """Read a tile's states, those that are `there`, and clear the others. What of them is on disk is written while the
-    next tile is read.
+    tile is read. Of a region that the checkpoint has in part the rest stays as it is.
     """
     names = [name for name in tile.states if name != STALE or name in there]
-    lease = tile.land(*names)
+    is_whole = all(engine.infos[index].name in reader.contents for index in region.parameters)
+    lease = tile.land(*names) if is_whole else tile.lend(*names)
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
@@ -410,13 +432,15 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
             flat, filled = lease.planes[plane], 0
             stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in there else ()
             for its, (name, _, begin, _) in stretches:
-                flat[filled : its.start] = 0  # between parameters, and what the checkpoint does not have
+                if is_whole:
+                    flat[filled : its.start] = 0  # between parameters, and what the checkpoint does not have
                 target, filled = flat[its], its.stop
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
                 reader.read(name, plane, begin, piece)
                 if piece is not target:
                     target.copy_(piece)
-            flat[filled:] = 0
+            if is_whole:
+                flat[filled:] = 0
         give_back = lease.done_writing
     finally:
         give_back(Ticket("compute", is_done=True))
@@ -432,7 +456,7 @@ def _stretches(
     for position, index in enumerate(region.parameters):
         span, name = engine.store[region].span(position), engine.infos[index].name
         begin, end = max(span.start, tile.begin, shard_begin), min(span.stop, tile.end, shard_end)
-        if begin < end and plane in contents[name].planes:
+        if begin < end and name in contents and plane in contents[name].planes:
             its = kind.cut(slice(begin - tile.begin, end - tile.begin))
             yield its, (name, plane, (begin - span.start) // kind.block, its.stop - its.start)
 

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from offload.distributed.outcome import outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.hf.write import write_model
+from offload.hf.write import Get, write_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1
+
+
+class Made(Protocol):
+    """Another model, whose weights are made of an engine's."""
+
+    model: nn.Module
+    """What is written, not filled."""
+
+    def reading(self, get: Get) -> Get:
+        """Return what gives its weights, by `get`, which gives the engine's in fp32."""
 
 
 def export_model(
@@ -24,9 +36,10 @@ def export_model(
     shard_bytes: int,
     files: Mapping[str, bytes],
     replace: bool,
+    made: Made | None = None,
 ) -> None:
-    """Write the folder, as `write_model`. Collective: rank 0 writes, and tells the others which elements of which
-    parameter it needs next. No update may be on its way.
+    """Write the folder, as `write_model`, of the engine's model or of one that is `made` of it. Collective: rank 0
+    writes, and tells the others which elements of which parameter it needs next. No update may be on its way.
 
     Raises, on all ranks, ConfigError, DiskError, or what else `outcome` raises where rank 0 cannot write.
     """
@@ -34,7 +47,7 @@ def export_model(
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm = state.comm
     # What the device uses is rounded to bf16 at most: any other dtype is made of the fp32 masters.
-    read = partial(state.store.values.read_range, travelling=dtype in (None, torch.bfloat16))
+    read = partial(state.store.values.read_range, travelling=made is None and dtype in (None, torch.bfloat16))
     if comm.rank:
         while (wanted := _told(state, _END, 0, 0))[0] != _END:
             read(*wanted)
@@ -52,8 +65,9 @@ def export_model(
         return values
 
     try:
+        model, give = (state.model, get) if made is None else (made.model, made.reading(get))
         with state.caches.as_given(), state.at_rest():
-            write_model(state.model, get, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
+            write_model(model, give, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
         if is_reading or comm.size == 1:  # the others are not where they could be told
             raise

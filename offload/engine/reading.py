@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 
 from offload.engine.own_loop import OwnLoop
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
+from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.telemetry.counters import Counters
 
@@ -16,7 +20,17 @@ class Reading:
 
     def __init__(self, state: EngineState, counters: Counters, own_loop: OwnLoop) -> None:
         self._state, self._recovery, self._counters, self._own_loop = state, state.recovery, counters, own_loop
+        self._given: Mapping[str, torch.Tensor] = {}
         state.hold.ask(self)
+
+    @contextmanager
+    def given(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, whoever reads one of these parameters is given a copy of these values."""
+        self._given = values
+        try:
+            yield
+        finally:
+            self._given = {}
 
     def has_gradients(self) -> bool:
         """Return whether an own loop's step has gradients."""
@@ -32,6 +46,8 @@ class Reading:
             TornError: the states belong to no step.
         """
         state, recovery = self._state, self._recovery
+        if info.name in self._given:
+            return self._given[info.name].to(DTYPES[info.compute], copy=True)
         recovery.check_open()
         recovery.recover()
         if not recovery.is_idle:

@@ -69,6 +69,7 @@ class EngineState:
         self.way = Way()
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
+        self.changed: set[str] = set()  # the frozen parameters that no longer are what the model was made with
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients = keeps_gradients

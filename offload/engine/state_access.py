@@ -15,7 +15,7 @@ from offload.checkpoint.reader import Reader
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving, check_contents, load_states
-from offload.engine.exporting import export_model
+from offload.engine.exporting import Made, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.own_loop import OwnLoop
 from offload.engine.recovery import Recovery
@@ -87,26 +87,55 @@ class StateAccess:
 
         names: of the parameters, as `named_parameters` has them; None for all.
 
-        Raises ConfigError for a name that there is none of, for one that rests in codes (`frozen_weights`) or in the
-        model's own files, and for values that are not finite, which are not written.
+        Raises as `check_edit`, and ConfigError for values that are not finite, which are not written. A frozen
+        parameter that was written is in every checkpoint from then on, with `trained_only` as well.
         """
+        wanted = self.check_edit(names)
+        self._own_loop.refuse_middle("engine.edit")
+        self._settle(f"edit({', '.join(info.name for info in wanted)})")
+        self.catch_up()
+        return self._edited(wanted)
+
+    def check_edit(self, names: Iterable[str] | None = None) -> list[ParameterInfo]:
+        """Return what `edit` would yield, and write nothing. Raises ConfigError for a name that there is none of, and
+        for one that rests in codes (`frozen_weights`) or in the model's own files.
+        """
+        wanted = self._infos_of("engine.edit", names)
+        has_files = self._state.files is not None
+        fixed = (info for info in wanted if info.codec != EXACT.name or (has_files and not info.trainable))
+        if (info := next(fixed, None)) is not None:
+            raise ConfigError(
+                f"engine.edit was asked for {info.name}, which is not written: it rests in few bits, where other "
+                "weights would come of it, or in the model's own files. Name other parameters, or set "
+                "--offload.frozen_weights exact and --offload.parameters cpu."
+            )
+        return wanted
+
+    def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
+        """Return parameters by their names, None for all. Raises ConfigError for a name that there is none of."""
         infos = {info.name: info for info in self._state.infos}
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
-            raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
-        has_files = self._state.files is not None
-        fixed = (n for n in wanted if infos[n].codec != EXACT.name or (has_files and not infos[n].trainable))
-        if (name := next(fixed, None)) is not None:
-            raise ConfigError(
-                f"engine.edit was asked for {name}, which is not written: it rests in few bits, where other weights "
-                "would come of it, or in the model's own files. Name other parameters, or set --offload.frozen_weights "
-                "exact and --offload.parameters cpu."
-            )
-        self._own_loop.refuse_middle("engine.edit")
-        self._settle(f"edit({', '.join(wanted)})")
-        self.catch_up()
-        return self._edited([infos[name] for name in wanted])
+            raise ConfigError(f"{call} was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
+        return [infos[name] for name in wanted]
+
+    def prune_moments(self, names: Iterable[str], share: float) -> None:
+        """Set to zero what the update rule keeps of parameters: of each array, such as a first moment, this share of
+        the elements, those of least magnitude (ReLoRA, arXiv:2307.05695, section 3: 0.99 and 0.999); all with 1. How
+        often a parameter was updated stays as it is. Collective: all ranks ask for the same.
+
+        names: of the parameters, as `named_parameters` has them. share: 0 to 1.
+
+        Raises ConfigError for a name that there is none of, and for a share below 1 of moments in int8.
+        """
+        wanted = self._infos_of("engine.prune_moments", names)
+        self._own_loop.refuse_middle("engine.prune_moments")
+        self._settle(f"prune_moments({share})")
+        with self._recovery.working(), self.counters.unchanged():
+            for info in wanted:
+                self._state.store.values.prune_moments(info.index, share)
+            self._state.lanes.drain_updates()
 
     def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter, and write it back. Between two of them anything may be called: nothing is stale."""
@@ -124,6 +153,8 @@ class StateAccess:
             with self._recovery.working(), self.counters.unchanged():
                 state.store.values.write(info.index, reader(value), value.dtype, source=0)
                 state.lanes.drain_updates()  # a disk that fails is found out here
+                if not info.trainable:
+                    state.changed.add(info.name)
                 state.weights_changed(region for region in state.regions if info.index in region.parameters)
 
     def weights_mark(self) -> str:
@@ -187,6 +218,7 @@ class StateAccess:
         shard_bytes: int = SHARD_BYTES,
         files: Mapping[str, bytes] | None = None,
         replace: bool = False,
+        made: Made | None = None,
     ) -> None:
         """Write the model as a Hugging Face folder: configuration, as it was given, and safetensors, piece by piece.
         Collective; rank 0 writes. The folder is there whole, or not at all.
@@ -194,7 +226,8 @@ class StateAccess:
         dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit. What
             rests in codes (`frozen_weights`) is written as what the codes stand for.
         shard_bytes: of a file of weights at most. files: rank 0's, by name, go with it, such as those of its
-        tokenizer. replace: an earlier export gives way.
+        tokenizer. replace: an earlier export gives way. made: another model instead, whose weights are made of these,
+            such as one with an adapter merged in; the same on all ranks.
 
         Raises, on all ranks, ConfigError or DiskError.
         """
@@ -202,7 +235,7 @@ class StateAccess:
         self._state.snapshot.check(trains=False)
         self._settle("export")
         with self._recovery.working(), self.counters.unchanged():
-            export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)
+            export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace, made)
 
     def save_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False

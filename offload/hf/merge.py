@@ -173,3 +173,21 @@ def _places(model: nn.Module) -> dict[str, list[str]]:
 
 def _is_below(name: str, module: str) -> bool:
     return name.startswith(f"{module}.")
+
+
+def fill_adapter(
+    model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Give what is the adapter's own its values; return those of parameters of the base, by their names there. Raises
+    ConfigError where a value has no place.
+    """
+    found, own = {}, model.state_dict(keep_vars=True)
+    if lost := values.keys() - own.keys():
+        raise ConfigError(f"the adapter has {min(lost)}, for which the model of this version of peft has no place.")
+    with torch.no_grad():
+        for name, here in own.items():
+            if name in values and id(here) in names:
+                found[names[id(here)]] = values[name].to(here.dtype)
+            elif name in values:
+                here.copy_(values[name])
+    return found

@@ -236,7 +236,8 @@ class OffloadMixin(_Base):
             weights = trained_weights(self.engine, self._dtypes)
             with written(self.engine, folder):
                 if self.args.should_save:  # older ones write on whichever rank they are called
-                    super()._save(output_dir, weights)
+                    with self.engine.answering(weights):
+                        super()._save(output_dir, weights)
             return
         export_into(self.engine, folder, self._dtype)
         with written(self.engine, folder):

@@ -30,3 +30,15 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, n
     if schedule == "cosine":
         return base * 0.5 * (1.0 + math.cos(math.pi * done))
     raise ValueError(f"no schedule is called {schedule!r}")
+
+
+def restart_factor(step: int, *, every: int, warmup_steps: int | None) -> float:
+    """Return what the learning rate of `step` (counted from 0) is multiplied by where the training restarts after
+    `every` steps: it rises from 0 over the first steps of each cycle but the first, as in ReLoRA's jagged schedules
+    (arXiv:2307.05695, section 3). `every`: 0 for no restarts. `warmup_steps`: None for a twentieth of a cycle, at most
+    100.
+    """
+    warmup = min(100, every // 20) if warmup_steps is None else warmup_steps
+    if not every or step < every or step % every >= warmup:
+        return 1.0
+    return (step % every + 1) / warmup

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from offload.distributed.comm import Comm
+from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import MASTER
@@ -111,6 +112,32 @@ class Values:
                 found[its] = state.region.codec.read(planes["weights"], mine, state.region.dtype)
         return found.view(info.shape)
 
+    def prune_moments(self, parameter: int, share: float) -> None:
+        """Set to zero this share of each array that the update rule keeps of a parameter, the elements of least
+        magnitude; all of them with 1. Collective. Raises ConfigError for a share below 1 of moments in codes.
+        """
+        if not share:
+            return
+        index, position = self._home[parameter]
+        state = self._states[index]
+        region = state.region
+        for factor in state.factors_of(position).values():  # right where the parameter is updated, whoever has it
+            _prune(factor, _threshold(factor, share))
+        for plane in (plane for plane in region.states if plane.kind == "optimizer" and plane.name not in MASTER):
+            if share < 1 and not plane.dtype.is_floating_point:
+                raise ConfigError(
+                    f"the moments of {self._infos[parameter].name} rest in int8, of which a share cannot be set to "
+                    "zero: set all of them to zero (a share of 1), or --optimizer.states fp32 or bf16."
+                )
+            threshold = math.inf
+            if share < 1:
+                found = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
+                for planes, mine, its in self.opened(parameter, plane.name):
+                    found[its] = planes[plane.name][mine].cpu()
+                threshold = _threshold(self._completed(parameter, 0, found), share)
+            for planes, mine, _ in self.opened(parameter, plane.name, changes=True):
+                _prune(planes[plane.name][plane.cut(mine)], threshold)
+
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
         """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
         others have.
@@ -165,3 +192,14 @@ def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_s
     planes["weights"][mine].copy_(piece)
     if "low" in planes:
         planes["low"][mine] = low
+
+
+def _threshold(values: torch.Tensor, share: float) -> float:
+    """Return the magnitude up to which so large a share of some values lies; infinity for all of them."""
+    number = 1 + int(share * (values.numel() - 1))
+    return math.inf if share == 1 else float(values.abs().float().view(-1).kthvalue(number).values)
+
+
+def _prune(values: torch.Tensor, threshold: float) -> None:
+    """Set to zero what has no larger magnitude."""
+    values.zero_() if threshold == math.inf else values.masked_fill_(values.abs() <= threshold, 0)

@@ -25,6 +25,8 @@ from offload.engine.engine import Engine
 from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
 from offload.forecast.here import forecast_run, shortage, summary
+from offload.hf.adapters import Adaptation
+from offload.hf.base_mark import mark_base
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -41,9 +43,10 @@ from offload.training.disk_needs import DiskNeeds
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
+from offload.training.restarts import RestartedAdapter
 from offload.training.resume import ResumePoint, none_is_whole
 from offload.training.run_folder import LONG_BYTES
-from offload.training.trained import Trained, begun_architecture, refuse_growth, what_trains
+from offload.training.trained import AdapterOverBase, Trained, WholeModel, begun_architecture, refuse_growth
 
 Say = Callable[[str], None]
 
@@ -146,8 +149,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name, told = trained.name(built.model), list(trained.told(built.model))
     beside_states = {**files, **trained.files(built.model)}
-    needs = DiskNeeds.of(config, trained.num_saved(built.model))
+    needs = DiskNeeds.of(config, trained, built.model)
     made = engine(config, built, comm)
+    trained.check(made)
     built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
@@ -167,6 +171,20 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     return Run(
         config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
+
+
+def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:
+    """Return what a run trains: of the checkpoint that it goes on from, if there is one. Raises ConfigError, for
+    another base than the checkpoint's as well; MissingLibraryError.
+    """
+    if not config.adapts:
+        return WholeModel(kind)
+    base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
+    if first is not None:
+        base.check(start.base, first)
+    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
+    own = adaptation, base, config.run.seed, str(config.train.precision), config.offload.frozen_weights
+    return RestartedAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
 
 
 def _foretell(

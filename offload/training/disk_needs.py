@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from offload.config.config import Config
 from offload.errors import DoesNotFitError, format_bytes
 from offload.files.directories import free_bytes
 from offload.planning.from_config import update_rule
+from offload.training.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,16 @@ class DiskNeeds:
         return self.export_bytes + self.states_bytes
 
     @classmethod
-    def of(cls, config: Config, num_parameters: int) -> DiskNeeds:
-        """Return what a resolved configuration needs for a model of so many parameters."""
+    def of(cls, config: Config, trained: Trained, model: nn.Module) -> DiskNeeds:
+        """Return what a resolved configuration needs for what is trained of a model. Raises ConfigError for a model of
+        which that cannot be trained.
+        """
         rule, weight_bytes = update_rule(config), 2 if config.train.precision == "bf16" else 4
-        moments = sum(plane.num_bytes(num_parameters) for plane in rule.parts[0].moments)
+        num_saved, kept_bytes = trained.num_saved(model), trained.kept_bytes(model, weight_bytes)
+        moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
         master_bytes = 4 if rule.has_low else weight_bytes
-        exports = config.checkpoint.export
-        return cls(weight_bytes * num_parameters if exports else 0, master_bytes * num_parameters + moments)
+        export_bytes = trained.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
+        return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
 
     def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
         """Yield what there will be no room for of a run that has done so many steps. Raises DoesNotFitError where that

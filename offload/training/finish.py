@@ -12,7 +12,7 @@ from offload.config.config import Config
 from offload.data.dataset import Dataset, share
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
-from offload.errors import DiskError, common
+from offload.errors import DiskError, common, is_common
 from offload.hf import reload
 from offload.training.build import Run
 from offload.training.objectives import Batch, Objective
@@ -92,9 +92,8 @@ class Export:
         """Write the folder, and return it. Collective. Raises DiskError."""
         rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
         self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
-        beneath = engine.model.parameters() if self._trained.trained_only else ()
-        self._base_bytes = sum(4 * parameter.numel() for parameter in beneath)  # at most, as their files have them
-        self._trained.write(engine, self.path, self._files)
+        self._base_bytes = self._trained.base_bytes(engine.model)
+        self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")
         return self.path
 
@@ -115,6 +114,7 @@ class Export:
 
 
 def export_or_save(
+    comm: Comm,
     export: Callable[[], Path],
     save: Callable[[], None],
     leave_if_told: Callable[[], None],
@@ -124,25 +124,30 @@ def export_or_save(
     saved: str,
 ) -> Path:
     """Return where an export is. Where it fails the states are saved, for an export of them; where there is no room for
-    these either, wait for it, unless it `waits` for nothing: nothing else has them. `saved`: what is said once they
-    are. Collective. Raises DiskError.
+    these either, and none for the export, wait for it, unless it `waits` for nothing: nothing else has them. `saved`:
+    what is said once they are. Collective. Raises what the export does: a DiskError says so itself.
     """
     while True:
         try:
             return export()
-        except DiskError as error:
+        except Exception as error:
+            if comm.size > 1 and not is_common(error):  # the others are elsewhere, and cannot save
+                raise
             failure = error
         try:
             save()
         except DiskError as unsaved:
-            if not waits:
+            if not waits or not isinstance(failure, DiskError):
                 raise failure from unsaved
             say(
                 f"the export failed: {failure} The states could not be saved either: {unsaved} Make room for one of "
                 f"them; both are tried again every {_AGAIN_S:g} s. Ctrl-C or SIGTERM ends the run without them."
             )
         else:
-            raise common(DiskError(f"{failure} {saved}", failure.errno or 0, failure.path))
+            if isinstance(failure, DiskError):
+                raise common(DiskError(f"{failure} {saved}", failure.errno or 0, failure.path))
+            say(f"the export failed. {saved}")
+            raise failure
         until = time.monotonic() + _AGAIN_S
         while time.monotonic() < until:
             leave_if_told()

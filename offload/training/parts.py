@@ -14,7 +14,7 @@ from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_f
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.hf.models import Kind, locate, vocab_size
-from offload.optim.lr import learning_rate
+from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import settings
 
 
@@ -93,8 +93,9 @@ def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[
 
 def rate_at(step: int, config: Config) -> float:
     """Return the learning rate of a step, counted from 0."""
-    optimizer = config.optimizer
-    return learning_rate(
+    optimizer, lora = config.optimizer, config.lora
+    factor = restart_factor(step, every=lora.restart_every, warmup_steps=lora.restart_warmup_steps)
+    return factor * learning_rate(
         step,
         base=float(optimizer.lr or 0.0),
         schedule=optimizer.schedule,

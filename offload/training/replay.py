@@ -11,16 +11,21 @@ from typing import Any
 import torch
 
 from offload.checkpoint.folder import is_checkpoint
+from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored import DTYPES, rebuild_model
 from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.hf.models import build_model, load_model_config, quiet_transformers
+from offload.hf.adapters import write_adapter
+from offload.hf.models import BuiltModel, build_model, load_model_config, model_kind, quiet_transformers
 from offload.planning.from_config import update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
+from offload.training.build import what_trains
 from offload.training.parts import grow_vocabulary
+from offload.training.resume import ResumePoint
 from offload.training.run_folder import RunFolder
+from offload.training.trained import begun_architecture, buffers_of
 
 
 def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str], None]) -> int:
@@ -35,6 +40,13 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             f"{run} was trained with --optimizer.name {config.optimizer.name}, whose steps need their gradients: only "
             "runs with mezo can be replayed. Its weights are in its checkpoints."
         )
+    if config.lora.restart_every:
+        raise ConfigError(
+            f"the adapter of {run} restarted after each {config.lora.restart_every} steps (lora.restart_every), which "
+            "its log does not tell: its weights are in its checkpoints."
+        )
+    if config.adapts and dtype != "auto":
+        raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out.")
     lines = _lines(folder.metrics)
     with _open(base, config, is_marked=any("weights" in line for line in lines)) as engine:
         first = engine.num_steps
@@ -48,7 +60,11 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             if part and part[0]["step"] == engine.num_steps + 1:
                 _check_weights(engine, part[0], base, run)
             engine.replay(part)
-        engine.export(out, DTYPES[dtype])
+        if config.adapts:
+            values = dict(engine.named_parameters(trained_only=True))
+            write_adapter(engine.model, {**buffers_of(engine.model), **values}, out, {})
+        else:
+            engine.export(out, DTYPES[dtype])
         return records[-1]["step"] if records else first
 
 
@@ -65,30 +81,45 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
     """Return an engine over the weights of a folder, on the host, with the rule of the run. `is_marked`: its log tells
     the weights that it began at, so that they may be those of another rule.
     """
-    if config.adapts:
-        raise ConfigError(
-            "the run trained an adapter, and steps are replayed over the whole of a model: its checkpoints hold little "
-            "more than a log, and `python -m offload.export RUN OUT` writes the adapter of one."
-        )
     settings = Settings(
         optimizer=update_rule(config),
         placement=Placement(parameters="cpu", optimizer="cpu"),
         precision=config.train.precision,
+        frozen_weights=config.offload.frozen_weights,
         seed=config.run.seed,
         device="cpu",
     )
+    built = _adapted(base, config) if config.adapts else _whole(base, config)
+    engine = Engine(built.model, settings=settings, fill=built.fill)
+    built.close()
     if is_checkpoint(base):
-        engine = Engine(rebuild_model(base, config.model), settings=settings)
         engine.load_checkpoint(base, reset=is_marked)
-        return engine
+    return engine
+
+
+def _whole(base: Path, config: Config) -> BuiltModel:
+    """Return the model in a folder, or that of a checkpoint, without its weights."""
+    if is_checkpoint(base):
+        return BuiltModel(rebuild_model(base, config.model), lambda _name, _module: None, base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
     architecture = load_model_config(section)
     grows = config.model.path is not None and grow_vocabulary(config, architecture)
-    built = build_model(section, seed=config.run.seed, config=architecture, grow=grows)
-    engine = Engine(built.model, settings=settings, fill=built.fill)
-    built.close()
-    return engine
+    return build_model(section, seed=config.run.seed, config=architecture, grow=grows)
+
+
+def _adapted(base: Path, config: Config) -> BuiltModel:
+    """Return the base in a folder with the adapter of a run over it; `base` may be a checkpoint of the run, whose base
+    is where it was.
+    """
+    if is_checkpoint(base):
+        with Reader(base) as reader:
+            start = ResumePoint(config, (base,), base=reader.meta["meta"]["base"])
+    else:
+        start = ResumePoint(config.with_resolved(model__path=str(base), model__preset=None, model__init="pretrained"))
+    architecture = begun_architecture(start)
+    trained = what_trains(start.config, architecture, model_kind(architecture), start)
+    return trained.over(build_model(start.config.model, seed=config.run.seed, config=architecture))
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

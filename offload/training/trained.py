@@ -5,7 +5,7 @@ what it leaves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from offload.config.config import Config
 from offload.config.sections import ModelSection
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
@@ -23,7 +22,7 @@ from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
 from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
-from offload.hf.base_mark import BaseMark, base_config, mark_base
+from offload.hf.base_mark import BaseMark, base_config
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.write import write_configuration
 from offload.optim.adamw import AdamW
@@ -53,15 +52,38 @@ class Trained(Protocol):
     def num_saved(self, model: nn.Module) -> int:
         """Return how many parameters its checkpoints hold."""
 
+    def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
+        """Return the bytes of what else its checkpoints hold, where the device uses so many bytes a weight. Raises
+        ConfigError for a model that cannot be trained so.
+        """
+        return 0
+
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of the weights that `write` writes, where the device uses so many bytes a weight."""
+
+    def base_bytes(self, model: Any) -> int:  # noqa: ARG002
+        """Return the bytes of what `load` reads beside what was written, at most."""
+        return 0
+
+    def check(self, engine: Engine) -> None:  # noqa: ARG002
+        """Refuse an engine that it cannot train in. Raises ConfigError."""
+        return
+
+    def before_step(self, engine: Engine, step: int) -> Iterable[str]:  # noqa: ARG002
+        """Do what is to be done before a step, counted from 0; return what is to be said of it. Collective."""
+        return ()
+
     def marks(self) -> Mapping[str, Any]:
         """Return what its checkpoints say beside where the run stands, for JSON."""
 
     def files(self, model: Any) -> Mapping[str, bytes]:
         """Return what lies beside the states in its checkpoints, by name."""
 
-    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
-        """Write what the run leaves; `files`, by name, go with it, and an earlier export gives way. Collective. Raises
-        as `Engine.export`.
+    def write(
+        self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
+    ) -> None:
+        """Write what the run leaves; `files`, by name, go with it, and an earlier export gives way. `build_base`: as of
+        `load`. Collective. Raises as `Engine.export`.
         """
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
@@ -69,7 +91,7 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class WholeModel(Trained):
     """The model, all of it."""
 
     kind: Kind
@@ -94,6 +116,10 @@ class WholeModel:
         """Return the number of all parameters."""
         return sum(parameter.numel() for parameter in model.parameters())
 
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of all parameters."""
+        return weight_bytes * self.num_saved(model)
+
     def marks(self) -> Mapping[str, Any]:
         """Return nothing."""
         return {}
@@ -102,7 +128,13 @@ class WholeModel:
         """Return nothing: the engine adds the model's configuration."""
         return {}
 
-    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
+    def write(
+        self,
+        engine: Engine,
+        folder: Path,
+        files: Mapping[str, bytes],
+        build_base: Callable[[], BuiltModel],  # noqa: ARG002
+    ) -> None:
         """Write a Hugging Face folder."""
         engine.export(folder, files=files, replace=True)
 
@@ -112,7 +144,7 @@ class WholeModel:
 
 
 @dataclass(frozen=True)
-class AdapterOverBase:
+class AdapterOverBase(Trained):
     """An adapter of PEFT; the base is frozen, and is in no checkpoint."""
 
     adaptation: Adaptation
@@ -145,6 +177,14 @@ class AdapterOverBase:
         """Return the number of parameters that train."""
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
+        """Return the bytes of what trains, which is written in fp32."""
+        return 4 * self.num_saved(model)
+
+    def base_bytes(self, model: Any) -> int:
+        """Return the bytes of the base, as its files may have it."""
+        return sum(4 * parameter.numel() for parameter in model.parameters())
+
     def marks(self) -> Mapping[str, Any]:
         """Return what tells the base."""
         return {"base": self.base.to_dict()}
@@ -156,12 +196,19 @@ class AdapterOverBase:
             found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
         return {**found, CONFIG: config_bytes(model)}
 
-    def write(self, engine: Engine, folder: Path, files: Mapping[str, bytes]) -> None:
+    def write(
+        self,
+        engine: Engine,
+        folder: Path,
+        files: Mapping[str, bytes],
+        build_base: Callable[[], BuiltModel],  # noqa: ARG002
+    ) -> None:
         """Write the adapter as PEFT saves it."""
         values = dict(engine.named_parameters(trained_only=True))
         with as_one(engine.comm, "export"):
             if engine.rank == 0:
-                write_adapter(engine.model, {**_buffers(engine.model), **values}, folder, files, replace=True)
+                with engine.answering(values):
+                    write_adapter(engine.model, {**buffers_of(engine.model), **values}, folder, files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
         """Load the adapter with PEFT over the base, as the run has used that."""
@@ -197,20 +244,6 @@ def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
     return load_model_config(ModelSection(path=str(first / "config.json")))
 
 
-def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:
-    """Return what a run trains: of the checkpoint that it goes on from, if there is one. Raises ConfigError, for
-    another base than the checkpoint's as well; MissingLibraryError.
-    """
-    if not config.adapts:
-        return WholeModel(kind)
-    base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
-    if first is not None:
-        base.check(start.base, first)
-    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    rests = config.offload.frozen_weights
-    return AdapterOverBase(adaptation, base, config.run.seed, str(config.train.precision), rests)
-
-
 def refuse_growth(num_tokens: int, num_rows: int) -> None:
     """Raise ConfigError where the tokenizer has tokens that a frozen embedding has no rows for."""
     if num_tokens > num_rows:
@@ -221,7 +254,7 @@ def refuse_growth(num_tokens: int, num_rows: int) -> None:
         )
 
 
-def _buffers(model: nn.Module) -> dict[str, Any]:
+def buffers_of(model: nn.Module) -> dict[str, Any]:
     """Return the buffers that belong to a model's state, on the CPU."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {name: value.cpu() for name, value in state.items() if not isinstance(value, nn.Parameter)}

@@ -106,7 +106,7 @@ class Trainer:
         if self._is_first:
             self._records = Records(self._folder)
         run = make_run(start, comm, self._say, self._notes.add)
-        self.config, self._data, self._objective = run.config, run.data, run.objective
+        self.config, self._data, self._objective, self._trained = run.config, run.data, run.objective, run.trained
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
@@ -156,6 +156,7 @@ class Trainer:
             batch = self._next_batch(step)
             if batch is None:
                 return
+            self._say(*self._trained.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
@@ -190,6 +191,11 @@ class Trainer:
         save = self._saves.save if is_last else self._saves.try_to_save
         save(self._engine, self._stands.num_done, self._stands.state_dict() | own, self._files)
         self._records.mark("checkpoint", begin, time.perf_counter())
+
+    def _save_last(self) -> None:
+        """Save all states, unless that is done; a failure is an error. Collective."""
+        if self._saves.last_step != self._stands.num_done:
+            self._save(is_last=True)
 
     def _next_batch(self, step: int) -> Batch | None:
         """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
@@ -245,10 +251,9 @@ class Trainer:
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""
         self._records.end_steps(self._say)
-        stands = self._stands
-        if stands.num_coarse:
+        if num_coarse := self._stands.num_coarse:
             self._say(
-                f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
+                f"coarse: in {num_coarse} of {self._stands.num_done} steps the gradients were clipped more than "
                 f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of "
                 "these steps are less exact than others. --train.clip deferred needs no corrections."
             )
@@ -310,16 +315,12 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or save the states, whichever there is room for. Collective. Raises DiskError."""
+        """Export, or save the states, whichever can be done. Collective. Raises what the export does."""
         assert self._engine is not None
-
-        def save() -> None:
-            if self._saves.last_step != self._stands.num_done:
-                self._save(is_last=True)
-
         return export_or_save(
+            self._comm,
             partial(self._export.write, self._engine),
-            save,
+            self._save_last,
             partial(self._leave_if_told, folder),
             self._say,
             waits=self.config.checkpoint.on_error != "stop",
@@ -337,8 +338,7 @@ class Trainer:
         told = f"interrupted by {self._stop.name} after step {self._stands.num_done}{of}"
         if not self._stands.num_done:
             raise common(InterruptedRun(f"{told}: there was nothing to save."))
-        if self._saves.last_step != self._stands.num_done:
-            self._save(is_last=True)
+        self._save_last()
         if self._is_eval_step or self._stands.num_done == self.config.train.steps:
             self._evaluate_last()
         raise common(

@@ -27,7 +27,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
         "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master decay_1d groups schedule warmup_steps",
         "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
-        "use_dora config adapter",
+        "use_dora config adapter restart_every restart_prune restart_warmup_steps",
         "offload": "parameters optimizer gradients activations graphs optimizer_memory graphs_memory device_memory "
         "host_memory nvme_dir nvme_memory prefetch zero_stage throttle frozen_weights device update",
         "checkpoint": "every keep resume on_error export",

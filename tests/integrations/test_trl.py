@@ -23,6 +23,7 @@ from tests.integrations.plain import (
     offload_trainer,
     plain_trainer,
 )
+from tests.matrix import quick
 
 needs("accelerate", "datasets", "trl")
 
@@ -106,10 +107,11 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
         kwargs["ref_model"] = llama()
     if name == "grpo":
         kwargs["reward_funcs"] = number_of_letters
-    model = judge() if name == "reward" else adapted() if name == "lora" else llama()
     make = offload_trainer if offloads else plain_trainer
     kwargs |= more.pop("kwargs", {})
-    return make(folder, model, kind if offloads else plain, arguments, bf16=False, kwargs=kwargs, **settings, **more)
+    model = kwargs.pop("model", None) or (judge() if name == "reward" else adapted() if name == "lora" else llama())
+    more = {"bf16": False, **settings, **more}
+    return make(folder, model, kind if offloads else plain, arguments, kwargs=kwargs, **more)
 
 
 @pytest.mark.parametrize(
@@ -181,23 +183,43 @@ def assert_same_moments(folder: Path, file: Path, plain: Any) -> None:
                 assert torch.equal(found, state[plane]), (name, plane)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft chunked_nll", "dpo", "grpo"])
-def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
-    """Whose reference, in DPO, is the base with the adapter off; GRPO generates with it on."""
-    needs("peft")
-    from peft import LoraConfig
+REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft chunked_nll", {}),
+    "dpo, the adapter off": ("dpo", {}),
+    "dpo, the adapter off, computed before": ("dpo", {"precompute_ref_log_probs": True}),
+    "dpo, a copy of the adapter": ("dpo", {}),
+    "grpo, the adapter off": ("grpo", {"beta": 0.1}),
+    "grpo, a copy of the adapter": ("grpo", {"beta": 0.1}),
+}
+"""What is compared with: the base itself, with the adapter off, or where one is trained further, what it was."""
 
-    runs = []
+
+@pytest.mark.parametrize("name", quick(REFERENCES, ["dpo, the adapter off", "grpo, the adapter off"]))
+def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
+    """Whose reference is no second model. How far the policy is from it has the plain trainer's bits."""
+    needs("peft")
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian")
+    kind, settings = REFERENCES[name]
+    runs: list[Any] = []
     for offloads in (False, True):
         torch.manual_seed(5)
-        own = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
-        own |= {"ref_model": None} if name == "dpo" else {}
-        runs.append(made(name, tmp_path, offloads, max_steps=2, kwargs=own))
+        own: dict[str, Any] = {"ref_model": None} if kind == "dpo" else {}
+        if name.endswith("copy of the adapter"):
+            own["model"] = get_peft_model(llama(), config)
+        else:
+            own["peft_config"] = config
+        runs.append(made(kind, tmp_path / str(offloads), offloads, **settings, kwargs=own))
         if not offloads:
             runs[0].optimizer = SameBits(runs[0].model, decayed=decays(runs[0].model))
         set_seed(1)
         runs[-1].train()
-    assert_same_run(runs[1], runs[0])
-    runs[1].save_model(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+    plain, offloaded = runs
+    assert_same_run(offloaded, plain)
+    for key in {"dpo": ["rewards/margins", "logps/chosen"], "grpo": ["kl"]}.get(kind, []):
+        assert logged(offloaded, key) == logged(plain, key)
+        assert logged(plain, key)[-1] != 0, "the adapter is away from its reference by now"
+    for folder, trainer in ((tmp_path / "plain", plain), (tmp_path / "saved", offloaded)):
+        trainer.save_model(str(folder))
+    assert_same_weights(*(load_file(tmp_path / each / "adapter_model.safetensors") for each in ("saved", "plain")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.checkpoint.reader import Reader
 from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
 from offload.layout.codecs import CODECS, decoded
 from offload.replay import main as replay_command
+from offload.training import disk_needs
 from offload.verify import main as verify_command
+from tests import forks
+from tests.distributed.ranks import free_port
+from tests.forks import ROOT
 from tests.integrations.plain import needs
 from tests.matrix import quick
 from tests.training.conftest import SHAPES
@@ -54,6 +59,37 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(torch.equal(mine[name], its[name]) for name in its)
 
 
+def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
+    """Return the words of a command that trains as the fixture `run` does."""
+    data = {"data__source": tmp_path / "text.txt", "data__sequence_length": 32, "data__eval_fraction": 0.1}
+    values = {"run__dir": tmp_path / name, **data, "train__batch_size": 4, "train__precision": "fp32", **settings}
+    found = []
+    for key, value in values.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        found += [f"--{key.replace('__', '.')}", *map(str, each)]
+    return found
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **more}
+
+
+def train_over_ranks(tmp_path: Path, name: str, **settings: Any) -> Path:
+    """Train in two processes, as torchrun starts them; return the run folder."""
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ["-m", "offload.train", *words(tmp_path, name, **settings)]
+    started = [
+        forks.start(command, env=environment(tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), **own), rank=rank)
+        for rank in range(2)
+    ]
+    told = [each.communicate() for each in started]
+    assert [each.wait() for each in started] == [0, 0], told
+    for each in started:
+        each.close()
+    return tmp_path / name
+
+
 def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"model__path": str(base), "train__steps": 6, "checkpoint__every": 3, **ADAPTER, **HOST}
     whole, lines, said = run("whole", **more)
@@ -67,6 +103,16 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
     assert [line["loss"] for line in again[-3:]] == [line["loss"] for line in lines[-3:]]
     assert_same(half.export, whole.export)
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
+
+
+def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:
+    """With a head of its own as well, whose weights no rank has all of."""
+    more = {"model__path": str(base), "lora__modules_to_save": ["lm_head"], **ADAPTER, **HOST, "lora__dropout": 0.0}
+    alone, _, _ = run("alone", **more)
+    mine, wanted = adapter(train_over_ranks(tmp_path, "ranks", train__steps=3, **more) / "hf"), adapter(alone.export)
+    assert mine.keys() == wanted.keys()
+    assert "base_model.model.lm_head.weight" in mine
+    assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in mine.items())
 
 
 def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
@@ -174,13 +220,34 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
         run("bad", model__path=str(base), lora__adapter=str(other.export))
 
 
-@pytest.mark.slow
-def test_it_trains_without_a_backward_and_is_not_replayed(run: Any, base: Path, tmp_path: Path) -> None:
-    result, lines, _ = run("run", model__path=str(base), optimizer__name="mezo", checkpoint__every=3, **ADAPTER)
+def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_path: Path) -> None:
+    """From the base and the run's first values, and from a checkpoint; what restarts is in no log."""
+    mezo = {"model__path": str(base), "optimizer__name": "mezo", "optimizer__lr": 1e-3, "checkpoint__every": 2}
+    result, lines, _ = run("run", **mezo, **ADAPTER, train__steps=3)
     assert "projected_grad" in lines[-1]
-    for begin in (base, result.dir / "checkpoints" / "step-3"):
-        with pytest.raises(ConfigError, match="adapter"):
-            replay_command([str(begin), str(result.dir), "--out", str(tmp_path / "out")])
+    for number, begin in enumerate((base, result.dir / "checkpoints" / "step-2")):
+        assert replay_command([str(begin), str(result.dir), "--out", str(tmp_path / f"out-{number}")]) == 0
+        assert_same(tmp_path / f"out-{number}", result.export)
+    other = {"optimizer__lr": 0.0, "train__steps": 1}
+    with pytest.raises(ConfigError, match="leave it out"):
+        replay_command([str(base), str(result.dir), "--out", str(tmp_path / "out"), "--dtype", "bf16"])
+    restarted, _, _ = run("restarted", **mezo | other, **ADAPTER, lora__restart_every=2)
+    with pytest.raises(ConfigError, match="restarted after each 2 steps"):
+        replay_command([str(base), str(restarted.dir), "--out", str(tmp_path / "out")])
+
+
+def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in fp32 whatever it computes in; with restarts the model in the dtype that it computes in."""
+    more = {"model__path": str(base), "train__precision": "bf16", **ADAPTER}
+    result, _, _ = run("run", **more)
+    written = sum(value.nbytes for value in adapter(result.export).values())
+    assert written == 4 * 1920
+    monkeypatch.setattr(disk_needs, "free_bytes", lambda _path: written - 1)
+    with pytest.raises(DoesNotFitError, match=rf"takes 7.5 KiB \({written} bytes\), 1 bytes more"):
+        run("again", **more)
+    whole = 1920 + sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).parameters())
+    with pytest.raises(DoesNotFitError, match=rf"\({2 * whole} bytes\)"):
+        run("restarted", **more, lora__restart_every=2)
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path, tmp_path: Path) -> None:

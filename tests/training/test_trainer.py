@@ -15,10 +15,12 @@ from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.engine.gradients import policies
 from offload.errors import ConfigError, NonFiniteError
+from offload.export import main as export_command
 from offload.forecast import here
 from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
 from offload.telemetry.timeline import Span, Timeline
+from offload.training.trained import WholeModel
 from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
@@ -333,3 +335,24 @@ def test_settings_that_cannot_be_are_refused_before_any_work(
     with pytest.raises(ConfigError, match=words):
         run("never", model__path="nowhere", **settings)
     assert not (tmp_path / "never").exists()
+
+
+def test_an_export_that_fails_in_any_way_leaves_the_states(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that saves nothing else, whether somebody took the folder's place, or something is wrong with us."""
+
+    def taking(engine: Engine, folder: Path, *_: Any) -> None:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        engine.export(folder, replace=True)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    for name, write, told in (("taken", taking, "is no earlier export"), ("broken", failing, "on purpose")):
+        monkeypatch.setattr(WholeModel, "write", lambda _self, *given, write=write: write(*given))
+        with pytest.raises((ConfigError, RuntimeError), match=told):
+            run(name, checkpoint__every=None)
+        assert "the export failed. All 3 steps are done, and their states are saved" in capsys.readouterr().out
+        assert export_command([str(tmp_path / name), str(tmp_path / f"{name}-export")]) == 0

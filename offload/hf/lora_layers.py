@@ -1,0 +1,105 @@
+"""The layers of a LoRA, one at a time: its delta merged into a weight of the base, and its matrices begun anew, both by
+PEFT's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.config.sections import ModelSection
+from offload.errors import ConfigError
+from offload.hf.adapters import Adaptation, config_of, kind_of, outermost
+from offload.hf.models import empty_model
+
+_INITS = (True, "gaussian", "orthogonal")
+"""First values (init_lora_weights) whose product is nothing, so that a layer that begins anew changes no output."""
+
+
+class LoraLayers:
+    """The layers of an adapted model's LoRA, by shapes alone: its own parameters are not touched. Names are the
+    model's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Raises ConfigError for an adapter of which a delta is not a weight's alone."""
+        config = config_of(model)
+        if kind_of(model) != "lora" or config.use_dora or config.lora_bias or config.init_lora_weights not in _INITS:
+            raise ConfigError(
+                f"lora.restart_every is set, and the adapter is of kind {kind_of(model)} with use_dora "
+                f"{getattr(config, 'use_dora', None)}, lora_bias {getattr(config, 'lora_bias', None)} and "
+                f"init_lora_weights {getattr(config, 'init_lora_weights', None)}: a LoRA alone restarts, without DoRA "
+                "and biases, from true, gaussian or orthogonal."
+            )
+        from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, _ConvNd
+
+        twin: Any = Adaptation(config).over_shapes(empty_model(ModelSection(), model.get_base_model().config))
+        named = list(twin.named_parameters(remove_duplicate=False))
+        self._adapter, self._init = twin.active_adapter, config.init_lora_weights
+        self._layers: dict[str, tuple[str, Any]] = {}
+        for where, layer in outermost(twin):
+            if not isinstance(layer, LoraLayer):
+                continue
+            if not isinstance(layer, Linear | Embedding | _ConvNd):
+                raise ConfigError(
+                    f"lora.restart_every is set, and {where} is adapted by a {type(layer).__name__}, whose delta is "
+                    "not merged into one weight: leave it out of --lora.target_modules."
+                )
+            names = [name for name, parameter in named if parameter is layer.get_base_layer().weight]
+            if len(names) > 1:
+                raise ConfigError(
+                    f"lora.restart_every is set, and {' and '.join(names)} are one weight: a delta that is merged into "
+                    "it would change both. Leave its modules out of --lora.target_modules."
+                )
+            self._layers[names[0]] = next(name for name, each in twin.named_modules() if each is layer), layer
+        if not self._layers:
+            raise ConfigError("lora.restart_every is set, and no module has a LoRA: set --lora.target_modules.")
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the base's weights that are adapted, in the model's order."""
+        return list(self._layers)
+
+    def matrices(self, weight: str) -> list[str]:
+        """Return the names of the LoRA's matrices over one of `weights`."""
+        prefix, layer = self._layers[weight]
+        return [f"{prefix}.{name}" for name, each in layer.named_parameters() if each.requires_grad]
+
+    def merge(self, weight: str, value: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return one of `weights` with its delta: W + s B A. All fp32 on the CPU, in their shapes; `value` is changed,
+        and `matrices` are in the order of their names.
+        """
+        prefix, layer = self._layers[weight]
+        names = [weight, *self.matrices(weight)]
+        layer = _filled(layer, {n[len(prefix) + 1 :]: v for n, v in zip(names, (value, *matrices), strict=True)})
+        with torch.no_grad():
+            layer.merge(safe_merge=False)
+        merged: torch.Tensor = layer.get_base_layer().weight.detach()
+        return merged
+
+    def anew(self, seed: int) -> dict[str, torch.Tensor]:
+        """Return the matrices as they begin, fp32, by their names: those of one layer are drawn after those of the one
+        before, from a seed. The generator of the caller stays as it is.
+        """
+        found: dict[str, torch.Tensor] = {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for prefix, layer in self._layers.values():
+                own = {name: torch.empty(each.shape) for name, each in layer.named_parameters() if each.requires_grad}
+                layer = _filled(layer, own)
+                if self._init == "orthogonal":
+                    layer.orthogonal_init(self._adapter)
+                else:
+                    layer.reset_lora_parameters(self._adapter, self._init)
+                found |= {f"{prefix}.{name}": layer.get_parameter(name).detach() for name in own}
+        return found
+
+
+def _filled(layer: Any, values: Mapping[str, torch.Tensor]) -> Any:
+    """Return a copy of a layer of shapes alone, which has these values, by their names in it."""
+    layer = copy.deepcopy(layer)
+    layer.load_state_dict(values, strict=False, assign=True)
+    return layer

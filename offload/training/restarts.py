@@ -1,0 +1,146 @@
+"""ReLoRA: an adapter that is merged into its base every so many steps, and begun anew (Lialin et al., arXiv:2307.05695,
+algorithm 1). What is learned over several cycles has a higher rank than the adapter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from xxhash import xxh3_64_intdigest
+
+from offload.config.sections import LoraSection
+from offload.distributed.outcome import as_one
+from offload.engine.engine import Engine
+from offload.hf.lora_layers import LoraLayers
+from offload.hf.merge import MergedWeights, fill_adapter
+from offload.hf.models import BuiltModel, Kind
+from offload.hf.names import Shape
+from offload.hf.write import Get
+from offload.training.trained import AdapterOverBase, WholeModel, buffers_of
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Return the seed of the matrices that restart `number`, counted from 1, of a run of a seed draws."""
+    return xxh3_64_intdigest(f"restart {number}".encode(), seed)
+
+
+@dataclass(frozen=True)
+class RestartedAdapter(AdapterOverBase):
+    """An adapter that restarts. Its checkpoints also hold the weights of the base that it was merged into, and what the
+    run leaves is the whole model.
+    """
+
+    kind: Kind
+    """What sort of model the base is."""
+    section: LoraSection
+    """When it restarts, and how."""
+    main_file: ClassVar[str] = "config.json"
+    library: ClassVar[str] = "transformers"
+
+    def kept_bytes(self, model: Any, weight_bytes: int) -> int:
+        """Return the bytes of the base's weights that change. Raises ConfigError for an adapter that cannot restart."""
+        changed = map(model.get_parameter, LoraLayers(model).weights)
+        return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in changed)
+
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of all weights, at most."""
+        return WholeModel(self.kind).export_bytes(model, weight_bytes)
+
+    def base_bytes(self, model: Any) -> int:  # noqa: ARG002
+        """Return 0: the export is all there is."""
+        return 0
+
+    def check(self, engine: Engine) -> None:
+        """Refuse a base that cannot be changed."""
+        engine.check_edit(LoraLayers(engine.model).weights)
+
+    def before_step(self, engine: Engine, step: int) -> Iterator[str]:
+        """Restart before every step whose number, counted from 0, is a multiple of `restart_every`, but the first one.
+        What a checkpoint after that many steps holds is what was trained: who goes on from there restarts first.
+        """
+        number, is_within = divmod(step, self.section.restart_every)
+        if is_within or not number:
+            return
+        layers = LoraLayers(engine.model)
+        trained = dict(engine.named_parameters(trained_only=True))
+        for name, value in engine.edit(layers.weights):
+            value.copy_(layers.merge(name, value, [trained[each] for each in layers.matrices(name)]))
+        begun = layers.anew(seed_of(self.seed, number))
+        for name, value in engine.edit(begun):
+            value.copy_(begun[name])
+        engine.prune_moments(begun, self.section.restart_prune)
+        yield (
+            f"step {step}  restart {number}: the adapter is merged into {len(layers.weights)} weights of the base, and "
+            f"begins anew; of its moments {100 * self.section.restart_prune:g}% are zero"
+        )
+
+    def write(
+        self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
+    ) -> None:
+        """Write the base with the adapter merged in, a module at a time, as a Hugging Face folder."""
+        values = {**buffers_of(engine.model), **dict(engine.named_parameters(trained_only=True))}
+        with ExitStack() as opened:
+            with as_one(engine.comm, "making of the merged model"):
+                base, beneath = (opened.enter_context(closing(build_base())) for _ in range(2))
+                made = _Merged(base, beneath, self, engine.model, values)
+            engine.export(folder, files=files, replace=True, made=made)
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+        """Load the folder with transformers."""
+        return WholeModel(self.kind).load(folder, build_base)
+
+
+class _Merged:
+    """The base of an engine's adapted model with the adapter merged in: summed in fp32, in the dtypes that the device
+    uses.
+    """
+
+    def __init__(
+        self,
+        base: BuiltModel,
+        beneath: BuiltModel,
+        trained: AdapterOverBase,
+        model: nn.Module,
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
+        """`base`, `beneath`: the base, not filled, for what is written and for what is put over it. `model`: the
+        engine's. `values`: of what trains in it.
+        """
+        self._names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
+        self._base, self._adapted = base, trained.over(beneath).model
+        found = dict(self._adapted.named_parameters())
+        self._outer = {self._names[id(each)]: name for name, each in found.items() if id(each) in self._names}
+        self._trained = fill_adapter(self._adapted, self._names, values)
+        used = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        for name, parameter in base.model.named_parameters():
+            parameter.data = torch.empty(parameter.shape, dtype=used[self._outer[name]])
+        for parameter in found.values():
+            if id(parameter) in self._names:
+                parameter.data = torch.empty(parameter.shape)
+        self.model = base.model
+
+    def reading(self, get: Get) -> Get:
+        """Return what gives a weight of the base with what the adapter adds."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        base = replace(self._base, source=lambda name: _Piece(get, self._outer[name], shapes[name]))
+        return MergedWeights(base, self._adapted, self._names, self._trained.get, {}).read
+
+
+@dataclass
+class _Piece:
+    """A parameter of an engine, by its name there, as a `Source`."""
+
+    get: Get
+    name: str
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return its elements, fp32."""
+        return self.get(self.name, begin, end)

@@ -1,0 +1,201 @@
+"""Every way of saving an adapter while an engine has the model: each gives the bytes that the same run gives with all
+in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import save
+
+from offload import AdamW, Engine
+from tests.engine import ranks
+from tests.engine.device import cpu_only
+from tests.integrations.plain import (
+    CLIP,
+    LR,
+    PLACEMENT,
+    SameBits,
+    decays,
+    llama,
+    needs,
+    offload_trainer,
+    plain_trainer,
+    rows,
+)
+from tests.matrix import quick
+
+needs("accelerate", "peft")
+pytestmark = cpu_only("accelerate does not know the simulated accelerator")
+
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: E402
+
+from offload.integrations.transformers import OffloadTrainer  # noqa: E402
+from tests.integrations import jobs  # noqa: E402
+from tests.integrations.test_accelerate import Script, no_state_of_others  # noqa: E402, F401
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+    "a whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+}
+FILE = "adapter_model.safetensors"
+
+
+def adapted(case: str) -> Any:
+    model = llama()
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights="gaussian", **CASES[case])
+    return get_peft_model(model, config)
+
+
+def from_the_model(model: Any, folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Save as a script does that has nothing but the model."""
+    model.save_pretrained(folder / "model", save_embedding_layers=False)
+    yield "model.save_pretrained", (folder / "model" / FILE).read_bytes()
+    yield (
+        "get_peft_model_state_dict",
+        save(
+            {
+                name: value.contiguous()
+                for name, value in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+            }
+        ),
+    )
+    state = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+    yield "state_dict", save(state)
+    torch.save(model.state_dict(), folder / "state.pt")
+    loaded = torch.load(folder / "state.pt", weights_only=True)
+    yield "torch.save", save({name: loaded[name].clone() for name in state})
+
+
+def of_a_trainer(case: str, folder: Path, offloads: bool, reads: bool = True, **how: Any) -> dict[str, bytes]:
+    """Train with checkpoints, of which the first is the best and is loaded at the end."""
+    arguments: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "kwargs": {"eval_dataset": rows()[:12]},
+        **how,
+    }
+    model = adapted(case)
+    trainer = (
+        offload_trainer(folder, model, OffloadTrainer, **arguments)
+        if offloads
+        else plain_trainer(folder, model, **arguments)
+    )
+    torch.manual_seed(3)
+    if not arguments.get("max_grad_norm", CLIP):
+        trainer.optimizer = trainer.optimizer and SameBits(trainer.model, clip=0.0, decayed=decays(trainer.model))
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    if not trainer.args.should_save:  # it is not rank 0
+        return {}
+    found = {f"checkpoint-{step}": (folder / f"checkpoint-{step}" / FILE).read_bytes() for step in (1, 2, 3)}
+    assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-1")
+    found["save_model"] = (folder / "saved" / FILE).read_bytes()
+    assert len(set(found.values())) == 3, "the best was loaded and saved"
+    if reads:
+        found |= from_the_model(trainer.accelerator.unwrap_model(trainer.model), folder)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+        found["push_to_hub"] = (folder / "pushed" / FILE).read_bytes()
+    return found
+
+
+def of_an_own_loop(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
+    """Train by hand."""
+    model = adapted(case)
+    batches = [{key: torch.stack([row[key] for row in rows(4, seed=seed)]) for key in rows(1)[0]} for seed in (1, 2)]
+    if offloads:
+        engine = Engine(model, AdamW(lr=LR, weight_decay=0.1, decay_1d=True), PLACEMENT, max_grad_norm=CLIP)
+        for batch in batches:
+            engine.backward(model(**batch).loss)
+            engine.update()
+    else:
+        plain = SameBits(model)
+        for batch in batches:
+            model(**batch).loss.backward()
+            plain.step()
+            plain.zero_grad()
+    return dict(from_the_model(model, folder))
+
+
+def of_accelerate(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
+    """Train by a script over accelerate, and save as its documentation does."""
+    script = Script(folder, offloads, model=lambda: adapted(case))
+    script.run(2)
+    model = script.accelerator.unwrap_model(script.model)
+    state = script.accelerator.get_state_dict(script.model)
+    model.save_pretrained(
+        folder / "unwrapped", state_dict=state, save_function=script.accelerator.save, save_embedding_layers=False
+    )
+    return {"accelerate": (folder / "unwrapped" / FILE).read_bytes(), **dict(from_the_model(model, folder))}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub on this disk."""
+
+    def upload(*_: Any, folder_path: str, **__: Any) -> None:
+        shutil.copytree(folder_path, Path(folder_path) / "pushed", ignore=lambda *_: ["pushed"], dirs_exist_ok=True)
+
+    class Repository:
+        repo_id = "me/adapter"
+
+    def create(*_: Any, **__: Any) -> Repository:
+        return Repository()
+
+    for owner in (huggingface_hub.HfApi, transformers.trainer):  # by which the Trainer does it, by its version
+        for name, stand_in in (("create_repo", create), ("upload_folder", upload)):
+            monkeypatch.setattr(owner, name, stand_in, raising=False)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("case", quick(CASES, ["a whole head"]))
+@pytest.mark.parametrize("way", ["trainer", "own loop", "accelerate"])
+def test_each_way_gives_the_bytes_of_a_resident_run(tmp_path: Path, way: str, case: str) -> None:
+    found = []
+    for offloads in (True, False):
+        (folder := tmp_path / str(offloads)).mkdir()
+        if way == "trainer":
+            more = {"push_to_hub": True, "hub_model_id": "me/adapter", "hub_strategy": "end", "hub_token": "none"}
+            found.append(of_a_trainer(case, folder, offloads, **more))
+        else:
+            found.append((of_an_own_loop if way == "own loop" else of_accelerate)(case, folder, offloads))
+    mine, wanted = found
+    assert mine.keys() == wanted.keys()
+    assert [name for name in wanted if mine[name] != wanted[name]] == []
+
+
+@jobs.as_rank
+def saved_by_ranks(folder: str, offloads: bool, zero_stage: int) -> dict[str, bytes]:
+    """What rank 0 has saved; in stage 3 no rank can read the model by itself, which is refused."""
+    kwargs: dict[str, Any] = {"eval_dataset": rows()[:12]}
+    if offloads:
+        kwargs["offload"] = {"placement": PLACEMENT, "zero_stage": zero_stage}
+    more = {"max_grad_norm": 0.0, "kwargs": kwargs}
+    return of_a_trainer("a whole head", Path(folder), offloads, reads=not offloads or zero_stage < 3, **more)
+
+
+@pytest.mark.parametrize("zero_stage", quick([3, 2], [3]))
+def test_two_ranks_save_the_bytes_of_ddp(tmp_path: Path, zero_stage: int) -> None:
+    mine, wanted = (
+        ranks.run(2, saved_by_ranks, folder=str(tmp_path / str(offloads)), offloads=offloads, zero_stage=zero_stage)[0]
+        for offloads in (True, False)
+    )
+    assert len(mine) == (4 if zero_stage == 3 else 8)
+    assert [name for name in mine if mine[name] != wanted[name]] == []
