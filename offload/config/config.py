@@ -244,7 +244,7 @@ class Config(BaseModel):
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
-        if self.data.sources and self.origin("data.source") != "default":
+        if self.data.sources and self.data.source != DataSection.model_fields["source"].default:
             raise ConfigError(
                 f"data.source is {_show(self.data.source)}, and data.sources is set too: put it into data.sources, as "
                 "{path: ...}, or leave one of them out."

@@ -218,8 +218,7 @@ def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
 def _read_text(file: SourceFile) -> Iterator[Text]:
     where = str(file.place)
     try:
-        with opened(file.place) as stream:
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+        with opened(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
             held, opens = "", True
             while block := text.read(_PIECE_CHARS):
                 if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last

@@ -12,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from offload.data.sources import SourceFile
@@ -56,8 +57,8 @@ class BadRows:
 def columns_of(file: SourceFile) -> list[str] | None:
     """Return the names of a table's columns; None where each row has keys of its own (JSON). Raises ConfigError."""
     if file.container in ("csv", "tsv"):
-        with opened(file.place) as stream:
-            return _header(file, _csv_reader(file, stream))
+        with _csv_reader(file) as reader:
+            return _header(file, reader)
     if file.container == "parquet":
         return list(_open_parquet(file).schema_arrow.names)
     if file.container == "arrow":
@@ -83,7 +84,8 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 def _json_rows(file: SourceFile) -> Iterator[Row]:
     with opened(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _json_array(stream, str(file.place))
+            with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+                yield from _json_array(text, str(file.place))
             return
         number = 0
         while line := stream.readline(_MAX_ROW_BYTES):
@@ -104,9 +106,8 @@ def _parsed(data: bytes, where: str) -> Any:
         return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
 
 
-def _json_array(stream: io.BufferedReader, path: str) -> Iterator[Row]:
+def _json_array(text: io.TextIOWrapper, path: str) -> Iterator[Row]:
     """Yield the elements of an array that need not fit the memory."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig")
     decode = json.JSONDecoder().raw_decode
     held, at, number = "", 0, 0
 
@@ -167,11 +168,13 @@ def _json_array(stream: io.BufferedReader, path: str) -> Iterator[Row]:
 # -- csv, tsv --------------------------------------------------------------------------------------------------------
 
 
-def _csv_reader(file: SourceFile, stream: io.BufferedReader) -> Any:
+@contextmanager
+def _csv_reader(file: SourceFile) -> Iterator[Any]:
     csv.field_size_limit(_MAX_ROW_BYTES)  # of the process: 131,072 characters would be no long document
     # What is no UTF-8 becomes lone surrogates, so that the row that has them can be named.
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    return csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with opened(file.place) as stream, io.TextIOWrapper(stream, **how) as text:
+        yield csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
 
 
 def _header(file: SourceFile, reader: Any) -> list[str]:
@@ -186,8 +189,7 @@ def _header(file: SourceFile, reader: Any) -> list[str]:
 
 
 def _csv_rows(file: SourceFile) -> Iterator[Row]:
-    with opened(file.place) as stream:
-        reader = _csv_reader(file, stream)
+    with _csv_reader(file) as reader:
         names = _header(file, reader)
         while True:
             where = f"{file.place}:{reader.line_num + 1}"

@@ -276,14 +276,14 @@ def split_hash(name: str) -> float:
     return xxhash.xxh3_64_intdigest(name.encode()) / 2**64
 
 
-def held_out_files(files: Sequence[SourceFile], eval_fraction: float) -> frozenset[str]:
-    """Choose the files whose whole content is for evaluation: `eval_fraction` of the bytes, taken in the order of
+def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[str]:
+    """Choose the files whose whole content is for evaluation: `eval_share` of the bytes, taken in the order of
     `split_hash`.
 
     Files that would overshoot are passed over. When the files are too few or too uneven to come near (less than half of
     what was asked), none is held out by file and `dataset` holds out rows instead.
     """
-    wanted = eval_fraction * sum(file.num_bytes for file in files)
+    wanted = eval_share * sum(file.num_bytes for file in files)
     taken, taken_bytes = set(), 0
     for file in sorted(files, key=lambda file: (split_hash(file.name), file.name)):
         if taken_bytes + file.num_bytes <= wanted:
