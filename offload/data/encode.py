@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,14 @@ import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
 from offload.data.formats import Chat, Ids, Pair, Record, Text
+from offload.data.rows import BadRow, BadRows
 
-_BATCH_CHARS = 4 << 20
+_BATCH_CHARS = 2 << 20  # of which two are in memory, with some hundred bytes a token
 _BATCH_RECORDS = 4096
+
+
+Tokenized = tuple[np.ndarray, np.ndarray | None]
+"""Token ids int64 [n], and which of them are trained, bool [n]; None where all are."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +51,63 @@ class Encoder:
     document are framed only at its two ends.
     """
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+    def __init__(self, tokenizer: Any, train_on_prompt: bool, bad: BadRows | None = None) -> None:
+        """`bad` takes conversations that the chat template refuses; without it the first one is an error."""
         self._tokenizer = tokenizer
+        self._bad = bad or BadRows("error")
         self._train_on_prompt = train_on_prompt
         self.renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = _frame(tokenizer)
+        self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
+        self._rules: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        """The tokenizer of `tokenizers` itself, which has a call for ids without offsets."""
         self._eos: int | None = tokenizer.eos_token_id
         self.num_empty = 0  # documents that held no token
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
-        """Yield the encoding of each (in_eval, record), in order. One without any token is counted and left out."""
+        """Yield the encoding of each (in_eval, record), in order. One without any token is counted and left out.
+
+        A batch is tokenized by the threads of `tokenizers` while the one before it is taken on from here.
+        """
+        with ThreadPoolExecutor(1, "tokenizing") as worker:
+            before: Iterable[Encoded] = ()
+            for batch in self._batches(records):
+                if isinstance(batch, Encoded):
+                    yield from before
+                    before = (batch,)
+                    continue
+                made = worker.submit(self._tokenize, [draft.segments for draft in batch])
+                yield from before
+                before = self._made(batch, made)
+            yield from before
+
+    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded | list[_Draft]]:
+        """Yield what is encoded already, and batches of what is to be."""
         drafts: list[_Draft] = []
         num_chars = 0
         for in_eval, record in records:
+            done, new = None, []
             if isinstance(record, Ids):
-                yield from self._flush(drafts)
-                yield Encoded(record.where, in_eval, record.ids, None, record.closes)
-                continue
-            marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
-            if marked is not None:
-                yield from self._flush(drafts)
-                ids, trained = self._close(marked[0], marked[1], framed=False)
-                yield Encoded(record.where, in_eval, ids, trained, True)
-                continue
-            for draft in self._drafts(in_eval, record):
-                drafts.append(draft)
-                num_chars += sum(len(text) for text, _ in draft.segments)
-            if num_chars >= _BATCH_CHARS or len(drafts) >= _BATCH_RECORDS:
-                yield from self._flush(drafts)
-                num_chars = 0
-        yield from self._flush(drafts)
+                trained = None if self._train_on_prompt else record.trained
+                done = Encoded(record.where, in_eval, record.ids, trained, record.closes)
+            else:
+                try:
+                    marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
+                    new = self._drafts(in_eval, record) if marked is None else []
+                except BadRow as bad:
+                    self._bad.met(bad)
+                    continue
+                if marked is not None:
+                    ids, trained = self._close(np.asarray(marked[0], np.int64), marked[1], framed=False)
+                    done = Encoded(record.where, in_eval, ids, trained, True)
+            drafts += new
+            num_chars += sum(len(text) for draft in new for text, _ in draft.segments)
+            if drafts and (done is not None or num_chars >= _BATCH_CHARS or len(drafts) >= _BATCH_RECORDS):
+                yield drafts
+                drafts, num_chars = [], 0
+            if done is not None:
+                yield done
+        if drafts:
+            yield drafts
 
     def _drafts(self, in_eval: bool, record: Text | Chat | Pair) -> list[_Draft]:
         if isinstance(record, Text):
@@ -84,52 +117,47 @@ class Encoder:
             return [_Draft(record.where, in_eval, segments, framed=True)]
         return [_Draft(record.where, in_eval, segments, framed=False) for segments in self.renderer.documents(record)]
 
-    def _flush(self, drafts: list[_Draft]) -> Iterator[Encoded]:
-        for draft, (ids, trained) in zip(drafts, self._tokenize([draft.segments for draft in drafts]), strict=True):
+    def _made(self, drafts: list[_Draft], tokenized: Future[list[Tokenized]]) -> Iterator[Encoded]:
+        for draft, (ids, trained) in zip(drafts, tokenized.result(), strict=True):
             if not len(ids) and draft.opens and draft.closes:
                 self.num_empty += 1
                 continue
-            if draft.framed and draft.opens:
-                ids = [*self._prefix, *ids]
+            if draft.framed and draft.opens and self._prefix:
+                ids = np.concatenate([np.asarray(self._prefix, np.int64), ids])
                 if trained is not None:
                     trained = np.concatenate([np.full(len(self._prefix), trained.all()), trained])
-            array = np.asarray(ids, np.int64)
             if draft.closes:
-                array, trained = self._close(ids, trained, draft.framed)
-            yield Encoded(draft.where, draft.in_eval, array, trained, draft.closes)
-        drafts.clear()
+                ids, trained = self._close(ids, trained, draft.framed)
+            yield Encoded(draft.where, draft.in_eval, ids, trained, draft.closes)
 
-    def _close(self, ids: list[int], trained: np.ndarray | None, framed: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    def _close(self, ids: np.ndarray, trained: np.ndarray | None, framed: bool) -> Tokenized:
         """Append what ends a document. It is trained when the token before it is."""
         closing = list(self._suffix) if framed else []
         # A template may write a line end after its EOS.
-        if self._eos is not None and self._eos not in [*ids, *closing][-2:]:
+        if self._eos is not None and self._eos not in [*ids[-2:].tolist(), *closing][-2:]:
             closing.append(self._eos)
         if trained is not None:
             trained = np.concatenate([trained, np.full(len(closing), trained[-1] if len(trained) else False)])
-        return np.asarray([*ids, *closing], np.int64), trained
+        return np.concatenate([ids, np.asarray(closing, np.int64)]), trained
 
-    def _tokenize(self, documents: list[Segments]) -> Iterator[tuple[list[int], np.ndarray | None]]:
-        """Yield (ids, trained or None) for each document."""
+    def _tokenize(self, documents: list[Segments]) -> list[Tokenized]:
+        """Return (ids, trained or None) of each document."""
         if not self._tokenizer.is_fast:
-            yield from map(self._tokenize_by_segment, documents)
-            return
+            return [self._tokenize_by_segment(segments) for segments in documents]
         masked = [any(not trained for _, trained in segments) for segments in documents]
         texts = ["".join(text for text, _ in segments) for segments in documents]
-        if not texts:
-            return
-        encoded = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=any(masked),
-            verbose=False,
-        )
-        for index, ids in enumerate(encoded["input_ids"]):
-            trained = _trained_tokens(encoded["offset_mapping"][index], documents[index]) if masked[index] else None
-            yield ids, trained
+        encode = self._rules.encode_batch if any(masked) else self._rules.encode_batch_fast  # which has no offsets
+        return [
+            (
+                np.asarray(encoding.ids, np.int64),
+                _trained_tokens(encoding.offsets, segments) if has_mask else None,
+            )
+            for encoding, segments, has_mask in zip(
+                encode(texts, add_special_tokens=False), documents, masked, strict=True
+            )
+        ]
 
-    def _tokenize_by_segment(self, segments: Segments) -> tuple[list[int], np.ndarray | None]:
+    def _tokenize_by_segment(self, segments: Segments) -> Tokenized:
         """Without offsets, a token's place is known only if prompt and answer are encoded one after the other."""
         ids: list[int] = []
         mask: list[bool] = []
@@ -137,7 +165,7 @@ class Encoder:
             part = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += part
             mask += [trained] * len(part)
-        return ids, None if all(mask) else np.asarray(mask, bool)
+        return np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool)
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.config.command_line import parse_config
 from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
 from offload.config.rules import OFFERS
 from offload.config.sections import OffloadSection, parse_size
@@ -21,7 +22,8 @@ def test_every_key_of_the_contract_is_there() -> None:
     sections = {
         "run": "dir name seed debug",
         "model": "path preset init attention",
-        "data": "source format tokenizer sequence_length packing train_on_prompt eval_fraction",
+        "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
+        "train_on_prompt eval_share eval_source",
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile max_grad_norm clip "
         "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
@@ -55,6 +57,46 @@ def test_every_default_may_be_given_as_the_command_line_gives_it() -> None:
     for key, value in config.items():
         if isinstance(value, bool | int | float | str):
             assert Config.load(None, {key: str(value)}).get(key) == value, key
+
+
+def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: Path) -> None:
+    text = "[{path: a.csv, type: completion, columns: {text: body}, weight: 2}, {path: b, split: test, weight: 0.5}]"
+    config = Config.load(None, {"data.sources": text, "data.eval_source": "c*.jsonl"}, origin="command line")
+    first = {"path": "a.csv", "type": "jsonl", "weight": 2, "columns": {"text": "body"}}
+    assert config.data.sources == (first, {"path": "b", "split": "test", "weight": 0.5})
+    assert config.data.eval_source == ({"path": "c*.jsonl"},)
+    resolved = config.resolve(has_accelerator=False, max_positions=None)
+    assert resolved.data.eval_share == 0.0, "there is something to evaluate on"
+    (tmp_path / "run.yaml").write_text(resolved.to_yaml())
+    assert Config.load(tmp_path / "run.yaml").data == resolved.data
+    assert resolved.resumed(json.loads(json.dumps(resolved.to_dict())), "there").data == resolved.data
+    for wrong, words in (
+        ("[{pth: a}]", "no key 'pth'.*did you mean path"),
+        ("[{path: a, type: shargpt}]", "did you mean sharegpt"),
+        ("[{path: a, weight: 0}]", "a number above 0"),
+        ("[{weight: 1}]", "needs its path"),
+        ("[{path: a, weight: 1}, {path: b}]", "gives b no weight"),
+        ("[3]", "a path or a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.sources.*{words}"):
+            Config.load(None, {"data.sources": wrong})
+    with pytest.raises(ConfigError, match=r"data\.source is .* and data\.sources is set too"):
+        Config.load(None, {"data.sources": "[a]", "data.source": ["b"]})
+
+
+def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  eval_fraction: 0.25\n")
+    config = Config.load(tmp_path / "run.yaml")
+    assert (config.data.eval_share, config.origin("data.eval_share")) == (0.25, "file")
+    assert Config(data={"eval_fraction": 0.5}).data.eval_share == 0.5
+    saved = {"data.eval_fraction": (0.125, "command line"), "train.steps": (3, "default")}  # of an earlier checkpoint
+    assert Config.load(None, {}).resumed(saved, "there").data.eval_share == 0.125
+    parsed = parse_config(["--data.eval_fraction", "0.3"], prog="train", description="")
+    assert (
+        parsed.data.eval_share == parse_config(["--data.eval-fraction=0.3"], prog="t", description="").data.eval_share
+    )
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction is the earlier name of data\.eval_share, and both"):
+        Config.load(None, {"data.eval_fraction": 0.1, "data.eval_share": 0.1})
 
 
 def test_every_key_has_help() -> None:

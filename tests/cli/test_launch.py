@@ -122,7 +122,7 @@ def test_two_ranks_train_one_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = folder / "two"
-    more = ["--train.batch_size", "3", "--data.eval_fraction", "0.1", "--train.eval_every", "2"]
+    more = ["--train.batch_size", "3", "--data.eval_share", "0.1", "--train.eval_every", "2"]
     result = train("--gpus", "2", *tiny, *more, "--run.dir", str(run))
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
 
-    def train(name: str, family: str = "llama", **settings: Any) -> tuple[TrainResult, list[dict[str, Any]], str]:
+    def train(
+        name: str, family: str = "llama", without: Sequence[str] = (), **settings: Any
+    ) -> tuple[TrainResult, list[dict[str, Any]], str]:
         folder = tmp_path / f"{family}-shape"
         AutoConfig.for_model(family, vocab_size=384, **SHAPES[family]).save_pretrained(folder)
         values = {
@@ -80,12 +82,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "model__path": str(folder / "config.json"),
             "data__source": str(text),
             "data__sequence_length": 32,
-            "data__eval_fraction": 0.1,
+            "data__eval_share": 0.1,
             "train__steps": 3,
             "train__batch_size": 4,
             "train__precision": "fp32",
         }
-        config = Config.load(None, {key.replace("__", "."): value for key, value in {**values, **settings}.items()})
+        kept = {key: value for key, value in values.items() if key not in without}
+        config = Config.load(None, {key.replace("__", "."): value for key, value in {**kept, **settings}.items()})
         result = Trainer(config).run()
         lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
         return result, lines, capsys.readouterr().out

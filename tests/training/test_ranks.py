@@ -83,7 +83,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
-    first, second = run("counts", "plain", "--data.eval_fraction", "0.1")
+    first, second = run("counts", "plain", "--data.eval_share", "0.1")
     assert (first.code, first.err) == (second.code, second.err) == (0, "")
     assert second.out == "rank 1 makes the data\n"
     assert "logits bit-equal" in first.out

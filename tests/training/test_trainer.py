@@ -49,7 +49,7 @@ def test_a_run_whose_updates_are_late_ends_with_the_newest_weights(run: Any) -> 
 
 
 def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
-    result, lines, said = run("said", train__batch_size=2, data__eval_fraction=0.3)
+    result, lines, said = run("said", train__batch_size=2, data__eval_share=0.3)
     text = tmp_path / "text.txt"
     data, rows = (next(line for line in said.splitlines() if line.startswith(start)) for start in ("data: te", "rows:"))
     assert data.startswith(f"data: text of {text}: 1 document, ")

@@ -1,0 +1,189 @@
+"""Text to tokens on disk: how fast beside `tokenizers` itself, and in how much memory.
+
+python benchmarks/tokenization.py > benchmarks/results/tokenization.json     # about a quarter of an hour on two cores
+
+Both get the same texts and the same tokenizer, a byte-level BPE of 16,384 tokens, and as many threads. Ours reads a
+file, tokenizes, writes the store and brings it to the disk; `tokenizers` has all texts in memory, and its ids end as
+Python lists, by `encode_batch` and by the faster `encode_batch_fast`, which ours uses where no answer has to be found.
+They take turns in one process. A ratio is the reference's seconds over ours. Processor seconds are told as well: they
+say more on a machine that others use.
+
+Memory is the largest resident size of a process that does nothing but build the dataset of a large file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offload.benches.blocks import turned
+from offload.benches.report import Measured, Result
+
+VOCABULARY = 16384
+BATCH_CHARS = 2 << 20
+"""Of the texts that `tokenizers` is given at once: as many as ours gives it."""
+FORMATS = ("text", "parquet")
+OURS, REFERENCES = "offload", ("encode_batch", "encode_batch_fast")
+CHILD = """
+import resource, sys
+from pathlib import Path
+from offload.data.dataset import build_dataset
+from offload.data.sources import Source
+built = build_dataset(sources=[Source((sys.argv[1],))], tokenizer=sys.argv[2], vocab_size=int(sys.argv[3]),
+                      sequence_length=1024, batch_size=1, cache_dir=Path(sys.argv[4]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, built.sources[0].contents, sep="\\n")
+"""
+
+
+def main() -> None:
+    """Measure, and print the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5, help="rounds, after one to warm up (default %(default)s)")
+    parser.add_argument("--rate-megabytes", type=int, default=16, help="of each file of a round (default %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=300, help="of the large files (default %(default)s)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as inside:
+        folder = Path(inside)
+        results = []
+        small = write(folder / "small", arguments.rate_megabytes)
+        train_tokenizer(folder / "tokenizer", small["text"])
+        results += peaks(write(folder / "large", arguments.megabytes), folder)
+        for name in FORMATS:
+            results += rates(name, small[name], folder, arguments.pairs)
+    print(Measured(results).document())
+
+
+def write(folder: Path, megabytes: int) -> dict[str, Path]:
+    """Write files of so much text, drawn from the sources of Python's standard library; return them by format."""
+    import pyarrow
+    import pyarrow.parquet
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(root.glob("*.py"))]
+    draw, texts, num_bytes = random.Random(0), [], 0
+    while num_bytes < megabytes * 1_000_000:
+        source = draw.choice(sources)
+        begin = draw.randrange(len(source) + 1)
+        texts.append(source[begin : begin + draw.randrange(200, 6000)])
+        num_bytes += len(texts[-1].encode()) + 1
+    folder.mkdir()
+    found = {"text": folder / "text.txt", "parquet": folder / "rows.parquet"}
+    found["text"].write_text("\n".join(texts), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), found["parquet"])  # one row group, as by default
+    return found
+
+
+def train_tokenizer(folder: Path, text: Path) -> None:
+    """Train a tokenizer on a text, and save it."""
+    from offload.data.tokenizer import train_bpe
+
+    train_bpe(text.read_text(encoding="utf-8").splitlines(keepends=True), VOCABULARY).save_pretrained(folder)
+
+
+def rates(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
+    """Return how fast a file becomes tokens, beside each call of `tokenizers` on the texts in it."""
+    from transformers import AutoTokenizer
+
+    batches, num_bytes = texts_of(path)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
+    rules = tokenizer.backend_tokenizer
+    ways: dict[str, Callable[[], object]] = {
+        reference: partial(ids_by, getattr(rules, reference), batches) for reference in REFERENCES
+    }
+    rounds = []
+    for number in range(pairs + 1):
+        cache = folder / f"cache-{name}-{number}"
+        ways[OURS] = partial(built, path, tokenizer, cache)
+        rounds.append({way: timed(call) for way, call in turned(list(ways.items()), number)})
+        print(f"{name} {number} of {pairs}:", json.dumps(rounds[-1]), file=sys.stderr, flush=True)
+    results = []
+    for reference in REFERENCES:
+        walls, works = ([each[reference][i] / each[OURS][i] for each in rounds[1:]] for i in (0, 1))
+        seconds = statistics.median(each[OURS][0] for each in rounds[1:])
+        low, middle, high = (round(each, 3) for each in statistics.quantiles(walls, n=4, method="inclusive"))
+        details = {
+            "lower_quartile": low,
+            "upper_quartile": high,
+            "processor_ratio": round(statistics.median(works), 3),
+            "pairs": pairs,
+            "load": round(os.getloadavg()[0], 2),
+        }
+        rate = round(num_bytes / seconds / 1e6, 2)
+        results.append(Result(f"{name} to tokens", rate, "MB/s", f"tokenizers' {reference}", middle, details))
+    return results
+
+
+def texts_of(path: Path) -> tuple[list[list[str]], int]:
+    """Return the texts that a file's records are, in batches, and how many bytes they have."""
+    from dataclasses import replace
+
+    from offload.data.formats import Text, detect_format, read_records
+    from offload.data.sources import Source, find_files
+
+    (file,) = find_files(Source((str(path),)))
+    records = read_records(replace(file, format=detect_format(file)), VOCABULARY)
+    texts = [record.text for record in records if isinstance(record, Text)]
+    batches: list[list[str]] = [[]]
+    num_chars = 0
+    for text in texts:
+        if num_chars >= BATCH_CHARS:
+            batches.append([])
+            num_chars = 0
+        batches[-1].append(text)
+        num_chars += len(text)
+    return batches, sum(len(text.encode()) for text in texts)
+
+
+def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[int]]:
+    """Return the ids of all texts, by a call of `tokenizers`."""
+    return [each.ids for batch in batches for each in encode(batch, add_special_tokens=False)]
+
+
+def built(path: Path, tokenizer: Any, cache: Path) -> object:
+    """Make the tokens of a file, with nothing in the cache."""
+    from offload.data.prepare import Found, Preparation
+    from offload.data.sources import Source
+
+    found = Found(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
+    preparation = Preparation([found], VOCABULARY, cache, lambda *_: None)
+    return preparation.tokens(found, tokenizer, train_on_prompt=False)
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds that a call takes, and those of all its threads on a processor."""
+    begin, work = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - begin, time.process_time() - work
+
+
+def peaks(files: dict[str, Path], folder: Path) -> list[Result]:
+    """Return the largest resident size of processes that make the tokens of a file each, side by side."""
+    children = {}
+    for name, path in files.items():
+        words = [str(path), str(folder / "tokenizer"), str(VOCABULARY), str(folder / f"cache-large-{name}")]
+        children[name] = subprocess.Popen([sys.executable, "-c", CHILD, *words], stdout=subprocess.PIPE, text=True)
+    results = []
+    for name, child in children.items():
+        told, _ = child.communicate()
+        if child.returncode:
+            sys.exit(f"the process of {files[name]} ended with {child.returncode}")
+        num_bytes, contents = told.splitlines()
+        about = {"file_bytes": files[name].stat().st_size, "contents": contents.replace(f"{files[name].parent}/", "")}
+        results.append(Result(f"{name}: largest resident size", round(int(num_bytes) / 2**20, 1), "MiB", details=about))
+    return results
+
+
+if __name__ == "__main__":
+    main()
