@@ -1,4 +1,4 @@
-"""Rows whose documents are apart: each document once, whole, with positions of its own, in about as few rows as can be."""
+"""Rows whose documents are apart: each document once, with positions of its own, in about as few rows as can be."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_each_document_lies_in_one_row_with_positions_of_its_own(
             assert (positions[row, begin:end] == np.arange(end - begin)).all()
             its, marks = ids[row, begin:end].tolist(), labels[row, begin:end]
             if its == [PAD] * len(its):
-                assert begin == lengths[row] and (marks == IGNORE).all()
+                assert begin == lengths[row]
+                assert (marks == IGNORE).all()
                 continue
             assert marks[0] == IGNORE, "the token before the first one of a document is another document's"
             found.append((its, [int(label) for label in marks if label != IGNORE]))
@@ -58,7 +59,8 @@ def test_rows_are_about_as_few_as_can_be(sizes: list[int]) -> None:
     assert len(filled) <= 11 / 9 * -(-sum(sizes) // 40) + 4 or (lengths > 20).sum() >= len(filled) / 2
     left = sorted(40 - filled)
     firsts = [int(np.flatnonzero(rows == row)[0]) for row in range(len(filled))]
-    assert firsts == sorted(firsts) and left[0] >= 0
+    assert firsts == sorted(firsts)
+    assert left[0] >= 0
 
 
 def test_what_fits_goes_where_it_leaves_least() -> None:

@@ -51,10 +51,10 @@ every weight. Written by `python tests/zoo/table.py`; `pytest tests/zoo` checks 
 """
 ISOLATION = """## Documents in one row
 
-Rows that hold several documents (`data.packing_isolated`) give each of them positions from 0. Of {total} families {apart} keep such
-documents apart: a document's logits do not change with the documents before it, and they are those of the document alone. The others
-mix them: layers with a state or a convolution over the row, positions that the model makes itself, and classes whose mask is made without
-the positions (gpt-oss among them).
+Rows that hold several documents (`data.packing_isolated`) give each of them positions from 0. Of {total} families
+{apart} keep such documents apart: a document's logits do not change with the documents before it, and they are those of
+the document alone. The others mix them: layers with a state or a convolution over the row, positions that the model
+makes itself, and classes whose mask is made without the positions (gpt-oss among them).
 
 """
 CALM = "without dropout, with which it seeds the generators from the clock"
@@ -110,7 +110,7 @@ def told_isolation() -> str:
     found = {family.name: why_not(family.name) for family in families().values() if not family.unbuildable}
     mixed = ", ".join(sorted(name for name, why in found.items() if why))
     text = ISOLATION.format(total=len(found), apart=sum(not why for why in found.values()))
-    return f"{text}{chr(10).join(textwrap.wrap(f'Not apart: {mixed}.', 139))}\n"
+    return f"{text}{chr(10).join(textwrap.wrap(f'Not apart: {mixed}.', 119))}\n"
 
 
 def run(family: Family, precision: str, mode: Mode) -> Outcome | str:
