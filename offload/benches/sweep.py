@@ -162,7 +162,7 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
         command = [
             *(sys.executable, "-m", "offload.train", *settings, *point.words()),
             *("--train.steps", str(NUM_WARM_STEPS + num_steps), "--train.max_seconds", "none"),
-            *("--run.dir", f"{folder}/run", "--data.eval_fraction", "0"),
+            *("--run.dir", f"{folder}/run", "--data.eval_share", "0"),
             *("--checkpoint.export", "false", "--checkpoint.every", "none", "--checkpoint.resume", "never"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

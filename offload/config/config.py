@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from offload.config.familiar import familiar
+from offload.config.familiar import familiar, present_name
 from offload.config.rules import OFFERS
 from offload.config.sections import (
     CheckpointSection,
@@ -64,6 +64,8 @@ _NAMES_OF_FILES = (
     "run.name",
     "model.path",
     "data.source",
+    "data.sources",
+    "data.eval_source",
     "data.tokenizer",
     "lora.config",
     "lora.adapter",
@@ -105,6 +107,10 @@ class Config(BaseModel):
     SECTIONS: ClassVar[dict[str, type[Section]]] = {}
 
     def __init__(self, /, **sections: Any) -> None:
+        for name, values in sections.items():
+            if isinstance(values, Mapping):
+                flat = _renamed({f"{name}.{field}": value for field, value in values.items()})
+                sections[name] = {key.partition(".")[2]: value for key, value in flat.items()}
         try:
             super().__init__(**sections)
         except ValidationError as error:
@@ -124,9 +130,9 @@ class Config(BaseModel):
         `origin` says in the written configuration where the overrides came from; `may_go_on` as in `check`. Raises
         ConfigError.
         """
-        values = _flatten(_read_yaml(Path(path))) if path is not None else {}
+        values = _renamed(_flatten(_read_yaml(Path(path)))) if path is not None else {}
         origins = dict.fromkeys(values, "file")
-        given = _flatten(overrides or {})
+        given = _renamed(_flatten(overrides or {}))
         values.update(given)
         origins.update(dict.fromkeys(given, origin))
         sections: dict[str, Any] = {}
@@ -189,6 +195,7 @@ class Config(BaseModel):
         rate or how it clips, stays decided; how far it fetched ahead is found anew. Raises ConfigError, which names the
         keys, where something is set otherwise that would make another run of it.
         """
+        saved = _renamed(saved)
         was = Config.load(None, {key: value for key, (value, _) in saved.items()})
         copy, changed = self.model_copy(deep=True), []
         is_given_rule = self.origin("optimizer.name") != "default"
@@ -237,9 +244,19 @@ class Config(BaseModel):
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+        if self.data.sources and self.origin("data.source") != "default":
+            raise ConfigError(
+                f"data.source is {_show(self.data.source)}, and data.sources is set too: put it into data.sources, as "
+                "{path: ...}, or leave one of them out."
+            )
+        weights = [source.get("weight") for source in self.data.sources]
+        if None in weights and any(weights):
+            lacking = self.data.sources[weights.index(None)]["path"]
+            raise ConfigError(
+                f"data.sources gives {lacking} no weight, and others have one: give each source a weight, or none."
+            )
         for key in _NAMES_OF_FILES:
-            value = self.get(key)
-            for name in (value,) if isinstance(value, str) else value or ():
+            for name in _names_in(self.get(key)):
                 if not _can_be_a_file(name):
                     raise ConfigError(
                         f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
@@ -294,7 +311,7 @@ class Config(BaseModel):
 
     def check_source(self) -> None:
         """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
-        if self.model.path is not None and self.origin("data.source") == "default":
+        if self.model.path is not None and self.origin("data.source") == "default" and not self.data.sources:
             raise ConfigError(
                 f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
                 "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
@@ -335,6 +352,7 @@ class Config(BaseModel):
         return self.with_resolved(
             model__preset=preset,
             model__init=init,
+            data__eval_share=_default_share(self.data) if self.data.eval_share is None else self.data.eval_share,
             data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
             train__steps=steps,
             train__max_seconds=max_seconds,
@@ -440,20 +458,30 @@ def _can_be_a_file(name: str) -> bool:
     return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
 
 
+def _names_in(value: Any) -> list[str]:
+    """Return the names of files in a setting: one, several, or those of sources."""
+    if value is None or isinstance(value, str):
+        return [value] if value else []
+    return [each if isinstance(each, str) else each["path"] for each in value]
+
+
 def _has_moved(key: str, was: Any) -> bool:
     """Tell whether what a key named is gone, so that another name may be the same thing in another place. Whether it is
     shows later: the data are compared by their tokens, and the model is the checkpoint's.
     """
-    if key not in ("model.path", "data.tokenizer", "data.source") or was is None:
+    if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not was:
         return False
-    names = [was] if isinstance(was, str) else list(was)
-    paths = [str(Path(name).expanduser()) for name in names]
+    paths = [str(Path(name).expanduser()) for name in _names_in(was)]
     return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
 
 
 def _is_one_of(key: str, names: Iterable[str]) -> bool:
     """Tell whether a key is one of these, or in one of these sections."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _default_share(data: DataSection) -> float:
+    return 0.0 if data.eval_source else 0.02
 
 
 def _default_length(preset: str | None, max_positions: int | None) -> int:
@@ -499,6 +527,16 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         flat.update(own)
     return flat
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the present names of their keys. Raises ConfigError where one has both of its names."""
+    for key in values:
+        if present_name(key) != key and present_name(key) in values:
+            raise ConfigError(
+                f"{key} is the earlier name of {present_name(key)}, and both are set; leave one of them out."
+            )
+    return {present_name(key): value for key, value in values.items()}
 
 
 def _yaml_value(value: Any) -> str:

@@ -10,13 +10,19 @@ _NAMES: dict[str, str] = {
     "model.attention": "attn_implementation flash_attn flash_attention attention_implementation",
     "data.source": "data dataset datasets dataset_name dataset_path dataset_dir data_path data_files train_file "
     "train_data",
-    "data.format": "dataset_format dataset_type template chat_template dataset_text_field",
+    "data.sources": "mix mixture interleave dataset_mixture",
+    "data.sources, by the weight of each": "interleave_probs dataset_weights",
+    "data.stopping_strategy": "mix_strategy interleave_strategy",
+    "data.eval_source": "test_datasets eval_dataset eval_datasets eval_file validation_file",
+    "data.columns": "field field_messages text_column text_field dataset_text_field column_mapping",
+    "data.format": "dataset_format dataset_type template chat_template",
     "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
     "data.sequence_length": "max_seq_length max_seq_len seq_len seq_length sequence_len cutoff_len max_length "
     "block_size model_max_length context_length",
     "data.packing": "sample_packing pack_sequences",
     "data.train_on_prompt": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
-    "data.eval_fraction": "val_size val_set_size test_size validation_split validation_split_percentage eval_split",
+    "data.eval_share": "eval_fraction val_size val_set_size test_size validation_split eval_split "
+    "validation_split_percentage",
     "train.steps": "max_steps num_train_steps max_train_steps num_steps iterations",
     "train.epochs": "num_train_epochs num_epochs n_epochs",
     "train.batch_size": "train_batch_size global_batch_size per_device_eval_batch_size eval_batch_size",
@@ -64,6 +70,15 @@ _NAMES: dict[str, str] = {
     "lora.adapter": "adapter_name_or_path adapter_path lora_model_dir",
 }  # fmt: skip
 FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+
+
+_RENAMED = {"data.eval_fraction": "data.eval_share"}
+"""Keys of earlier versions, which configurations and checkpoints may still have."""
+
+
+def present_name(key: str) -> str:
+    """Return what a key is called now."""
+    return _RENAMED.get(key, key)
 
 
 def familiar(name: str) -> str | None:

@@ -16,7 +16,7 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from offload.config.config import Config, all_keys, unknown_key
-from offload.config.familiar import familiar
+from offload.config.familiar import familiar, present_name
 from offload.config.sections import kinds_in
 from offload.errors import ConfigError, nearest, shorten
 
@@ -73,6 +73,9 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
     for index, word in enumerate(words):
         if word == "--help" or word == "-h":
             return ["--help"]
+        if word.startswith("--"):
+            key, *value = word.removeprefix("--").split("=", 1)
+            word = "=".join([f"--{present_name(key)}", *value])
         result.append(word)
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or "=" in word:

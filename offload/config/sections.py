@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from offload.config.data_sources import Format, as_columns, as_sources
 from offload.config.presets import PRESETS
 from offload.config.rules import OFFERS, RuleName
 from offload.errors import ConfigError, nearest, shorten
@@ -97,6 +98,11 @@ def _as_yaml(value: Any) -> Any:
     return read_yaml(value)
 
 
+def _as_structure(value: Any) -> Any:
+    """Read a text that begins as a list or a mapping does; another one is a path."""
+    return _as_yaml(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+
+
 def _as_groups(value: Any) -> Any:
     """Take {regex: {key: number}}, or a list of [regex, {key: number}], or either of them as YAML text."""
     value = _as_yaml(value)
@@ -169,6 +175,8 @@ Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
+Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: as_sources(_as_structure(value)))]
+Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as_yaml(value)))]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
@@ -245,11 +253,23 @@ class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
     source: Strings = ("builtin:stdlib",)
-    """builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders and globs;
-    several may be given. A model of your own needs it to be set.
+    """builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders, globs, URLs
+    and names of data sets; several may be given, which are one source. A model of your own needs it to be set.
     """
-    format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = "auto"
-    """How the files are read. auto: by their name and first record."""
+    format: Format = "auto"
+    """What the files say: text, or rows with the keys of a format. auto: by their name and first row."""
+    columns: Columns = Field(default={}, validate_default=True)
+    """Which column is meant by a key of the format, such as {text: body}, where it has another name."""
+    sources: Sources = ()
+    """Several sources in place of data.source: [{path, type, split, weight, columns, name, revision}, ...], of which
+    only path is needed. type: as data.format. weight: share of the rows of an epoch. none: data.source.
+    """
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When an epoch of weighted sources ends: all_exhausted (each row came at least once, small sources repeat) or
+    first_exhausted (no row came twice).
+    """
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be read is an error, or is left out and counted."""
     tokenizer: str | None = None
     """Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the data, for a model
     with random weights.
@@ -262,8 +282,10 @@ class DataSection(Section):
     """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""
-    eval_fraction: Beta = 0.02
-    """Share of the documents held out for evaluation. 0: no evaluation."""
+    eval_share: Beta | None = None
+    """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
+    eval_source: Sources = ()
+    """Files to evaluate on, or several sources as in data.sources; each is evaluated, and logged by its name."""
 
 
 class TrainSection(Section):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from offload.data.formats import Chat
+from offload.data.rows import BadRow
 from offload.errors import ConfigError
 
 ROLE_MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -93,7 +94,7 @@ class ChatRenderer:
         return str(self._apply(chat, num_messages, add_generation_prompt=add_generation_prompt, tokenize=False))
 
     def _apply(self, chat: Chat, num_messages: int, **options: bool) -> Any:
-        """Return what the template makes of the first messages of a conversation. Raises ConfigError."""
+        """Return what the template makes of the first messages of a conversation. Raises BadRow."""
         messages = chat.messages[:num_messages]
         try:
             return self._tokenizer.apply_chat_template(
@@ -101,7 +102,7 @@ class ChatRenderer:
             )
         except Exception as error:  # whatever a template raises
             roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
-            raise ConfigError(
+            raise BadRow(
                 f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
 

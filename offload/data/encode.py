@@ -10,6 +10,7 @@ import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
 from offload.data.formats import Chat, Ids, Pair, Record, Text
+from offload.data.rows import BadRow, BadRows
 
 _BATCH_CHARS = 4 << 20
 _BATCH_RECORDS = 4096
@@ -45,8 +46,10 @@ class Encoder:
     document are framed only at its two ends.
     """
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+    def __init__(self, tokenizer: Any, train_on_prompt: bool, bad: BadRows | None = None) -> None:
+        """`bad` takes conversations that the chat template refuses; without it the first one is an error."""
         self._tokenizer = tokenizer
+        self._bad = bad or BadRows("error")
         self._train_on_prompt = train_on_prompt
         self.renderer = ChatRenderer(tokenizer, train_on_prompt)
         self._prefix, self._suffix = _frame(tokenizer)
@@ -60,15 +63,21 @@ class Encoder:
         for in_eval, record in records:
             if isinstance(record, Ids):
                 yield from self._flush(drafts)
-                yield Encoded(record.where, in_eval, record.ids, None, record.closes)
+                trained = None if self._train_on_prompt else record.trained
+                yield Encoded(record.where, in_eval, record.ids, trained, record.closes)
                 continue
-            marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
+            try:
+                marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
+                new = self._drafts(in_eval, record) if marked is None else []
+            except BadRow as bad:
+                self._bad.met(bad)
+                continue
             if marked is not None:
                 yield from self._flush(drafts)
                 ids, trained = self._close(marked[0], marked[1], framed=False)
                 yield Encoded(record.where, in_eval, ids, trained, True)
                 continue
-            for draft in self._drafts(in_eval, record):
+            for draft in new:
                 drafts.append(draft)
                 num_chars += sum(len(text) for text, _ in draft.segments)
             if num_chars >= _BATCH_CHARS or len(drafts) >= _BATCH_RECORDS:

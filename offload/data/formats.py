@@ -1,4 +1,4 @@
-"""What a file holds: every format read into one of four records, with errors that name the file and the line.
+"""What a row or a file says: every format read into one of four records, with errors that name the file and the line.
 
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
@@ -7,27 +7,30 @@ messages            {"messages": [{"role": "user", "content": "..."}, ...]}, opt
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}, optionally with "system"
 prompt-completion   {"prompt": "...", "completion": "..."}
-tokens              .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
+tokens              {"input_ids": [...]}, optionally with "labels" (-100 where nothing is trained) and "attention_mask";
+                    .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
                     (uint32 for vocabularies above 65536), or the same after llm.c's header
 
-Records stand one a line (.jsonl; empty lines are passed over) or in one JSON array (.json).
+Records are rows of any of the files that `rows` reads. In a table of strings, as csv is, lists are written as JSON.
 """
 
 from __future__ import annotations
 
-import ast
+import codecs
+import io
 import json
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from offload.data.kinds import RECORD_SUFFIXES, TOKEN_SUFFIXES
+from offload.data.docstrings import docstring_chats
+from offload.data.packing import IGNORE
+from offload.data.rows import BadRow, columns_of, read_rows
 from offload.data.sources import STDLIB_CHAT, SourceFile
+from offload.data.storage import LocalFile, opened
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
@@ -40,7 +43,16 @@ _KEYS = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "prompt-completion": ("prompt", "completion"),
+    "tokens": ("input_ids",),
 }
+_MORE_KEYS = {
+    "messages": ("tools",),
+    "sharegpt": ("system",),
+    "alpaca": ("input", "system"),
+    "tokens": ("labels", "attention_mask"),
+}
+"""What a record may have beside what it has to have."""
+_NUM_FIRST = 10  # rows that are looked at for the first that can be read
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -84,12 +96,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Ids:
-    """Token ids [n] that are used as they are; `stream` when they come from a file that marks no documents."""
+    """Token ids [n] that are used as they are; `stream` when they come from a file that marks no documents. `trained`
+    bool [n], None where all are."""
 
     where: str
     ids: np.ndarray
     closes: bool
     stream: bool
+    trained: np.ndarray | None = None
 
 
 Record = Text | Chat | Pair | Ids
@@ -105,101 +119,151 @@ def texts_of(record: Record) -> list[str]:
 
 
 def detect_format(file: SourceFile) -> str:
-    """Return the format of `file`: the one asked for, or by its ending and its first record's keys under `auto`."""
+    """Return the format of `file`: the one asked for, or by its ending, its columns or its first row's keys under
+    `auto`. Raises ConfigError, also where a table lacks a column that its format needs.
+    """
+    if file.is_whole:
+        return file.format if file.format != "auto" else "tokens" if file.container == "ids" else "text"
+    names = columns_of(file)
     if file.format != "auto":
+        if names is not None:
+            _check_keys(file.format, names, str(file.place), file.columns)
         return file.format
-    suffix = file.path.suffix.lower()
-    if suffix in TOKEN_SUFFIXES:
-        return "tokens"
-    if suffix not in RECORD_SUFFIXES:
-        return "text"
-    for where, record in _json_records(file):
-        fitting = [
-            name for name, keys in _KEYS.items() if isinstance(record, dict) and all(key in record for key in keys)
-        ]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            raise ConfigError(
-                f"{where} has the keys {sorted(record)}, which fit several formats: set --data.format to "
-                f"{' or '.join(fitting)}."
-            )
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a value of type {type(record).__name__}"
-        known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
+    if names is None:
+        first = next((each for each in islice(read_rows(file), _NUM_FIRST) if not isinstance(each[1], BadRow)), None)
+        if first is None:
+            return "jsonl"  # nothing in it: any format reads nothing from it, and what is there, reading tells
+        where, row = first
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} has a value of type {type(row).__name__}, which is no known format. {_known()}")
+        names = sorted(row)
+    elif not names:
+        return "jsonl"
+    else:
+        where = str(file.place)
+    return _by_keys(names, where, file.columns)
+
+
+def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
+    """Return the one format whose keys are there. Raises ConfigError."""
+    there = {*names, *(key for key, own in columns.items() if own in names)}
+    fitting = [name for name, keys in _KEYS.items() if all(key in there for key in keys)]
+    if columns and len(fitting) > 1:  # the one that was meant when its columns were named
+        fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *_MORE_KEYS.get(name, ())}] or fitting
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
         raise ConfigError(
-            f"{where} has {found}, which is no known format. The formats and their keys are {known}. See data.format."
+            f"{where} has the keys {sorted(names)}, which fit several formats: set --data.format to "
+            f"{' or '.join(fitting)}."
         )
-    return "jsonl"  # an empty file: any format reads nothing from it
+    renamed = f" (with data.columns {dict(columns)})" if columns else ""
+    raise ConfigError(
+        f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_known()} Where a column has "
+        "another name, say which: --data.columns '{text: NAME}'."
+    )
 
 
-def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record]:
-    """Yield the records of `file` in order. `vocab_size` decides the width of the ids in a headerless .bin file."""
-    if file.format == "text":
-        yield from _read_text(file)
-    elif file.format == "tokens":
+def _known() -> str:
+    known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
+    return f"The formats and their keys are {known}. See data.format."
+
+
+def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping[str, str]) -> None:
+    """Raise ConfigError unless a table has all columns that a format needs."""
+    missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
+    if missing:
+        raise ConfigError(
+            f"{where} lacks the column {_named(missing)} for data.format={data_format}; it has "
+            f"{_named(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
+            f"'{{{_KEYS[data_format][0]}: NAME}}'."
+        )
+
+
+def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]:
+    """Yield the records of `file` in order, and in its place what a bad row says. `vocab_size` decides the width of the
+    ids in a headerless .bin file.
+    """
+    if file.container == "ids":
         yield from _read_tokens(file, vocab_size)
+    elif file.format == "text":
+        yield from _read_text(file)
     elif file.format == STDLIB_CHAT:
         for line, messages in docstring_chats("".join(piece.text for piece in _read_text(file)), file.name):
-            yield Chat(f"{file.path}:{line}", messages)
+            yield Chat(f"{file.place}:{line}", messages)
     else:
-        for where, record in _json_records(file):
-            yield _parse(file.format, record, where)
+        for where, row in read_rows(file, _columns_to_read(file)):
+            yield row if isinstance(row, BadRow) else _parsed(file, row, where)
+
+
+def _columns_to_read(file: SourceFile) -> list[str] | None:
+    """Return the columns of a table that its format takes; None of what is no table."""
+    names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
+    if names is None:
+        return None
+    _check_keys(file.format, names, str(file.place), file.columns)
+    wanted = (*_KEYS[file.format], *_MORE_KEYS.get(file.format, ()))
+    return [own for key in wanted if (own := file.columns.get(key, key)) in names]
+
+
+def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
+    if file.columns and isinstance(row, dict):
+        row = {**row, **{key: row[own] for key, own in file.columns.items() if own in row}}
+    try:
+        return _parse(file.format, row, where)
+    except BadRow as bad:
+        return bad
 
 
 def _read_text(file: SourceFile) -> Iterator[Text]:
+    where = str(file.place)
     try:
-        with file.path.open(encoding="utf-8-sig") as stream:
+        with opened(file.place) as stream:
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig")
             held, opens = "", True
-            while block := stream.read(_PIECE_CHARS):
+            while block := text.read(_PIECE_CHARS):
                 if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last
                     cut = held.rfind("\n") + 1 or len(held)
-                    yield Text(str(file.path), held[:cut], opens, closes=False)
+                    yield Text(where, held[:cut], opens, closes=False)
                     held, opens = held[cut:], False
                 held += block
-            yield Text(str(file.path), held, opens, closes=True)
+            yield Text(where, held, opens, closes=True)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{file.path} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it, or leave it out of "
-            f"data.source; data.format={file.format}."
+            f"{where} is not UTF-8 text ({_first_bad_byte(file)}: {error.reason}). Convert it, such as by `iconv -f "
+            f"LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}; data.format={file.format}."
         ) from error
 
 
-def _json_records(file: SourceFile) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) for each record of a JSON-lines file or of a JSON array."""
-    with file.path.open("rb") as stream:
-        start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        stream.seek(0)
-        if start.startswith(b"["):
-            for number, record in enumerate(_parse_json(stream.read(), str(file.path)), 1):
-                yield f"{file.path}, record {number}", record
-            return
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield f"{file.path}:{number}", _parse_json(line, f"{file.path}:{number}")
-
-
-def _parse_json(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
-        raise ConfigError(
-            f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
-        ) from error
+def _first_bad_byte(file: SourceFile) -> str:
+    """Return where a file ceases to be UTF-8: decoders count from what they were given last."""
+    decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    with opened(file.place) as stream:
+        while True:
+            block, pending = stream.read(_PIECE_CHARS), len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                num_lines += block.count(b"\n", 0, max(error.start - pending, 0))
+                return f"byte {num_bytes - pending + error.start}, line {num_lines}"
+            num_bytes, num_lines = num_bytes + len(block), num_lines + block.count(b"\n")
 
 
 def _parse(data_format: str, record: Any, where: str) -> Record:
     """Turn one JSON value into a record, or say what it lacks."""
     if not isinstance(record, dict):
-        raise ConfigError(
+        raise BadRow(
             f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
             f"{_named(_KEYS[data_format])}."
         )
     missing = [key for key in _KEYS[data_format] if key not in record]
     if missing:
-        raise ConfigError(
+        raise BadRow(
             f"{where} lacks {_named(missing)} for data.format={data_format}; "
             f"it has {_named(sorted(record)) or 'nothing'}."
         )
+    if data_format == "tokens":
+        return _ids(record, where)
     if data_format == "jsonl":
         return Text(where, _string(record, "text", where))
     if data_format == "prompt-completion":
@@ -209,9 +273,9 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
         question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
         answer = _string(record, "output", where)
         return Chat(where, [*_system(record, where), _message("user", question), _message("assistant", answer)])
-    turns = record["conversations" if data_format == "sharegpt" else "messages"]
+    turns = _structured(record["conversations" if data_format == "sharegpt" else "messages"], where)
     if not isinstance(turns, list) or not turns:
-        raise ConfigError(
+        raise BadRow(
             f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
         )
     if data_format == "sharegpt":
@@ -220,15 +284,58 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
             _system(record, where) + [_sharegpt_turn(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
         )
     return Chat(
-        where, [_checked_message(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)], record.get("tools")
+        where,
+        [_checked_message(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
+        _structured(None if record.get("tools") == "" else record.get("tools"), where),
     )
+
+
+def _structured(value: Any, where: str) -> Any:
+    """Return a list, which a table of strings has as JSON."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(
+            f"{where} has a text where a list is expected, which is not valid JSON either: {error}."
+        ) from error
+
+
+def _ids(record: dict[str, Any], where: str) -> Ids:
+    """Return token ids that were made elsewhere. Labels are unshifted, as transformers has them."""
+    arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *_MORE_KEYS["tokens"]) if key in record}
+    ids, labels, mask = (arrays.get(key) for key in ("input_ids", "labels", "attention_mask"))
+    assert ids is not None
+    for key, array in arrays.items():
+        if len(array) != len(ids):
+            raise BadRow(f"{where} has {len(array)} {key} and {len(ids)} input_ids.")
+    trained = None if labels is None else labels != IGNORE
+    if labels is not None and trained is not None and not np.array_equal(labels[trained], ids[trained]):
+        raise BadRow(
+            f"{where} has labels that are neither {IGNORE} nor the input id in the same place: labels are unshifted."
+        )
+    if mask is not None:
+        ids, trained = ids[mask != 0], None if trained is None else trained[mask != 0]
+    return Ids(where, ids, closes=True, stream=False, trained=trained)
+
+
+def _integers(value: Any, key: str, where: str) -> np.ndarray:
+    value = _structured(value, where)
+    try:
+        array = np.asarray(value if value != [] else np.zeros(0, np.int64))
+    except (ValueError, OverflowError):
+        array = np.zeros(0)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRow(f"{where}: {key!r} must be a list of whole numbers (data.format=tokens).")
+    return array
 
 
 def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        raise ConfigError(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
+        raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
     if turn["from"] not in _SHAREGPT_ROLES:
-        raise ConfigError(
+        raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
     return _message(_SHAREGPT_ROLES[turn["from"]], _string(turn, "value", where))
@@ -237,11 +344,11 @@ def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
 def _checked_message(turn: Any, where: str) -> dict[str, Any]:
     """Return a message whose content is a string; parts of type text are joined, other parts are refused."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise ConfigError(f"{where} lacks a 'role' for data.format=messages.")
+        raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
     content = turn.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ConfigError(f"{where} has content that is not text; only text can be trained on.")
+            raise BadRow(f"{where} has content that is not text; only text can be trained on.")
         content = "".join(part["text"] for part in content)
     if content is None and turn.get("tool_calls"):
         content = ""
@@ -258,7 +365,7 @@ def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _string(record: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(record[key], str):
-        raise ConfigError(f"{where}: {key!r} must be a string, it is {type(record[key]).__name__}.")
+        raise BadRow(f"{where}: {key!r} must be a string, it is {type(record[key]).__name__}.")
     return str(record[key])
 
 
@@ -270,74 +377,36 @@ def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:
     tokens = _open_tokens(file, vocab_size)
     if tokens.ndim == 2:
         for row in tokens:
-            yield Ids(str(file.path), np.asarray(row), closes=True, stream=False)
+            yield Ids(str(file.place), np.asarray(row), closes=True, stream=False)
         return
     for start in range(0, len(tokens), _PIECE_TOKENS):
         piece = np.asarray(tokens[start : start + _PIECE_TOKENS])
-        yield Ids(str(file.path), piece, closes=start + len(piece) == len(tokens), stream=True)
+        yield Ids(str(file.place), piece, closes=start + len(piece) == len(tokens), stream=True)
 
 
 def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
     if file.num_bytes == 0:
         return np.zeros(0, np.uint16)
-    if file.path.suffix.lower() == ".npy":
+    path = file.place.path if isinstance(file.place, LocalFile) else None
+    if path is None:
+        raise ConfigError(f"{file.place} holds token ids, which are mapped into memory: copy the file to this machine.")
+    if path.suffix.lower() == ".npy":
         try:
-            tokens: np.ndarray = np.load(file.path, mmap_mode="r")
+            tokens: np.ndarray = np.load(path, mmap_mode="r")
         except ValueError as error:
-            raise ConfigError(f"{file.path} is not a .npy file of integers: {error} (data.format=tokens).") from error
+            raise ConfigError(f"{file.place} is not a .npy file of integers: {error} (data.format=tokens).") from error
         if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
             raise ConfigError(
-                f"{file.path} holds {tokens.dtype} {list(tokens.shape)}; data.format=tokens needs integers [tokens] or "
-                "[documents, tokens]."
+                f"{file.place} holds {tokens.dtype} {list(tokens.shape)}; data.format=tokens needs integers [tokens] "
+                "or [documents, tokens]."
             )
         return tokens
-    header = np.fromfile(file.path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
+    header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
     is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 of header; its version 1 holds uint16 ids
     wide = vocab_size > 65536
     offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
     if (file.num_bytes - offset) % dtype.itemsize:
         raise ConfigError(
-            f"{file.path} has {file.num_bytes} bytes, not a whole number of {dtype.name} ids (data.format=tokens)."
+            f"{file.place} has {file.num_bytes} bytes, not a whole number of {dtype.name} ids (data.format=tokens)."
         )
-    return np.memmap(file.path, dtype, mode="r", offset=offset)
-
-
-# `builtin:stdlib-chat`: questions and answers that are made from docstrings.
-_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_QUESTIONS = (
-    "What does `{name}` do?",
-    "Explain the {kind} `{name}` from Python's standard library.",
-    "What is `{name}` for?",
-    "Give me the documentation of `{name}`.",
-    "I found `{name}` in some Python code. What is it?",
-    "How would you describe the {kind} `{name}` in `{module}`?",
-)
-
-
-def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Yield (line, messages) for every documented function, class and method of a module, in the order of the file.
-
-    `file_name` is the path inside the standard library, such as `asyncio/tasks.py`. The wording of a question is chosen
-    by a hash of the name, so the same Python gives the same chats.
-    """
-    parts = PurePosixPath(file_name).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old modules are not this run's business
-        tree = ast.parse(source)
-    for node, qualified, kind in _documented(tree.body, f"{module}.", "function"):
-        wording = _QUESTIONS[xxhash.xxh3_64_intdigest(qualified.encode()) % len(_QUESTIONS)]
-        question = wording.format(name=qualified, kind=kind, module=module)
-        answer = ast.get_docstring(node) or ""
-        yield node.lineno, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _documented(body: list[ast.stmt], prefix: str, function_kind: str) -> Iterator[tuple[_Documented, str, str]]:
-    for node in body:
-        if not isinstance(node, _Documented):
-            continue
-        is_class = isinstance(node, ast.ClassDef)
-        if ast.get_docstring(node):
-            yield node, prefix + node.name, "class" if is_class else function_kind
-        if is_class:
-            yield from _documented(node.body, f"{prefix}{node.name}.", "method")
+    return np.memmap(path, dtype, mode="r", offset=offset)

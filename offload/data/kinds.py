@@ -9,73 +9,121 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
+from offload.data.storage import PACKINGS, Place, unpacked
 from offload.errors import ConfigError
 
-RECORD_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
+CONTAINERS = {
+    "json": frozenset({".jsonl", ".json", ".ndjson"}),
+    "csv": frozenset({".csv"}),
+    "tsv": frozenset({".tsv"}),
+    "parquet": frozenset({".parquet"}),
+    "arrow": frozenset({".arrow", ".feather"}),
+}
+"""Files of rows, by their endings."""
+ROW_SUFFIXES = frozenset[str]().union(*CONTAINERS.values())
 TOKEN_SUFFIXES = frozenset({".npy", ".bin"})
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".html", ".sql", ".sh", ".toml", ".yaml", ".yml"}
     | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts"}
 )
-_READ = {"text": TEXT_SUFFIXES, "records": RECORD_SUFFIXES, "token ids": TOKEN_SUFFIXES}
-
-_TABLE, _COLUMNS, _PACKED = "table", "columns", "packed"
-_NOT_READ = {
-    _TABLE: frozenset({".csv", ".tsv"}),
-    _COLUMNS: frozenset({".parquet", ".arrow", ".feather", ".orc"}),
-    _PACKED: frozenset({".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}),
+_TABLE, _COLUMNS, _TOKENS, _PACKED, _UTF16 = "table", "columns", "token ids", "packed", "UTF-16"
+_KINDS = {
+    "text": TEXT_SUFFIXES,
+    "records": CONTAINERS["json"],
+    _TABLE: CONTAINERS["csv"] | CONTAINERS["tsv"],
+    _COLUMNS: CONTAINERS["parquet"] | CONTAINERS["arrow"],
+    _TOKENS: TOKEN_SUFFIXES,
+    _PACKED: frozenset({".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".orc"}),
 }
-UNREAD_SUFFIXES = frozenset[str]().union(*_NOT_READ.values())
+UNREAD_SUFFIXES = _KINDS[_PACKED]
 _FIRST_BYTES = {
-    b"PAR1": _COLUMNS,
-    b"ARROW1": _COLUMNS,
-    b"\x1f\x8b": _PACKED,
-    b"\x28\xb5\x2f\xfd": _PACKED,
-    b"BZh": _PACKED,
-    b"\xfd7zXZ": _PACKED,
-    b"PK\x03\x04": _PACKED,
-    b"7z\xbc\xaf": _PACKED,
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"PK\x03\x04": ".zip",
+    b"7z\xbc\xaf": ".7z",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
 }
-_ADVICE = {
-    _TABLE: "a table, whose header and separators would be trained on as text. Write its rows as JSON lines, by "
-    "`python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < IN > "
-    'OUT.jsonl` with a column named "text" (or those of another data.format), or set --data.format text where it is '
-    "to be read as it stands",
-    _COLUMNS: "columns in a binary format, which is not read yet. Write them as JSON lines, by `python -c 'import "
-    'datasets; datasets.load_dataset("parquet", data_files="IN")["train"].to_json("OUT.jsonl")\'` ("arrow" for '
-    ".arrow files), and give those",
-    _PACKED: "a packed file, which is not read yet. Unpack it first (gunzip, zstd -d, bunzip2, unxz, unzip, tar -x) "
-    "and give what was in it",
-}
+_NUM_FIRST = max(map(len, _FIRST_BYTES))
+_UNPACK = (
+    "a packed file of a kind that is not read (.gz and .zst are). Unpack it first (bunzip2, unxz, unzip, tar -x) and "
+    "give what was in it"
+)
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
 _NUM_NAMED = 3
 
 
-def check_file(path: Path, data_format: str) -> None:
+def suffix_of(path: PurePath) -> str:
+    """Return the ending that tells the kind, in small letters: of a.jsonl.gz it is .jsonl."""
+    return unpacked(path).suffix.lower()
+
+
+def container_of(path: PurePath) -> str:
+    """Return what holds the rows of a file: one of CONTAINERS, `ids` for files of token ids, else `text`."""
+    suffix = suffix_of(path)
+    if suffix in TOKEN_SUFFIXES:
+        return "ids"
+    return next((name for name, suffixes in CONTAINERS.items() if suffix in suffixes), "text")
+
+
+def check_file(place: Place, data_format: str, setting: str = "data.source") -> None:
     """Raise ConfigError for a file that cannot be read in that format, or would be read as what it is not."""
-    kind = _kind(path)
-    if data_format != "tokens" and kind != "token ids" and kind not in _NOT_READ:
-        kind = _by_first_bytes(path) or kind
-    if kind in _NOT_READ and not (kind == _TABLE and data_format == "text"):
-        raise ConfigError(f"data.source: {path} is {_ADVICE[kind]}.")
+    kind, suffix = _kind(place.name), place.name.suffix.lower()
+    named = f"{setting}: {place}"
+    if kind == _PACKED:
+        raise ConfigError(f"{named} is {_UNPACK}.")
+    if suffix in PACKINGS and kind in (_COLUMNS, _TOKENS):
+        raise ConfigError(
+            f"{named} is a packed file of {kind}, which is read from any place in it: unpack it first "
+            f"({PACKINGS[suffix]} {place}), and give what was in it."
+        )
+    if kind == _TOKENS or data_format == "tokens":
+        return
+    begins = _by_first_bytes(place)
+    if begins == _UTF16:
+        raise ConfigError(
+            f"{named} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
+            "`iconv -f UTF-16 -t UTF-8 IN > OUT`."
+        )
+    if begins == ".parquet" and suffix != ".parquet":
+        raise ConfigError(f"{named} begins as a parquet file (columns), and is named as another: call it NAME.parquet.")
+    if begins == ".arrow" and suffix not in CONTAINERS["arrow"]:
+        raise ConfigError(f"{named} begins as an Arrow file (columns), and is named as another: call it NAME.arrow.")
+    if begins in PACKINGS and suffix != begins:
+        raise ConfigError(
+            f"{named} begins as a packed file, and is not named as one: call it NAME{begins}, such as "
+            f"{place.name.name}{begins}, or unpack it ({PACKINGS[begins]})."
+        )
+    if begins and begins in UNREAD_SUFFIXES:
+        raise ConfigError(f"{named} is {_UNPACK}.")
+    if suffix in PACKINGS and begins != suffix and place.num_bytes:
+        raise ConfigError(f"{named} does not begin as a {suffix} file: give it its right ending, or pack it anew.")
+    if kind == _COLUMNS and not place.num_bytes:
+        raise ConfigError(f"{named} is an empty file, which is no {suffix} file: write it anew, or leave it out.")
+    if suffix == ".parquet" and begins != ".parquet":
+        raise ConfigError(f"{named} does not begin as a parquet file (PAR1): it is damaged, or another format.")
 
 
-def check_choice(source: str, paths: Sequence[Path], *, is_folder: bool) -> None:
+def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
     """Raise ConfigError unless files that were found, and not named one by one, are of one kind.
 
-    A folder must not be a data set with files of its own either, nor have splits of its own.
+    A folder must not be a data set with files of its own either.
     """
     own = sorted(path for path in paths if path.name in _DATA_SET_FILES)
     if is_folder and own:
         raise ConfigError(
-            f"data.source={source!r} is a folder that a data set keeps for itself ({own[0].name} is there), which is "
-            'not read yet. Write it as JSON lines, by `datasets.load_from_disk(...)["train"].to_json("OUT.jsonl")` or '
-            "load_dataset, or name the files that are meant."
+            f"{setting}={source!r} is a folder that a data set keeps for itself ({own[0].name} is there), and not one "
+            "that datasets' save_to_disk has written. Name the files that are meant, or write it by "
+            "`datasets.load_dataset(...).save_to_disk(FOLDER)` and give that folder."
         )
-    kinds: dict[str, list[Path]] = {}
+    kinds: dict[str, list[PurePath]] = {}
     for path in paths:
         kinds.setdefault(_kind(path), []).append(path)
     if is_folder:
@@ -87,17 +135,15 @@ def check_choice(source: str, paths: Sequence[Path], *, is_folder: bool) -> None
         what = "is a folder with" if is_folder else "matches"
         base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
         raise ConfigError(
-            f"data.source={source!r} {what} files of several kinds: {listed}. Which of them are meant cannot be told: "
+            f"{setting}={source!r} {what} files of several kinds: {listed}. Which of them are meant cannot be told: "
             f"name them, by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...), which "
             "takes those files alone."
         )
-    if is_folder and not kinds.keys() <= {"text"}:
-        _check_splits(source, paths)
 
 
-def left_out(source: str, paths: Iterable[Path], suffixes: frozenset[str]) -> str | None:
+def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
     """Return a note about the files of a folder that have none of these endings; None where all have one."""
-    found = Counter(path.suffix.lower() or path.name for path in paths if path.suffix.lower() not in suffixes)
+    found = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
     if not found:
         return None
     listed = [f"{number} {suffix}" for suffix, number in found.most_common(_NUM_NAMED)]
@@ -108,33 +154,61 @@ def left_out(source: str, paths: Iterable[Path], suffixes: frozenset[str]) -> st
     )
 
 
-def _check_splits(source: str, paths: Sequence[Path]) -> None:
-    splits: dict[str, Path] = {}
+def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source") -> list[PurePath]:
+    """Return the files of one split, by their names or those of their folders; without `split` all, unless there are
+    several splits. Raises ConfigError.
+    """
+    splits: dict[str, list[PurePath]] = {}
     for path in paths:
-        for name in (path.parent.name, path.stem):
-            if found := _SPLIT.fullmatch(name.lower()):
-                splits.setdefault(found[1], path)
-    if "train" in splits and len(splits) > 1:
-        listed = ", ".join(str(path.relative_to(source)) for _, path in sorted(splits.items()))
+        found = {
+            match[1] for name in (path.parent.name, unpacked(path).stem) if (match := _SPLIT.fullmatch(name.lower()))
+        }
+        for name in found:
+            splits.setdefault(name, []).append(path)
+    if split is not None and splits:
+        if split not in splits:
+            raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
+        return splits[split]
+    check_split(source, split, setting)
+    is_text = all(_kind(path) in ("text", "") for path in paths)
+    if "train" in splits and len(splits) > 1 and not is_text:
+        listed = ", ".join(str(found[0].relative_to(source)) for _, found in sorted(splits.items()))
         raise ConfigError(
-            f"data.source={source!r} is a folder with splits of its own: {listed}. All of them would be trained on: "
-            f"name those that are meant, such as {str(splits['train'])!r}; data.eval_fraction holds out a part of them."
+            f"{setting}={source!r} is a folder with splits of its own: {listed}. All of them would be trained on: "
+            f"name those that are meant, such as {str(splits['train'][0])!r}, or in data.sources its split; "
+            "data.eval_share holds out a part of them."
         )
+    return list(paths)
+
+
+def check_split(source: str, split: str | None, setting: str) -> None:
+    """Raise ConfigError for the split of files that have none: they are what others call `train`."""
+    if split not in (None, "train"):
+        raise ConfigError(
+            f"{setting}: {source!r} has no split {split!r}: files have none, unless their names or folders say train, "
+            "validation or test. Leave split out."
+        )
+
+
+def is_saved(paths: Sequence[PurePath], folder: PurePath) -> bool:
+    """Tell whether a folder is one that datasets' `save_to_disk` has written."""
+    own = {path.name for path in paths if path.parent == folder}
+    return "dataset_dict.json" in own or {"dataset_info.json", "state.json"} <= own
 
 
 def _kind(path: PurePath) -> str:
     """Return the kind that a file's ending tells, or an empty string."""
-    suffix = path.suffix.lower()
-    return next((kind for kind, suffixes in {**_READ, **_NOT_READ}.items() if suffix in suffixes), "")
+    suffix = suffix_of(path)
+    return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "")
 
 
-def _by_first_bytes(path: Path) -> str | None:
-    with path.open("rb") as stream:
-        start = stream.read(8)
+def _by_first_bytes(place: Place) -> str | None:
+    with place.open() as stream:
+        start = stream.read(_NUM_FIRST)
     return next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)
 
 
-def _counted(kind: str, paths: Sequence[Path]) -> str:
+def _counted(kind: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
     shown = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
     return f"{_files(len(paths))} of {kind or 'another kind'} ({shown})"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from offload.data.order import rows_at
 from offload.data.store import TokenStore
 
 IGNORE = -100  # the label that torch's and transformers' losses leave out
@@ -57,6 +58,15 @@ class Rows:
     def part(self, begin: int, end: int) -> Rows:
         """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
         return replace(self, first=self.first + begin, num_rows=end - begin)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for the same tokens and the same part of them alone."""
+        return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
+        return rows_at(np.arange(start, start + count), self.num_rows, seed)
 
     @property
     def num_truncated_tokens(self) -> int:

@@ -1,10 +1,10 @@
-"""The one pass over the data: files to token stores for train and eval, kept in the cache under a hash of all that went
-in."""
+"""The one pass over the data: each source to token stores for train and eval, kept in the cache under a hash of all
+that went in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.encode import Encoded, Encoder
 from offload.data.formats import CHAT_FORMATS, Ids, Record, detect_format, read_records, texts_of
-from offload.data.sources import STDLIB_CHAT, find_files, hash_files, hash_text, held_out_files, split_hash
+from offload.data.rows import BadRow, BadRows
+from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.store import TokenStore, TokenWriter
 from offload.data.tokenizer import (
     check_vocabulary,
@@ -27,54 +28,77 @@ from offload.data.tokenizer import (
 )
 from offload.errors import ConfigError
 
-_VERSION = 1
-_WHOLE_FILES = frozenset({"text", "tokens", STDLIB_CHAT})
-"""Formats that are split into train and eval by file, the others by record."""
+_VERSION = 2
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Both stores, and what was met on the way (`num_empty` documents without text, `num_split` conversations,
-    `streams` of tokens)."""
+    """What a source has become, and what was met on the way."""
 
     train: TokenStore
+    """Documents to train on."""
     eval: TokenStore
+    """Documents that are held out."""
     num_empty: int
+    """Documents without text."""
     num_split: int
+    """Conversations that became several documents."""
     streams: bool
+    """Whether some tokens came from a file that marks no documents."""
+    num_bad: int
+    """Rows that were left out, by `data.on_bad_row`."""
+    bad: tuple[str, ...]
+    """What was wrong with the first of these."""
 
 
-class Preparation:
-    """The files of one source, their tokenizer, and the tokens made of them."""
+class Found:
+    """The files of one source, and their records."""
 
-    def __init__(
-        self,
-        source: str | list[str],
-        data_format: str,
-        vocab_size: int,
-        eval_fraction: float,
-        cache_dir: Path,
-        progress: Progress,
-    ):
+    def __init__(self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str) -> None:
+        self.source, self.eval_share, self.on_bad_row = source, eval_share, on_bad_row
         self.notes: list[str] = []  # of what was found, for the user
-        self.sources = [source] if isinstance(source, str) else list(source)
-        found = find_files(source, data_format, self.notes)
-        self.files = [replace(file, format=detect_format(file)) for file in found]
-        self._formats = {file.format for file in self.files}
-        self._files_hash = hash_files(self.files)
+        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
+        self.formats = {file.format for file in self.files}
+        self.files_hash = hash_files(self.files)
+        self.num_bytes = sum(file.num_bytes for file in self.files)
         self._vocab_size = vocab_size
-        self._eval_fraction = eval_fraction
-        self._held_out = held_out_files([file for file in self.files if file.format in _WHOLE_FILES], eval_fraction)
-        self._num_bytes = sum(file.num_bytes for file in self.files)
-        self._cache_dir = cache_dir
-        self._progress = progress
+        self._held_out = held_out_files([file for file in self.files if file.is_whole], eval_share)
 
     @property
     def holds_chats(self) -> bool:
         """Whether any file holds prompts and answers instead of plain text."""
-        return bool(self._formats & CHAT_FORMATS)
+        return bool(self.formats & CHAT_FORMATS)
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether some tokens may be untrained."""
+        return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
+
+    def records(self, bad: BadRows) -> Iterator[tuple[bool, str, Record]]:
+        """Yield (in_eval, a name that is the same on every machine, record); bad rows go to `bad`."""
+        for file in self.files:
+            for index, record in enumerate(read_records(file, self._vocab_size)):
+                if isinstance(record, BadRow):
+                    bad.met(record)
+                    continue
+                name = f"{file.name}#{index}"
+                held_out = file.name in self._held_out if file.is_whole else split_hash(name) < self.eval_share
+                yield held_out, name, record
+
+
+class Preparation:
+    """Sources that have one tokenizer, and the tokens made of them."""
+
+    def __init__(self, found: Sequence[Found], vocab_size: int, cache_dir: Path, progress: Progress) -> None:
+        self.notes = [note for each in found for note in each.notes]
+        self._found = found
+        self._formats = set[str]().union(*(each.formats for each in found))
+        self._num_bytes = sum(each.num_bytes for each in found)
+        self._vocab_size = vocab_size
+        self._cache_dir = cache_dir
+        self._progress = progress
 
     def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
@@ -104,44 +128,46 @@ class Preparation:
                 "trained on the data would make noise of its embeddings: set --data.tokenizer to a folder or hub name, "
                 "that of the one that the model was trained with, or --model.init random to train from nothing."
             )
-        return trained_tokenizer(self._texts, self._vocab_size, self._files_hash, self._cache_dir, self._progress)
+        hashes = [each.files_hash for each in self._found]
+        key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
+        return trained_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
 
-    def tokens(self, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
-        """Return the token stores, from the cache when the same data was prepared before."""
+    def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
+        """Return the token stores of a source, from the cache when the same data was prepared before."""
         rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
-        parts = (_VERSION, self._files_hash, rules, train_on_prompt, self._eval_fraction, self._vocab_size)
+        parts = (
+            *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
+            found.on_bad_row,
+        )
         name = hash_text(repr(parts))
         return cached(
-            self._cache_dir / "tokens", name, lambda folder: self._build(folder, tokenizer, train_on_prompt), _load
+            self._cache_dir / "tokens",
+            name,
+            lambda folder: self._build(folder, found, tokenizer, train_on_prompt),
+            _load,
         )
-
-    def _records(self) -> Iterator[tuple[bool, str, Record]]:
-        """Yield (in_eval, a name that is the same on every machine, record)."""
-        for file in self.files:
-            by_file = file.format in _WHOLE_FILES
-            for index, record in enumerate(read_records(file, self._vocab_size)):
-                name = f"{file.name}#{index}"
-                yield file.name in self._held_out if by_file else split_hash(name) < self._eval_fraction, name, record
 
     def _texts(self) -> Iterator[str]:
         rate = sampling_rate(self._num_bytes)
-        for _, name, record in self._records():
-            if rate < 1 and split_hash(f"sample {name}") >= rate:
-                continue
-            yield from texts_of(record)
+        for found in self._found:
+            for _, name, record in found.records(BadRows(found.on_bad_row)):
+                if rate < 1 and split_hash(f"sample {name}") >= rate:
+                    continue
+                yield from texts_of(record)
 
-    def _build(self, folder: Path, tokenizer: Any, train_on_prompt: bool) -> None:
-        masked = not train_on_prompt and self.holds_chats
+    def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
+        masked = not train_on_prompt and found.may_mask
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
-        encoder = Encoder(tokenizer, train_on_prompt) if tokenizer is not None else None
+        bad = BadRows(found.on_bad_row)
+        encoder = Encoder(tokenizer, train_on_prompt, bad) if tokenizer is not None else None
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
             """Yield the records; tell how far the pass is, by characters against the bytes of the files."""
             nonlocal streams
-            num_bytes, done, reported = max(self._num_bytes, 1), 0, 0
-            for in_eval, _, record in self._records():
+            num_bytes, done, reported = max(found.num_bytes, 1), 0, 0
+            for in_eval, _, record in found.records(bad):
                 done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
                 if done - reported >= num_bytes / 100:
                     reported = done
@@ -149,7 +175,7 @@ class Preparation:
                 streams |= isinstance(record, Ids) and record.stream
                 yield in_eval, record
 
-        for part in encoder.encode(metered()) if encoder else _as_they_are(metered()):
+        for part in encoder.encode(metered()) if encoder else _as_they_are(metered(), train_on_prompt):
             self._check_ids(part, tokenizer)
             writers[part.in_eval].append(part.ids, part.trained, part.closes)
         meta = {
@@ -158,6 +184,8 @@ class Preparation:
             "num_empty": encoder.num_empty if encoder else 0,
             "num_split": encoder.renderer.num_split if encoder else 0,
             "streams": streams,
+            "num_bad": bad.num,
+            "bad": bad.examples,
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         self._progress("tokenizing", 1.0)
@@ -172,13 +200,15 @@ class Preparation:
             )
 
 
-def _as_they_are(records: Iterator[tuple[bool, Record]]) -> Iterator[Encoded]:
+def _as_they_are(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -> Iterator[Encoded]:
     for in_eval, record in records:
         assert isinstance(record, Ids)
-        yield Encoded(record.where, in_eval, np.asarray(record.ids), None, record.closes)
+        trained = None if train_on_prompt else record.trained
+        yield Encoded(record.where, in_eval, np.asarray(record.ids), trained, record.closes)
 
 
 def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
-    stores = {name: TokenStore(folder / name, meta[name]) for name in ("train", "eval")}
-    return TokenizedData(stores["train"], stores["eval"], meta["num_empty"], meta["num_split"], meta["streams"])
+    train, held_out = (TokenStore(folder / name, meta[name]) for name in ("train", "eval"))
+    counts = meta["num_empty"], meta["num_split"], meta["streams"], meta["num_bad"]
+    return TokenizedData(train, held_out, *counts, tuple(meta["bad"]))

@@ -1,4 +1,5 @@
-"""Where the data lies: built-in sources, files, folders and globs, resolved to one sorted list of files.
+"""Where the data lies: built-in sources, files, folders, globs, URLs, data sets, resolved to one sorted list of what to
+read.
 
 Names, not paths, decide the order and the train/eval split, so that a run means the same data wherever the folder is
 mounted.
@@ -9,122 +10,216 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import get_args
 
 import xxhash
 
+from offload.config.data_sources import Format
+from offload.data import saved
 from offload.data.kinds import (
-    RECORD_SUFFIXES,
+    CONTAINERS,
+    ROW_SUFFIXES,
     TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
     UNREAD_SUFFIXES,
     check_choice,
     check_file,
+    check_split,
+    container_of,
+    is_saved,
     left_out,
+    of_split,
+    suffix_of,
 )
+from offload.data.storage import DataSet, LocalFile, Place, remote_files
 from offload.errors import ConfigError, nearest
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
-FORMATS = ("auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens")
+FORMATS: tuple[str, ...] = get_args(Format)
 
 # Tests and tables say little per byte; the last three are not the standard library's own.
 _STDLIB_LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 )
 _HASH_WHOLE_BYTES = 1 << 30  # above this much data a file is known by its size and time instead of its content
+_HASH_BLOCK_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is asked for as one source, in axolotl's words."""
+
+    paths: tuple[str, ...]
+    """Each is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder, a glob, a URL or the name of a data set."""
+    format: str = "auto"
+    """One of FORMATS."""
+    split: str | None = None
+    """Of a data set, or of a folder with files of several splits."""
+    name: str | None = None
+    """Configuration of a data set on the hub."""
+    revision: str | None = None
+    """Commit, branch or tag of a data set on the hub."""
+    weight: float | None = None
+    """Share of the rows of an epoch, relative to the weights of the other sources. None: each row comes once."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls a key of the format, where that is another name: {"text": "body"}."""
+    setting: str = "data.source"
+    """The key of the configuration that names this source, for errors."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
+        return f"{shown}[{self.split}]" if self.split else shown
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read. `name` is relative to its source; `format` is one of FORMATS, or STDLIB_CHAT for docstring
-    chats."""
+    """One file, or split of a data set, to read."""
 
-    path: Path
+    place: Place
+    """Where the bytes are."""
     name: str
+    """The path relative to the source."""
     format: str
+    """One of FORMATS, or STDLIB_CHAT for docstring chats."""
     num_bytes: int
+    """As stored."""
+    container: str = "text"
+    """How rows are stored: one of kinds.CONTAINERS, `data set`, `ids` or `text`."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """As `Source.columns`."""
+    setting: str = "data.source"
+    """As `Source.setting`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is one document, or one stream, which is in the train or the eval part as a whole."""
+        return self.container in ("text", "ids")
 
 
-def find_files(
-    source: str | Sequence[str], data_format: str = "auto", notes: list[str] | None = None
-) -> list[SourceFile]:
-    """Return the files of one or more sources, sorted within each source; a file that is named twice is read once.
+def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFile]:
+    """Return the files of a source, sorted within each of its paths; a file that is named twice is read once.
 
-    A source is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder (searched recursively, hidden names left out)
-    or a glob in which `**` crosses folders. What a folder holds besides is put into `notes`. Raises ConfigError when a
-    source matches nothing, cannot be read, or leaves open which of its files are meant.
+    A folder is searched recursively, hidden names left out; in a glob `**` crosses folders. What a folder holds besides
+    is put into `notes`. Raises ConfigError when a path matches nothing, cannot be read, or leaves open which of its
+    files are meant.
     """
-    if data_format not in FORMATS:
+    if source.format not in FORMATS:
         allowed = ", ".join(FORMATS)
         raise ConfigError(
-            f"data.format={data_format!r} is unknown{nearest(data_format, FORMATS)}; the formats are {allowed}."
+            f"data.format={source.format!r} is unknown{nearest(source.format, FORMATS)}; the formats are {allowed}."
         )
-    sources = [source] if isinstance(source, str) else list(source)
-    if not sources or not all(sources):
-        raise ConfigError(f"data.source={source!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob.")
-    found: dict[Path, SourceFile] = {}
-    for one in sources:
-        for file in _find(one, data_format, [] if notes is None else notes):
-            found.setdefault(file.path, file)
+    if not source.paths or not all(source.paths):
+        raise ConfigError(
+            f"{source.setting}={list(source.paths)!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob."
+        )
+    found: dict[Place, SourceFile] = {}
+    for path in source.paths:
+        for file in _find(path, source, [] if notes is None else notes):
+            found.setdefault(file.place, file)
     return list(found.values())
 
 
-def _find(source: str, data_format: str, notes: list[str]) -> list[SourceFile]:
-    if source.startswith("builtin:"):
-        return _find_builtin(source, data_format)
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [_file(path, PurePath(path.name), data_format)]
-    if path.is_dir():
-        inside, meant = _walk(path), _suffixes(data_format)
-        if data_format == "auto":
-            check_choice(source, inside, is_folder=True)
-            meant |= UNREAD_SUFFIXES  # each is refused by name, below
-        paths = [each for each in inside if each.suffix.lower() in meant]
-        if not paths:
-            suffixes = " ".join(sorted(_suffixes(data_format)))
-            raise ConfigError(
-                f"data.source={source!r} is a folder without a file to read: for data.format={data_format} the endings "
-                f"looked for are {suffixes}. Name the files by a glob such as '{path / '*.log'}' to read other endings."
-            )
-        if note := left_out(source, inside, meant):
-            notes.append(note)
-        return [_file(p, p.relative_to(path), data_format) for p in paths]
-    if glob.has_magic(source):
-        base = _fixed_part(path)
-        matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
+def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
+    if path.startswith("builtin:"):
+        return _find_builtin(path, source)
+    if "://" in path:
+        return _find_remote(path, source)
+    local = Path(path).expanduser()
+    if local.is_file():
+        check_split(path, source.split, source.setting)
+        return [_file(LocalFile(local), local.name, source)]
+    if local.is_dir():
+        return _find_folder(path, local, source, notes)
+    if glob.has_magic(path):
+        base = _fixed_part(local)
+        matches = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
-            raise ConfigError(f"data.source={source!r} matches no file (looked from {base.absolute()}).")
-        if data_format == "auto":
-            check_choice(source, matches, is_folder=False)
-        return [_file(p, p.relative_to(base), data_format) for p in matches]
+            raise ConfigError(f"{source.setting}={path!r} matches no file (looked from {base.absolute()}).")
+        if source.format == "auto":
+            check_choice(path, matches, is_folder=False, setting=source.setting)
+        check_split(path, source.split, source.setting)
+        return [_file(LocalFile(p), p.relative_to(base).as_posix(), source) for p in matches]
+    if _may_be_on_hub(path, source):
+        data_set = saved.from_hub(path, source.name, source.revision, source.split, source.setting)
+        return [_of_data_set(data_set, path, source)]
     raise ConfigError(
-        f"data.source={source!r} does not exist (looked for {path.absolute()}). Give a file, a folder or a glob."
+        f"{source.setting}={path!r} does not exist (looked for {local.absolute()}). Give a file, a folder or a glob."
     )
 
 
-def _find_builtin(source: str, data_format: str) -> list[SourceFile]:
-    accepted = {STDLIB: ("auto", "text"), STDLIB_CHAT: ("auto", "messages")}
-    if source not in accepted:
+def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> list[SourceFile]:
+    inside, meant = _walk(folder), _suffixes(source.format)
+    if is_saved(inside, folder):
+        return [_of_data_set(saved.from_folder(folder, source.split, source.setting), "", source)]
+    if source.format == "auto":
+        check_choice(path, inside, is_folder=True, setting=source.setting)
+        meant |= UNREAD_SUFFIXES  # each is refused by name, below
+    paths = [each for each in inside if suffix_of(each) in meant]
+    if not paths and source.format == "tokens":
+        meant = ROW_SUFFIXES
+        paths = [each for each in inside if suffix_of(each) in meant]
+    if not paths:
+        suffixes = " ".join(sorted(_suffixes(source.format)))
         raise ConfigError(
-            f"data.source={source!r} is unknown{nearest(source, accepted)}; built in are {', '.join(accepted)}."
+            f"{source.setting}={path!r} is a folder without a file to read: for data.format={source.format} the "
+            f"endings looked for are {suffixes}. Name the files by a glob such as '{folder / '*.log'}' to read other "
+            "endings."
         )
-    if data_format not in accepted[source]:
-        raise ConfigError(f"data.format={data_format} cannot read {source}; use {' or '.join(accepted[source])}.")
+    if note := left_out(path, inside, meant):
+        notes.append(note)
+    chosen = of_split(path, paths, source.split, source.setting) if source.format == "auto" or source.split else paths
+    return [_file(LocalFile(Path(p)), p.relative_to(folder).as_posix(), source) for p in chosen]
+
+
+def _find_remote(url: str, source: Source) -> list[SourceFile]:
+    files, base = remote_files(url, source.setting)
+    meant = _suffixes(source.format) | UNREAD_SUFFIXES
+    if len(files) > 1 or base == url.rstrip("/"):
+        files = [file for file in files if suffix_of(file.name) in meant]
+        if source.format == "auto":
+            check_choice(url, [file.name for file in files], is_folder=True, setting=source.setting)
+    if not files:
+        raise ConfigError(f"{source.setting}={url!r} matches no file to read (data.format={source.format}).")
+    check_split(url, source.split, source.setting)
+    return [_file(file, file.url.removeprefix(f"{base}/"), source) for file in files]
+
+
+def _find_builtin(path: str, source: Source) -> list[SourceFile]:
+    accepted = {STDLIB: ("auto", "text"), STDLIB_CHAT: ("auto", "messages")}
+    if path not in accepted:
+        raise ConfigError(
+            f"{source.setting}={path!r} is unknown{nearest(path, accepted)}; built in are {', '.join(accepted)}."
+        )
+    if source.format not in accepted[path]:
+        raise ConfigError(f"data.format={source.format} cannot read {path}; use {' or '.join(accepted[path])}.")
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in _walk(root, _STDLIB_LEFT_OUT) if p.suffix.lower() == ".py" and "_sysconfigdata" not in p.name]
     paths = [p for p in paths if p.stat().st_size]
     if not paths:
         raise ConfigError(
-            f"data.source={source}: this Python keeps no .py sources under {root}. Give files of your own as "
+            f"{source.setting}={path}: this Python keeps no .py sources under {root}. Give files of your own as "
             "data.source."
         )
-    resolved = "text" if source == STDLIB else STDLIB_CHAT
-    return [_file(p, p.relative_to(root), resolved) for p in paths]
+    resolved = "text" if path == STDLIB else STDLIB_CHAT
+    return [
+        SourceFile(LocalFile(p), p.relative_to(root).as_posix(), resolved, p.stat().st_size, setting=source.setting)
+        for p in paths
+    ]
+
+
+def _may_be_on_hub(path: str, source: Source) -> bool:
+    """Tell whether a name that is no file here may be that of a data set: its form says so, and no folder does else."""
+    if source.revision or source.name:
+        return True
+    known = suffix_of(PurePath(path)) in TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES | UNREAD_SUFFIXES
+    return not known and bool(_HUB_NAME.fullmatch(path)) and not Path(path).parent.is_dir()
 
 
 def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
@@ -138,8 +233,8 @@ def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
 
 def _suffixes(data_format: str) -> frozenset[str]:
     if data_format == "auto":
-        return TEXT_SUFFIXES | RECORD_SUFFIXES | TOKEN_SUFFIXES
-    return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else RECORD_SUFFIXES
+        return TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES
+    return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else ROW_SUFFIXES
 
 
 def _fixed_part(pattern: Path) -> Path:
@@ -147,11 +242,28 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
 
-def _file(path: Path, name: PurePath, data_format: str) -> SourceFile:
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"data.source: {path} cannot be read (permission denied).")
-    check_file(path, data_format)
-    return SourceFile(path, name.as_posix(), data_format, path.stat().st_size)
+def _file(place: Place, name: str, source: Source) -> SourceFile:
+    if isinstance(place, LocalFile) and not os.access(place.path, os.R_OK):
+        raise ConfigError(f"{source.setting}: {place} cannot be read (permission denied).")
+    if source.name or source.revision:
+        raise ConfigError(f"{source.setting}: {place} is a file, which has no name or revision: leave them out.")
+    check_file(place, source.format, source.setting)
+    container, data_format = container_of(place.name), source.format
+    if data_format == "text":
+        if container in ("parquet", "arrow"):
+            data_format = "jsonl"  # rows with a text
+        else:
+            container = "text"  # a table, or records, to be read as it stands
+    elif data_format not in ("auto", "tokens") and container not in CONTAINERS:
+        container = "json"  # a file of another name
+    elif data_format == "tokens" and container == "text":
+        container = "ids"
+    return SourceFile(place, name, data_format, place.num_bytes, container, source.columns, source.setting)
+
+
+def _of_data_set(data_set: DataSet, name: str, source: Source) -> SourceFile:
+    data_format = "jsonl" if source.format == "text" else source.format
+    return SourceFile(data_set, name, data_format, data_set.num_bytes, "data set", source.columns, source.setting)
 
 
 def hash_text(text: str) -> str:
@@ -182,13 +294,17 @@ def held_out_files(files: Sequence[SourceFile], eval_fraction: float) -> frozens
 
 def hash_files(files: Sequence[SourceFile]) -> str:
     """Return a hash of the files' names, formats and contents; of sizes and times instead of contents above 1 GiB of
-    data."""
+    data, and for what is no file of this machine.
+    """
     whole = sum(file.num_bytes for file in files) <= _HASH_WHOLE_BYTES
     digest = xxhash.xxh3_128()
     for file in files:
-        digest.update(f"{file.name}\0{file.format}\0{file.num_bytes}\0".encode())
-        if whole:
-            digest.update(file.path.read_bytes())
+        columns = f"{sorted(file.columns.items())}\0" if file.columns else ""
+        digest.update(f"{file.name}\0{file.format}\0{file.num_bytes}\0{columns}".encode())
+        if whole and isinstance(file.place, LocalFile):
+            with file.place.open() as stream:
+                while block := stream.read(_HASH_BLOCK_BYTES):
+                    digest.update(block)
         else:
-            digest.update(f"{file.path.absolute()}\0{file.path.stat().st_mtime_ns}\0".encode())
+            digest.update(f"{file.place.stamp}\0".encode())
     return digest.hexdigest()

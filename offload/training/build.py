@@ -124,7 +124,10 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
         for text in data.notes:
             say(f"note: {text}")
-        say(f"data: {data.contents}, {100 * objective.share(data.target_share):.3g}% of them trained on")
+        for word, each in [*(("data", one) for one in data.sources), *(("eval", one) for one in data.eval_sources)]:
+            done = "trained on" if word == "data" else "evaluated on"
+            share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
+            say(f"{word}: {', '.join([each.contents, share, *each.more])}")
         say(
             f"rows: {data.num_train_rows:,} of {config.data.sequence_length} tokens to train on, "
             f"{data.num_eval_rows:,} to evaluate; {data.layout}; objective: {objective.name}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
@@ -24,16 +25,30 @@ _AGAIN_S, _LOOK_S = 60.0, 0.5
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
 
 
-def evaluate(
-    engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int
-) -> tuple[float, str] | None:
-    """Return the mean loss over the target tokens of the first eval rows, of all ranks, and what was evaluated; None
-    without eval rows. Collective.
-    """
-    num_rows = data.num_eval_rows
+class Evaluation(NamedTuple):
+    """The loss over some rows."""
+
+    name: str
+    """Of the eval source; empty for what is held out of the training data."""
+    loss: float
+    """Mean over the target tokens, of all ranks."""
+    rows: str
+    """What was evaluated."""
+
+
+def evaluate(engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int) -> list[Evaluation]:
+    """Return the evaluation of the first rows of all that has some to evaluate. Collective."""
+    found = [_evaluate(engine, data, objective, comm, batch_size, name) for name in data.evals]
+    return [each for each in found if each is not None]
+
+
+def _evaluate(
+    engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int, name: str
+) -> Evaluation | None:
+    num_rows = data.evals[name].num_rows
     batches = [
         own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
-        for index, rows in enumerate(data.eval_batches(batch_size, NUM_EVAL_BATCHES, comm.rank, comm.size))
+        for index, rows in enumerate(data.eval_batches(batch_size, NUM_EVAL_BATCHES, comm.rank, comm.size, name))
     ]
     counts = comm.sum_in_order([objective.count(batch) for batch in batches], "targets of the evaluation")
     losses = [float(engine.evaluate(batch)) * n for batch, n in zip(batches, counts, strict=True) if n]
@@ -41,7 +56,10 @@ def evaluate(
     if not num_tokens:
         return None
     rows_done = min(num_rows, NUM_EVAL_BATCHES * batch_size)
-    return sum(losses) / num_tokens, f"{num_tokens:,} tokens in {rows_done:,} of {num_rows:,} rows"
+    of = f" of {name}" if name else ""
+    return Evaluation(
+        name, sum(losses) / num_tokens, f"{num_tokens:,} tokens in {rows_done:,} of {num_rows:,} rows{of}"
+    )
 
 
 def own_share(objective: Objective, comm: Comm, rows: Batch, step: int, num_rows: int) -> Batch:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from offload.accelerators import own_accelerator
 from offload.config.config import Config
+from offload.config.sections import DataSection
 from offload.data.dataset import Dataset, build_dataset
+from offload.data.sources import Source
 from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
@@ -42,8 +44,9 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
     # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
     spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
     return build_dataset(
-        source=list(data.source),
-        format=data.format,
+        sources=_sources(data, data.sources, "data.sources")
+        or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
+        eval_sources=_sources(data, data.eval_source, "data.eval_source"),
         tokenizer=data.tokenizer,
         model_path=None if folder is None else str(folder),
         is_pretrained=config.model.init == "pretrained",
@@ -51,11 +54,20 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
         train_on_prompt=data.train_on_prompt,
-        eval_fraction=data.eval_fraction,
+        eval_share=float(data.eval_share or 0),
+        on_bad_row=data.on_bad_row,
+        stopping_strategy=data.stopping_strategy,
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         progress=progress,
     )
+
+
+def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
+    """Return sources as the data package has them: what they leave open is as `data` says for all."""
+    defaults = {"type": data.format, "columns": data.columns}
+    filled = [{**defaults, **source} for source in given]
+    return [Source((source.pop("path"),), source.pop("type"), **source, setting=setting) for source in filled]
 
 
 def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from offload.config.config import Config
 from offload.distributed.joining import open_comm
@@ -259,18 +260,18 @@ class Trainer:
         every = self.config.train.eval_every
         return every > 0 and self._stands.num_done % every == 0
 
-    def _evaluate(self) -> dict[str, float]:
-        """Return the evaluation's field of metrics.jsonl, if there are eval rows. Collective."""
+    def _evaluate(self) -> dict[str, Any]:
+        """Return the evaluation's fields of metrics.jsonl, if there are eval rows. Collective."""
         assert self._engine is not None
         begin, stands = time.perf_counter(), self._stands
         found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
-        if found is None:
+        if not found:
             return {}
-        loss, what = found
-        stands.evaluated(loss)
+        stands.evaluated(found[0].loss)
         self._records.mark("evaluation", begin, time.perf_counter())
-        self._say(f"step {stands.num_done}  eval loss {stands.eval_loss:.4f} over {what}")
-        return {"eval_loss": stands.eval_loss}
+        self._say(*(f"step {stands.num_done}  eval loss {each.loss:.4f} over {each.rows}" for each in found))
+        named = {each.name: each.loss for each in found if each.name}
+        return {"eval_loss": stands.eval_loss, **({"eval_losses": named} if named else {})}
 
     def _evaluate_last(self) -> None:
         """Evaluate the weights after the last step, unless that is done. Collective."""

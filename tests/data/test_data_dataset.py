@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from offload.data.cache import cached
 from offload.data.dataset import Dataset, build_dataset, share
 from offload.errors import ConfigError
+from tests.data.asked import source_of
 
 Build = Callable[..., Dataset]
 
@@ -41,11 +42,13 @@ def build(tmp_path: Path, bpe_folder: Callable[..., str], prose: str) -> Build:
             "vocab_size": 400,
             "sequence_length": 16,
             "batch_size": 6,
-            "eval_fraction": 0.1,
+            "eval_share": 0.1,
             "seed": 5,
             "cache_dir": tmp_path / "cache",
         }
-        return build_dataset(**{**settings, **changes})
+        values = {**settings, **changes}
+        source = source_of(values.pop("source"), **values.pop("how", {}))
+        return build_dataset(**{"sources": [source], **values})
 
     return build
 
@@ -123,7 +126,7 @@ def test_all_ranks_get_a_mask_when_one_of_them_needs_it(
     build: Build, write_lines: Callable[..., Path], prose: str
 ) -> None:
     path = write_lines("a.jsonl", *({"text": prose if i % 2 else "short"} for i in range(20)))
-    dataset = build(source=str(path), packing=False, eval_fraction=0.0)
+    dataset = build(source=str(path), packing=False, eval_share=0.0)
     masks = [[dataset.batch(step, rank, 6)["attention_mask"] for rank in range(6)] for step in range(3)]
     assert any(bool(mask.all()) for batch in masks for mask in batch), "a rank whose own row is full"
     assert all(any(not bool(mask.all()) for mask in batch) for batch in masks)
@@ -147,7 +150,7 @@ def test_unpacked_rows_are_padded_and_masked(build: Build, prose: str) -> None:
 
 def test_fewer_rows_than_a_batch_repeat(build: Build, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("The quick brown fox.")
-    dataset = build(source=str(tmp_path / "one.txt"), eval_fraction=0.0, batch_size=4)
+    dataset = build(source=str(tmp_path / "one.txt"), eval_share=0.0, batch_size=4)
     assert dataset.num_train_rows == 1
     assert len(set(rows_of(dataset.batch(0)))) == 1
     assert dataset.batch(0)["attention_mask"].sum(1).tolist() == [dataset.train.store.num_tokens] * 4
@@ -157,8 +160,8 @@ def test_fewer_rows_than_a_batch_repeat(build: Build, tmp_path: Path) -> None:
 
 def test_one_document_is_split_by_rows(build: Build, tmp_path: Path, prose: str) -> None:
     (tmp_path / "one.txt").write_text(prose * 20)
-    whole = build(source=str(tmp_path / "one.txt"), eval_fraction=0.0)
-    parts = build(source=str(tmp_path / "one.txt"), eval_fraction=0.25)
+    whole = build(source=str(tmp_path / "one.txt"), eval_share=0.0)
+    parts = build(source=str(tmp_path / "one.txt"), eval_share=0.25)
     assert parts.num_train_rows + parts.num_eval_rows == whole.num_train_rows
     assert parts.num_eval_rows == round(whole.num_train_rows * 0.25)
     last = parts.eval.read(np.arange(parts.num_eval_rows))[0]
@@ -168,7 +171,7 @@ def test_one_document_is_split_by_rows(build: Build, tmp_path: Path, prose: str)
 
 def test_records_are_split_one_by_one(build: Build, write_lines: Callable[..., Path]) -> None:
     path = write_lines("a.jsonl", *({"text": f"document {i}"} for i in range(400)))
-    dataset = build(source=str(path), eval_fraction=0.2)
+    dataset = build(source=str(path), eval_share=0.2)
     assert dataset.train.store.num_documents + dataset.eval.store.num_documents == 400
     assert 50 < dataset.eval.store.num_documents < 110
 
@@ -214,29 +217,27 @@ def test_chats_train_the_answers_only(build: Build, write_lines: Callable[..., P
         }
 
     path = write_lines("chats.jsonl", *(chat(i) for i in range(60)))
-    dataset = build(source=str(path), packing=False, sequence_length=40, batch_size=1, eval_fraction=0.0)
+    dataset = build(source=str(path), packing=False, sequence_length=40, batch_size=1, eval_share=0.0)
     for step in range(60):
         batch = dataset.batch(step)
         labels = batch["labels"][0]
         number = dataset.tokenizer.decode(batch["input_ids"][0]).split("What ")[1].split("?")[0]
         assert dataset.tokenizer.decode(labels[labels != -100]) == f"It is {number}.<|endoftext|>"
-    everything = build(source=str(path), packing=False, sequence_length=40, train_on_prompt=True, eval_fraction=0.0)
+    everything = build(source=str(path), packing=False, sequence_length=40, train_on_prompt=True, eval_share=0.0)
     assert everything.train.num_targets > 2 * dataset.train.num_targets
     assert everything.state_dict()["fingerprint"] != dataset.state_dict()["fingerprint"]
 
 
 def test_rows_that_lost_their_answer_are_left_out(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
     path = write_lines("a.jsonl", {"prompt": prose, "completion": "x"}, {"prompt": "x", "completion": prose})
-    dataset = build(source=str(path), packing=False, eval_fraction=0.0)
+    dataset = build(source=str(path), packing=False, eval_share=0.0)
     assert dataset.num_train_rows == 1
     assert any("1 rows hold no trained token" in note for note in dataset.notes)
 
 
 def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(100) % 50)
-    dataset = build(
-        source=str(tmp_path / "ids.npy"), tokenizer=None, vocab_size=50, sequence_length=10, eval_fraction=0.0
-    )
+    dataset = build(source=str(tmp_path / "ids.npy"), tokenizer=None, vocab_size=50, sequence_length=10, eval_share=0.0)
     assert dataset.tokenizer is None
     assert dataset.num_train_rows == 10
     assert min(rows_of(dataset.batch(0)) + rows_of(dataset.batch(1))) == tuple(range(10))
@@ -269,17 +270,17 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
 
 def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], tmp_path: Path) -> None:
     dataset = build()
-    assert dataset.contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
+    assert dataset.sources[0].contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
     num_tokens = dataset.train.store.num_tokens + dataset.eval.store.num_tokens
-    assert dataset.contents.endswith(f" {num_tokens:,} tokens")
+    assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
-    assert dataset.target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
+    assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
     assert "see each other" in dataset.layout
     pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
-    dataset = build(source=str(pairs), eval_fraction=0.0, packing=False)
-    assert dataset.contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
+    dataset = build(source=str(pairs), eval_share=0.0, packing=False)
+    assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
-    assert dataset.target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
+    assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
     assert dataset.layout == "a document a row"
 
 
@@ -307,7 +308,7 @@ def test_what_a_folder_holds_besides_is_a_note(build: Build, tmp_path: Path) -> 
 def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
     pairs = write_lines("pairs.jsonl", {"prompt": prose, "completion": "4"})
     with pytest.raises(ConfigError, match=r"Raise --data\.sequence_length") as error:
-        build(source=str(pairs), packing=False, eval_fraction=0.0)
+        build(source=str(pairs), packing=False, eval_share=0.0)
     assert "Give more" not in str(error.value)
 
 
@@ -316,7 +317,7 @@ def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Cal
     [
         ({"sequence_length": 1}, r"data\.sequence_length=1"),
         ({"batch_size": 0}, r"train\.batch_size=0"),
-        ({"eval_fraction": 1.0}, r"data\.eval_fraction=1\.0"),
+        ({"eval_share": 1.0}, r"data\.eval_share=1\.0"),
         ({"source": "no-such-place"}, r"data\.source='no-such-place' does not exist"),
     ],
 )
@@ -341,7 +342,7 @@ def test_another_state_is_refused_by_name(build: Build, tmp_path: Path) -> None:
         ({"packing": False}, r"data\.packing is False and was True"),
         ({"batch_size": 12}, r"train\.batch_size is 12 and was 6"),
         ({"seed": 1}, r"run\.seed is 1 and was 5"),
-        ({"eval_fraction": 0.3}, r"data is not what the run began with"),
+        ({"eval_share": 0.3}, r"data is not what the run began with"),
     ]
     for changes, words in cases:
         with pytest.raises(ConfigError, match=words):
@@ -365,7 +366,7 @@ def test_the_cache_is_filled_once_and_shared(build: Build, tmp_path: Path) -> No
     reports.clear()
     build(progress=progress, sequence_length=64, packing=False, batch_size=2, seed=1)
     assert reports == [], "rows are cut when they are read, so their settings need no new tokens"
-    build(progress=progress, eval_fraction=0.2)
+    build(progress=progress, eval_share=0.2)
     assert reports
 
 
@@ -431,11 +432,11 @@ def test_importing_is_cheap() -> None:
 def test_the_standard_library(tmp_path: Path) -> None:
     """The built-in default, from nothing: tokenizer trained, tokens packed, deterministic."""
     dataset = build_dataset(
-        source="builtin:stdlib",
+        sources=[source_of("builtin:stdlib")],
         vocab_size=2048,
         sequence_length=256,
         batch_size=4,
-        eval_fraction=0.02,
+        eval_share=0.02,
         cache_dir=tmp_path,
     )
     assert len(dataset.tokenizer) == 2048
@@ -460,11 +461,11 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
         (shutil.copytree if (real / name).is_dir() else shutil.copy)(real / name, tmp_path / name)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     dataset = build_dataset(
-        source="builtin:stdlib-chat",
+        sources=[source_of("builtin:stdlib-chat")],
         vocab_size=1024,
         sequence_length=256,
         batch_size=4,
-        eval_fraction=0.1,
+        eval_share=0.1,
         cache_dir=tmp_path / "cache",
     )
     assert dataset.num_eval_rows

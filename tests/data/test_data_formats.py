@@ -13,16 +13,22 @@ import pytest
 
 from offload.data import formats
 from offload.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
-from offload.data.sources import find_files
+from offload.data.rows import BadRow
 from offload.errors import ConfigError
+from tests.data.asked import files_of
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 
 
 def read(path: Path, data_format: str = "auto", vocab_size: int = 1000) -> list[Record]:
-    (file,) = find_files(str(path), data_format)
-    return list(read_records(replace(file, format=detect_format(file)), vocab_size))
+    (file,) = files_of(str(path), data_format)
+    records = []
+    for record in read_records(replace(file, format=detect_format(file)), vocab_size):
+        if isinstance(record, BadRow):
+            raise record
+        records.append(record)
+    return records
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,7 @@ def read(path: Path, data_format: str = "auto", vocab_size: int = 1000) -> list[
 )
 def test_auto_goes_by_the_first_records_keys(write_lines: Callable[..., Path], record: Any, data_format: str) -> None:
     for name in ("data.jsonl", "data.json"):
-        (file,) = find_files(str(write_lines(name, record)))
+        (file,) = files_of(str(write_lines(name, record)))
         assert detect_format(file) == data_format
 
 
@@ -50,7 +56,7 @@ def test_auto_goes_by_the_ending(tmp_path: Path) -> None:
         ("e.bin", "tokens"),
     ]:
         (tmp_path / name).write_text("x")
-        (file,) = find_files(str(tmp_path / name))
+        (file,) = files_of(str(tmp_path / name))
         assert detect_format(file) == data_format
 
 
@@ -215,5 +221,5 @@ def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -
     """As the alpaca data have them, with the whole prompt as "text" beside its parts."""
     path = write_lines("x.jsonl", {"instruction": "a", "input": "", "output": "b", "text": "a b"})
     with pytest.raises(ConfigError, match=r"fit several formats: set --data\.format to jsonl or alpaca"):
-        detect_format(*find_files(str(path)))
-    assert detect_format(*find_files(str(path), "alpaca")) == "alpaca"
+        detect_format(*files_of(str(path)))
+    assert detect_format(*files_of(str(path), "alpaca")) == "alpaca"

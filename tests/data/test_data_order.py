@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.dataset import rows_at, shuffled
+from offload.data.order import rows_at, shuffled
 from tests.matrix import examples
 
 
@@ -44,4 +44,4 @@ def test_a_large_order_needs_no_memory() -> None:
 def test_positions_run_through_the_epochs(num_rows: int, count: int, start: int) -> None:
     epochs = (start + count) // num_rows + 1
     whole = np.concatenate([shuffled(np.arange(num_rows), num_rows, 3, epoch) for epoch in range(epochs)])
-    assert rows_at(start, count, num_rows, 3).tolist() == whole[start : start + count].tolist()
+    assert rows_at(np.arange(start, start + count), num_rows, 3).tolist() == whole[start : start + count].tolist()

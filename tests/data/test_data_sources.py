@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from offload.data.formats import docstring_chats
-from offload.data.sources import SourceFile, find_files, hash_files, held_out_files, split_hash
+from offload.data.docstrings import docstring_chats
+from offload.data.sources import SourceFile, hash_files, held_out_files, split_hash
+from offload.data.storage import LocalFile
 from offload.errors import ConfigError
+from tests.data.asked import files_of
 
 
 @pytest.fixture
@@ -27,27 +29,27 @@ def names(files: list[SourceFile]) -> list[str]:
 
 def test_a_folder_is_searched_in_order(folder: Path) -> None:
     notes: list[str] = []
-    assert names(find_files(str(folder), "text", notes)) == ["a.md", "b.txt", "sub/deep/c.py"]
+    assert names(files_of(str(folder), "text", notes=notes)) == ["a.md", "b.txt", "sub/deep/c.py"]
     assert notes == [f"3 files of {folder} are not read, by the ending: 1 .png, 1 .jsonl, 1 .npy. A glob takes any."]
     for name in ("sub/d.jsonl", "t.npy"):
         (folder / name).unlink()
-    assert names(find_files(str(folder))) == ["a.md", "b.txt", "sub/deep/c.py"]
+    assert names(files_of(str(folder))) == ["a.md", "b.txt", "sub/deep/c.py"]
     (folder / "sub/d.jsonl").write_text("")
     (folder / "t.npy").write_text("")
-    assert names(find_files(str(folder), "messages")) == ["sub/d.jsonl"]
-    assert names(find_files(str(folder), "tokens")) == ["t.npy"]
+    assert names(files_of(str(folder), "messages")) == ["sub/d.jsonl"]
+    assert names(files_of(str(folder), "tokens")) == ["t.npy"]
 
 
 def test_globs_are_relative_to_their_fixed_part(folder: Path) -> None:
-    assert names(find_files(f"{folder}/**/*.py")) == ["sub/deep/c.py"]
-    assert names(find_files(f"{folder}/sub/*")) == ["d.jsonl"]
-    assert names(find_files(f"{folder}/*.png", "text")) == ["image.png"], (
+    assert names(files_of(f"{folder}/**/*.py")) == ["sub/deep/c.py"]
+    assert names(files_of(f"{folder}/sub/*")) == ["d.jsonl"]
+    assert names(files_of(f"{folder}/*.png", "text")) == ["image.png"], (
         "a glob decides by itself which endings it means"
     )
 
 
 def test_several_sources_keep_their_order_and_a_file_comes_once(folder: Path) -> None:
-    files = find_files([f"{folder}/b.txt", f"{folder}/*.md", f"{folder}/*.txt"])
+    files = files_of([f"{folder}/b.txt", f"{folder}/*.md", f"{folder}/*.txt"])
     assert names(files) == ["b.txt", "a.md"]
 
 
@@ -64,7 +66,7 @@ def test_several_sources_keep_their_order_and_a_file_comes_once(folder: Path) ->
 def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str]) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"data\.source") as error:
-        find_files(source.format(folder=folder))
+        files_of(source.format(folder=folder))
     assert all(word in str(error.value) for word in words)
 
 
@@ -78,10 +80,9 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
         ("README.md a.jsonl b.jsonl", ["2 files of records (a.jsonl, b.jsonl)", "'{folder}/**/*.jsonl'"]),
         ("a.txt b.npy", ["1 file of text (a.txt)", "1 file of token ids (b.npy)"]),
         ("a.txt b.csv c.png", ["1 file of table (b.csv)"]),
-        ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "load_from_disk"]),
-        ("data/part-0.parquet", ["part-0.parquet is columns", "datasets.load_dataset"]),
-        ("rows.csv", ["rows.csv is a table", "csv.DictReader", "--data.format text"]),
-        ("text.txt.gz", ["text.txt.gz is a packed file", "gunzip"]),
+        ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "save_to_disk"]),
+        ("data/part-0.parquet", ["part-0.parquet is an empty file"]),
+        ("text.txt.bz2", ["text.txt.bz2 is a packed file", "bunzip2"]),
         ("train.jsonl test.jsonl", ["splits of its own: test.jsonl, train.jsonl", "'{folder}/train.jsonl'"]),
         ("train/0.bin val/0.bin", ["splits of its own: train/0.bin, val/0.bin"]),
     ],
@@ -93,25 +94,24 @@ def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     with pytest.raises(ConfigError, match=r"data\.source") as error:
-        find_files(str(tmp_path))
+        files_of(str(tmp_path))
     assert not [word for word in words if word.format(folder=tmp_path) not in str(error.value)], str(error.value)
 
 
 def test_sources_have_test_files(tmp_path: Path) -> None:
     for name in ("train.py", "test.py"):
         (tmp_path / name).write_text("")
-    assert names(find_files(str(tmp_path))) == ["test.py", "train.py"]
+    assert names(files_of(str(tmp_path))) == ["test.py", "train.py"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "data_format", "words"),
     [
-        ("rows.csv", b"a,b\n", "auto", "is a table"),
-        ("rows.TSV", b"a\tb\n", "messages", "is a table"),
-        ("rows.parquet", b"PAR1", "text", "is columns"),
-        ("rows.arrow", b"\xff\xff\xff\xff", "auto", "is columns"),
-        ("text.txt", b"\x1f\x8b\x08", "text", "is a packed file"),
-        ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "is a packed file"),
+        ("rows.jsonl", b"PAR1", "auto", "begins as a parquet file"),
+        ("rows.csv", b"ARROW1", "auto", "begins as an Arrow file"),
+        ("text.txt", b"\x1f\x8b\x08", "text", "begins as a packed file"),
+        ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "begins as a packed file"),
+        ("rows.parquet.gz", b"\x1f\x8b\x08", "auto", "is a packed file of columns"),
         ("ids.bin.zst", b"", "tokens", "is a packed file"),
         ("text", b"PK\x03\x04", "auto", "is a packed file"),
     ],
@@ -122,47 +122,47 @@ def test_a_file_that_would_be_read_as_what_it_is_not_is_refused(
     (tmp_path / name).write_bytes(content)
     for source in (tmp_path / name, tmp_path / "*"):
         with pytest.raises(ConfigError, match=words) as error:
-            find_files(str(source), data_format)
+            files_of(str(source), data_format)
         assert name in str(error.value)
 
 
 def test_a_table_is_text_where_that_is_asked_for_and_ids_may_begin_as_they_like(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n")
-    assert names(find_files(str(tmp_path / "rows.csv"), "text")) == ["rows.csv"]
+    assert names(files_of(str(tmp_path / "rows.csv"), "text")) == ["rows.csv"]
     (tmp_path / "ids.bin").write_bytes(b"\x1f\x8b\x08\0")
-    assert names(find_files(str(tmp_path / "ids.bin"))) == ["ids.bin"]
+    assert names(files_of(str(tmp_path / "ids.bin"))) == ["ids.bin"]
     with pytest.raises(ConfigError, match=r"\*' matches files of several kinds"):
-        find_files(f"{tmp_path}/*")
+        files_of(f"{tmp_path}/*")
 
 
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean sharegpt"):
-        find_files("builtin:stdlib", "shargpt")
+        files_of("builtin:stdlib", "shargpt")
     with pytest.raises(ConfigError, match=r"data\.format=alpaca cannot read builtin:stdlib"):
-        find_files("builtin:stdlib", "alpaca")
+        files_of("builtin:stdlib", "alpaca")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_an_unreadable_file_is_named(folder: Path) -> None:
     (folder / "b.txt").chmod(0)
     with pytest.raises(ConfigError, match=r"b\.txt cannot be read"):
-        find_files(str(folder / "b.txt"))
+        files_of(str(folder / "b.txt"))
 
 
 def test_the_standard_library_without_tests_and_tables() -> None:
-    files = find_files("builtin:stdlib")
+    files = files_of("builtin:stdlib")
     found = names(files)
     assert found == sorted(found, key=lambda name: name.split("/"))
     assert {"argparse.py", "asyncio/tasks.py", "json/decoder.py"} <= set(found)
     parts = {part for name in found for part in name.split("/")}
     assert not parts & {"test", "tests", "idle_test", "site-packages", "encodings", "__pycache__"}
     assert sum(file.num_bytes for file in files) > 2_000_000
-    assert names(find_files("builtin:stdlib-chat")) == found
+    assert names(files_of("builtin:stdlib-chat")) == found
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
 def test_the_split_by_file_is_near_what_was_asked(fraction: float) -> None:
-    files = find_files("builtin:stdlib")
+    files = files_of("builtin:stdlib")
     held_out = held_out_files(files, fraction)
     share = sum(file.num_bytes for file in files if file.name in held_out) / sum(file.num_bytes for file in files)
     assert 0.9 * fraction < share <= fraction
@@ -171,7 +171,7 @@ def test_the_split_by_file_is_near_what_was_asked(fraction: float) -> None:
 
 def test_too_few_files_are_not_split() -> None:
     def file(name: str, num_bytes: int) -> SourceFile:
-        return SourceFile(Path(name), name, "text", num_bytes)
+        return SourceFile(LocalFile(Path(name)), name, "text", num_bytes)
 
     assert held_out_files([file("a", 1000)], 0.5) == frozenset()
     assert held_out_files([file("a", 1_000_000), file("b", 100)], 0.1) == frozenset(), "100 bytes stand for nothing"
@@ -183,10 +183,10 @@ def test_the_hash_is_of_names_and_contents_not_of_places(tmp_path: Path) -> None
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "x.txt").write_text("content")
-    one, two = (find_files(str(tmp_path / place)) for place in ("one", "two"))
+    one, two = (files_of(str(tmp_path / place)) for place in ("one", "two"))
     assert hash_files(one) == hash_files(two)
     (tmp_path / "two" / "x.txt").write_text("contend")
-    assert hash_files(one) != hash_files(find_files(str(tmp_path / "two")))
+    assert hash_files(one) != hash_files(files_of(str(tmp_path / "two")))
 
 
 def test_split_hash_is_uniform_and_fixed() -> None:

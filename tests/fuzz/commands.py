@@ -32,7 +32,7 @@ _SENSIBLE: dict[str, list[str]] = {
     "model.init": ["auto", "random"],
     "data.sequence_length": ["16", "32", "none"],
     "data.packing": ["true", "false"],
-    "data.eval_fraction": ["0", "0.1"],
+    "data.eval_share": ["0", "0.1"],
     "train.steps": ["1", "2", "3"],
     "train.batch_size": ["1", "2", "5"],
     "train.micro_batch_size": ["1", "2", "none"],

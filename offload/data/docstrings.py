@@ -1,0 +1,49 @@
+"""`builtin:stdlib-chat`: questions and answers that are made from docstrings."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import xxhash
+
+_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_QUESTIONS = (
+    "What does `{name}` do?",
+    "Explain the {kind} `{name}` from Python's standard library.",
+    "What is `{name}` for?",
+    "Give me the documentation of `{name}`.",
+    "I found `{name}` in some Python code. What is it?",
+    "How would you describe the {kind} `{name}` in `{module}`?",
+)
+
+
+def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
+    """Yield (line, messages) for every documented function, class and method of a module, in the order of the file.
+
+    `file_name` is the path inside the standard library, such as `asyncio/tasks.py`. The wording of a question is chosen
+    by a hash of the name, so the same Python gives the same chats.
+    """
+    parts = PurePosixPath(file_name).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in old modules are not this run's business
+        tree = ast.parse(source)
+    for node, qualified, kind in _documented(tree.body, f"{module}.", "function"):
+        wording = _QUESTIONS[xxhash.xxh3_64_intdigest(qualified.encode()) % len(_QUESTIONS)]
+        question = wording.format(name=qualified, kind=kind, module=module)
+        answer = ast.get_docstring(node) or ""
+        yield node.lineno, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _documented(body: list[ast.stmt], prefix: str, function_kind: str) -> Iterator[tuple[_Documented, str, str]]:
+    for node in body:
+        if not isinstance(node, _Documented):
+            continue
+        is_class = isinstance(node, ast.ClassDef)
+        if ast.get_docstring(node):
+            yield node, prefix + node.name, "class" if is_class else function_kind
+        if is_class:
+            yield from _documented(node.body, f"{prefix}{node.name}.", "method")

@@ -1,0 +1,145 @@
+"""Rows of several sources as one sequence: by weight, each epoch drawn anew, and still a function of the position.
+
+An epoch of a mixture has a fixed number of rows of each part, its quota, in one shuffled order. A part whose quota is
+not its number of rows has an order of its own, too: a large part shows other rows from epoch to epoch for as long as
+there are enough others, and never one twice in an epoch; a small one comes around in each epoch as often as its quota
+says, each row as often as the others but for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from offload.data.order import rows_at
+from offload.data.packing import Rows
+
+StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
+
+
+class RowSet(Protocol):
+    """What a dataset reads rows from: `Rows` of one source, or a `Mixture`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+
+    @property
+    def packing(self) -> bool:
+        """Whether a row may begin and end within a document."""
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for the same rows alone."""
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each row are real, int64 [n]; the rest is padding."""
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several parts. Row r of part i has the index (rows of the parts before it) + r."""
+
+    parts: tuple[Rows, ...]
+    quotas: tuple[int, ...]
+    """How many rows of each part an epoch has."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Rows], quotas: Sequence[int] | None = None) -> RowSet:
+        """Return the parts as one; `quotas` None takes each row of each part once. One part stays what it is."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(tuple(parts), tuple(part.num_rows for part in parts) if quotas is None else tuple(quotas))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.quotas)
+
+    @property
+    def sequence_length(self) -> int:
+        return self.parts[0].sequence_length
+
+    @property
+    def packing(self) -> bool:
+        return self.parts[0].packing
+
+    @property
+    def identity(self) -> str:
+        return " ".join(f"{part.identity}*{quota}" for part, quota in zip(self.parts, self.quotas, strict=True))
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        positions = np.arange(start, start + count)
+        slots, epochs = rows_at(positions, self.num_rows, seed), positions // self.num_rows
+        ends = np.cumsum(self.quotas)
+        rows, first = np.empty(count, np.int64), 0
+        for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
+            here = (slots >= end - quota) & (slots < end)
+            own = slots[here] - (end - quota)
+            if quota != part.num_rows:  # else the order of the epoch has each of its rows once
+                own = rows_at(_begin(epochs[here], quota, part.num_rows) + own, part.num_rows, seed + (index + 1 << 32))
+            rows[here] = first + own
+            first += part.num_rows
+        return rows
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        lengths = np.empty(len(rows), np.int64)
+        for part, here, own in self._by_part(rows):
+            lengths[here] = part.lengths(own)
+        return lengths
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.empty((len(rows), self.sequence_length), np.int64)
+        labels = np.empty_like(ids)
+        for part, here, own in self._by_part(rows):
+            ids[here], labels[here] = part.read(own)
+        return ids, labels
+
+    def _by_part(self, rows: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
+        """Return for each part that has some of these rows: which of them, bool [n], and their indices in it."""
+        ends = np.cumsum([part.num_rows for part in self.parts])
+        owners = np.searchsorted(ends, rows, "right")
+        here = [owners == index for index in range(len(self.parts))]
+        return [
+            (part, mask, rows[mask] - (end - part.num_rows))
+            for part, mask, end in zip(self.parts, here, ends, strict=True)
+            if mask.any()
+        ]
+
+
+def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
+    """Return at which position of a part's own endless sequence each of `epochs` [n] begins to read it: such that an
+    epoch takes whole passes over the part first, or is one of those that share a pass.
+    """
+    if quota > num_rows:
+        return epochs * (-(-quota // num_rows) * num_rows)
+    sharing = num_rows // quota
+    return epochs // sharing * num_rows + epochs % sharing * quota
+
+
+def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: StoppingStrategy) -> list[int]:
+    """Return how many rows of each source an epoch has: in the proportion of the weights (all or none is None), such
+    that every source is used up, or that none comes twice; without weights each row once.
+    """
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return list(num_rows)
+    shares = [weight / sum(given) for weight in given]
+    lengths = [rows / share for rows, share in zip(num_rows, shares, strict=True)]
+    slack = 1e-9  # of products that are whole numbers but for their rounding
+    if strategy == "all_exhausted":
+        return [max(1, math.ceil(max(lengths) * share - slack)) for share in shares]
+    return [max(1, math.floor(min(lengths) * share + slack)) for share in shares]

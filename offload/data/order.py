@@ -1,0 +1,51 @@
+"""Which row stands where: each epoch is a permutation of the rows, computed entry by entry, so that a position needs no
+memory and no history.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_NUM_ROUNDS = 8  # of the network that orders rows
+
+
+def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return which row stands at each of `positions` [n] (0 <= position < num_rows) in this epoch, int64 [n].
+
+    A Feistel network over the next even power of two is a permutation of it; walking on while the result is outside [0,
+    num_rows) makes it one of the rows [Black and Rogaway 2002, "Ciphers with arbitrary finite domains"].
+    """
+    half_bits = np.uint64(max((int(num_rows - 1).bit_length() + 1) // 2, 2))
+    mask = np.uint64((1 << int(half_bits)) - 1)
+    keys = _keys(seed, epoch)
+    value = np.asarray(positions, np.uint64)
+    outside = np.ones(value.shape, bool)
+    while outside.any():
+        left, right = value >> half_bits, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        value = np.where(outside, left << half_bits | right, value)
+        outside = value >= num_rows
+    return value.astype(np.int64)
+
+
+def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    """Return the rows at `positions` [n] of the endless sequence of epochs, int64 [n]."""
+    epochs = positions // num_rows
+    rows = np.empty(len(positions), np.int64)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        rows[here] = shuffled(positions[here] % num_rows, num_rows, seed, int(epoch))
+    return rows
+
+
+def _keys(seed: int, epoch: int) -> np.ndarray:
+    base = _mix(np.asarray([seed % 2**64], np.uint64)) + np.uint64(epoch)
+    return _mix(_mix(base) + np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 [Steele, Lea and Flood 2014]; uint64 arithmetic wraps."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(value ^ (value >> np.uint64(31)))

@@ -1,0 +1,338 @@
+"""Files of rows, whatever holds them, as an iterator of records: JSON lines and arrays, csv, tsv, parquet, Arrow, and
+data sets of `datasets`. Each is read in pieces, so that memory does not grow with the file.
+
+A row that cannot be read is handed on as a `BadRow`, in its place, and reading goes on behind it where the file says
+where the next row begins. Where it does not (a quote that never closes, a damaged row group), that is an error.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from offload.data.sources import SourceFile
+from offload.data.storage import LocalFile, library, opened
+from offload.errors import ConfigError
+
+Row = tuple[str, "dict[str, Any] | BadRow | Any"]
+"""Where a row stands, for messages, and what it holds."""
+
+_MAX_ROW_BYTES = 64 << 20
+"""More is no row, but a file without line ends, or a quote that never closes."""
+_PIECE_BYTES = 8 << 20  # of a table that are decoded at once
+_MAX_PIECE_ROWS = 1024
+_BLOCK_CHARS = 1 << 20
+_NUM_EXAMPLES = 3
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class BadRow(ConfigError):
+    """One row is not what its format says, and others may be."""
+
+
+class BadRows:
+    """What becomes of bad rows: the first one is an error, or each is counted and left out."""
+
+    def __init__(self, policy: str) -> None:
+        """`policy`: error or skip, as `data.on_bad_row`."""
+        self._skips = policy == "skip"
+        self.num = 0
+        self.examples: list[str] = []
+        """What was wrong with the first ones."""
+
+    def met(self, bad: BadRow) -> None:
+        """Count a bad row, or raise it."""
+        if not self._skips:
+            raise BadRow(f"{bad} (--data.on_bad_row skip leaves such rows out, and counts them.)") from bad
+        self.num += 1
+        if len(self.examples) < _NUM_EXAMPLES:
+            self.examples.append(str(bad))
+
+
+def columns_of(file: SourceFile) -> list[str] | None:
+    """Return the names of a table's columns; None where each row has keys of its own (JSON). Raises ConfigError."""
+    if file.container in ("csv", "tsv"):
+        with opened(file.place) as stream:
+            return _header(file, _csv_reader(file, stream))
+    if file.container == "parquet":
+        return list(_open_parquet(file).schema_arrow.names)
+    if file.container == "arrow":
+        return list(_arrow_batches(file)[0].names)
+    return list(file.place.rows.column_names) if file.container == "data set" else None  # type: ignore[union-attr]
+
+
+def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a file in order; of a table those `columns` alone, None for all. Raises ConfigError."""
+    if file.container == "json":
+        return _json_rows(file)
+    if file.container in ("csv", "tsv"):
+        return _csv_rows(file)
+    names = columns if columns is not None else columns_of(file) or ()
+    if file.container == "parquet":
+        return _parquet_rows(file, names)
+    return _arrow_rows(file, names) if file.container == "arrow" else _data_set_rows(file, names)
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _json_rows(file: SourceFile) -> Iterator[Row]:
+    with opened(file.place) as stream:
+        if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            yield from _json_array(stream, str(file.place))
+            return
+        number = 0
+        while line := stream.readline(_MAX_ROW_BYTES):
+            number += 1
+            where = f"{file.place}:{number}"
+            if len(line) == _MAX_ROW_BYTES and not line.endswith(b"\n"):
+                yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes. One record a line is expected.")
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(_MAX_ROW_BYTES)
+            elif line.strip():
+                yield where, _parsed(line, where)
+
+
+def _parsed(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
+        return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
+
+
+def _json_array(stream: io.BufferedReader, path: str) -> Iterator[Row]:
+    """Yield the elements of an array that need not fit the memory."""
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+    decode = json.JSONDecoder().raw_decode
+    held, at, number = "", 0, 0
+
+    def refill() -> bool:
+        """Read on; twice as much each time that an element is not whole yet."""
+        nonlocal held, at
+        try:
+            block = text.read(max(_BLOCK_CHARS, len(held) - at))
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path} is not valid JSON: behind record {number} it is not UTF-8 ({error.reason})."
+            ) from error
+        held, at = held[at:] + block, 0
+        return bool(block)
+
+    def next_sign() -> str:
+        """Return what comes next but blanks, an empty string at the end of the file."""
+        nonlocal at
+        while True:
+            at = _BLANK.match(held, at).end()  # type: ignore[union-attr]
+            if at < len(held) or not refill():
+                return held[at : at + 1]
+
+    next_sign()
+    at += 1  # the bracket
+    while (sign := next_sign()) != "]":
+        if number:
+            if sign != ",":
+                raise ConfigError(
+                    f"{path} is not valid JSON: behind record {number} comes {sign or 'the end of the file'!r}, and a "
+                    "comma or a bracket is expected. One record a line is expected, or one array of records."
+                )
+            at += 1
+            next_sign()
+        number += 1
+        where = f"{path}, record {number}"
+        while True:
+            try:
+                value, end = decode(held, at)
+            except (ValueError, RecursionError) as error:
+                if len(held) - at < _MAX_ROW_BYTES and refill():
+                    continue
+                raise ConfigError(
+                    f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
+                ) from error
+            if end < len(held) or not refill():  # a number may go on behind the end
+                break
+        at = end
+        yield where, value
+    at += 1
+    if next_sign():
+        raise ConfigError(
+            f"{path} is not valid JSON: it goes on behind the array. One record a line is expected, or one array of "
+            "records."
+        )
+
+
+# -- csv, tsv --------------------------------------------------------------------------------------------------------
+
+
+def _csv_reader(file: SourceFile, stream: io.BufferedReader) -> Any:
+    csv.field_size_limit(_MAX_ROW_BYTES)  # of the process: 131,072 characters would be no long document
+    # What is no UTF-8 becomes lone surrogates, so that the row that has them can be named.
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    return csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
+
+
+def _header(file: SourceFile, reader: Any) -> list[str]:
+    try:
+        names: list[str] = next((fields for fields in reader if fields), [])
+    except csv.Error as error:
+        raise ConfigError(f"{file.place}:1 is no header of a {file.container} file: {error}.") from error
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{file.place}:1 names the column {twice[0]!r} twice: rename one of them.")
+    return names
+
+
+def _csv_rows(file: SourceFile) -> Iterator[Row]:
+    with opened(file.place) as stream:
+        reader = _csv_reader(file, stream)
+        names = _header(file, reader)
+        while True:
+            where = f"{file.place}:{reader.line_num + 1}"
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                reason = str(error)
+                if "unexpected end" in reason or "field limit" in reason:
+                    raise ConfigError(
+                        f"{where} opens a quote that never closes, so the rest of the file would be one field: double "
+                        'the quotes inside of a field ("" for "), or take the quote out.'
+                    ) from error
+                yield where, BadRow(f"{where} is no row of a {file.container} file: {reason}.")
+                continue
+            if not fields:
+                continue
+            if len(fields) != len(names):
+                yield (
+                    where,
+                    BadRow(
+                        f"{where} has {len(fields)} fields, and the header names {len(names)} columns "
+                        f"({', '.join(names[:8])})."
+                    ),
+                )
+                continue
+            try:
+                for text in fields:
+                    if not text.isascii():
+                        text.encode()
+            except UnicodeEncodeError:
+                yield where, BadRow(f"{where} is not UTF-8 text.")
+                continue
+            yield where, dict(zip(names, fields, strict=True))
+
+
+# -- parquet, Arrow, data sets ---------------------------------------------------------------------------------------
+
+
+def _open_parquet(file: SourceFile) -> Any:
+    parquet = library("pyarrow.parquet", f"{file.place}, a parquet file,")
+    place = file.place
+    try:
+        return parquet.ParquetFile(
+            str(place.path) if isinstance(place, LocalFile) else place.open(),
+            pre_buffer=False,  # a row group may be as large as the file
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
+        )
+    except Exception as error:  # pyarrow's are OSErrors, ValueErrors and others
+        raise ConfigError(f"{place} is no parquet file that can be read, or half of one: {error}.") from error
+
+
+def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    parquet = _open_parquet(file)
+    meta = parquet.metadata
+    first = 0
+    for group in range(meta.num_row_groups):
+        about = meta.row_group(group)
+        batches = parquet.iter_batches(
+            batch_size=_piece_rows(about.total_byte_size, about.num_rows),
+            row_groups=[group],
+            columns=list(names),
+            use_threads=False,
+        )
+        row = first
+        while True:
+            try:
+                batch = next(batches, None)
+            except Exception as error:  # as above
+                raise ConfigError(
+                    f"{file.place}: row group {group} (rows {first:,} to {first + about.num_rows - 1:,}) is damaged, "
+                    f"from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file anew, or leave it out."
+                ) from error
+            if batch is None:
+                break
+            yield from _rows_of(batch, str(file.place), row)
+            row += batch.num_rows
+        first += about.num_rows
+
+
+def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of an Arrow file, in the IPC format of files or of streams."""
+    arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
+    try:
+        source = arrow.memory_map(str(place.path)) if isinstance(place, LocalFile) else arrow.PythonFile(place.open())
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = arrow.ipc.open_file(source)
+            return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+        stream = arrow.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    except Exception as error:  # as of parquet
+        raise ConfigError(
+            f"{place} is no Arrow file (IPC, as a file or a stream) that can be read: {error}."
+        ) from error
+
+
+def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    _, batches = _arrow_batches(file)
+    row = 0
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # as of parquet
+            raise ConfigError(
+                f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file "
+                "anew, or leave it out."
+            ) from error
+        if batch is None:
+            return
+        yield from _rows_of(batch.select(list(names)), str(file.place), row)
+        row += batch.num_rows
+
+
+def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    rows = file.place.rows.select_columns(list(names)).with_format("arrow")  # type: ignore[union-attr]
+    step = _piece_rows(file.num_bytes, len(rows))
+    for first in range(0, len(rows), step):
+        try:
+            piece = rows[first : first + step]
+        except Exception as error:  # as of parquet
+            raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it anew.") from error
+        yield from _rows_of(piece, str(file.place), first)
+
+
+def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
+    """Yield the rows of a pyarrow.Table or RecordBatch; they are counted from 0, as `datasets` does."""
+    step = _piece_rows(table.nbytes, table.num_rows)
+    for begin in range(0, table.num_rows, step):
+        for index, row in enumerate(table.slice(begin, step).to_pylist(), first + begin):
+            yield f"{where}, row {index}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what is null: a column of messages gives each of them the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def _piece_rows(num_bytes: int, num_rows: int) -> int:
+    """Return how many rows to decode at once."""
+    return min(max(_PIECE_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_PIECE_ROWS)

@@ -1,0 +1,78 @@
+"""Data sets of the library `datasets`: folders that `save_to_disk` has written, and names on the hub.
+
+Only the library's loading is used, which maps files into memory; its `map` is not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from offload.data.storage import DataSet, library
+from offload.errors import ConfigError
+
+_HUB_TIMEOUT_S = 10.0
+
+
+def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
+    """Return a split of what `save_to_disk` has written. Raises ConfigError and MissingLibraryError."""
+    datasets = library("datasets", f"{folder}, a data set that save_to_disk has written,")
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever a damaged folder leads to
+        raise ConfigError(
+            f"{setting}: {folder} is a folder of save_to_disk that cannot be loaded: {type(error).__name__}: {error}. "
+            "Save it anew."
+        ) from error
+    rows, of = _split_of(loaded, split, str(folder), setting)
+    inside = folder / of if isinstance(loaded, dict) else folder
+    files = [path for path in sorted(inside.rglob("*")) if path.is_file()]
+    stamp = "\0".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
+    return DataSet(_named(str(folder), of), sum(path.stat().st_size for path in files), stamp, rows)
+
+
+def from_hub(path: str, name: str | None, revision: str | None, split: str | None, setting: str) -> DataSet:
+    """Return a split of a data set on the hub, which is downloaded by `datasets`, or was before. Raises ConfigError and
+    MissingLibraryError.
+    """
+    datasets = library("datasets", f"{setting}={path!r}, which is no file here, as the name of a data set on the hub,")
+    at = f"{setting}={path!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        if not os.environ.get("HF_HUB_OFFLINE"):
+            hub = library("huggingface_hub", at)
+            hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT_S)  # at once, where it cannot be
+        loaded = datasets.load_dataset(path, name, revision=revision, split=split)
+    except Exception as error:  # of the network, the hub and the library
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"{at} does not exist here (looked for {Path(path).absolute()}), and cannot be loaded from the hub: "
+            f"{reason[:300]}. Give a file, a folder or a glob; or look at the name, the revision, the split and the "
+            "network. With HF_HUB_OFFLINE=1 what was downloaded before is taken."
+        ) from error
+    rows, of = _split_of(loaded, split, path, setting)
+    num_bytes = int(rows.data.nbytes)
+    return DataSet(_named(path, of), num_bytes, f"{path} {name} {revision} {of} {rows._fingerprint}", rows)
+
+
+def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple[Any, str]:
+    """Return the rows of one split, and its name. Raises ConfigError unless it is clear which one is meant."""
+    if not isinstance(loaded, dict):
+        own = str(loaded.split or "")
+        if split is not None and own not in ("", split) and "[" not in split:
+            raise ConfigError(f"{setting}: {where} is the split {own!r}, and {split!r} is asked for.")
+        return loaded, split or ""
+    splits = list(loaded)
+    if split is None and len(splits) == 1:
+        split = splits[0]
+    if split is None or split not in loaded:
+        given = f"has no split {split!r}" if split is not None else "has several splits, and none is named"
+        raise ConfigError(
+            f"{setting}: {where} {given}; it has {', '.join(splits)}. Name one, as data.sources: "
+            f"[{{path: {where}, split: {splits[0]}}}]."
+        )
+    return loaded[split], split
+
+
+def _named(where: str, split: str) -> str:
+    return f"{where}[{split}]" if split else where

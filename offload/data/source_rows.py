@@ -1,0 +1,161 @@
+"""One source as rows, and what a run says of it: so that nothing is trained on by mistake, or left out in silence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from offload.data.packing import Rows
+from offload.data.prepare import Found, TokenizedData
+from offload.data.sources import STDLIB_CHAT, Source
+from offload.data.storage import unpacked
+from offload.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What was read of one source, to be told."""
+
+    name: str
+    """What logs call the source."""
+    contents: str
+    """Format, source, how much: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+    target_share: float
+    """Of all tokens, those with a label; as the data have it, before an objective chooses."""
+    more: tuple[str, ...] = ()
+    """What was left out, and the part in an epoch."""
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """One source as rows, and what is to be said of it."""
+
+    name: str
+    """What logs call the source."""
+    found: Found
+    """Files and settings."""
+    tokens: TokenizedData
+    """All of its tokens."""
+    train: Rows
+    """To train on; of an eval source, to evaluate on."""
+    eval: Rows
+    """Held out."""
+    layouts: tuple[Rows, Rows]
+    """As the documents to train on and to evaluate on gave them, before rows were held out of one of them."""
+
+    @classmethod
+    def of(
+        cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, packing: bool, pad_id: int
+    ) -> SourceRows:
+        """Lay out a source's rows. Raises ConfigError where there are none with a target."""
+        if tokens.streams and not packing:
+            raise ConfigError(
+                "data.packing=false makes a row of each document, but a one-dimensional file of tokens marks no "
+                "documents. Set data.packing=true, or store the ids as .npy [documents, tokens]."
+            )
+        train = Rows.over(tokens.train, sequence_length, packing, pad_id)
+        held_out = Rows.over(tokens.eval, sequence_length, packing, pad_id)
+        layouts = train, held_out
+        if found.eval_share > 0 and not (train.num_rows and held_out.num_rows):
+            train, held_out = _split_rows(train if train.num_rows else held_out, found.eval_share)
+        rows = cls(name, found, tokens, train, held_out, layouts)
+        if not train.num_rows:
+            raise ConfigError(rows._nothing(sequence_length))
+        return rows
+
+    def _nothing(self, sequence_length: int) -> str:
+        source, num_tokens = self.found.source, self._num_tokens
+        skipped = "".join(f" {text}." for text in self._left_out())
+        return (
+            f"{source.setting}={list(source.paths)!r} has {num_tokens} tokens and none of them can be trained; one row "
+            f"needs a trained token after another token within data.sequence_length={sequence_length}. "
+            + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
+            + skipped
+            + "".join(f" {example}" for example in self.tokens.bad[:1])
+        )
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.tokens.train.num_tokens + self.tokens.eval.num_tokens
+
+    def facts(self, quota: int | None, num_rows: int) -> SourceFacts:
+        """Return what is to be said; `quota`: how many of an epoch's `num_rows` are this source's."""
+        more = self._left_out()
+        if quota is not None and num_rows != self.train.num_rows:
+            passes = "" if quota == self.train.num_rows else f", {quota / self.train.num_rows:.3g} times its own rows"
+            more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
+        targets = sum(rows.num_targets for rows in self.layouts)
+        return SourceFacts(self.name, self._contents(), targets / self._num_tokens, tuple(more))
+
+    def _contents(self) -> str:
+        """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+        files, tokens = self.found.files, self.tokens
+        formats = dict.fromkeys(_form(file.format, file.container) for file in files)
+        num_documents = tokens.train.num_documents + tokens.eval.num_documents
+        documents = ("conversation" if self.found.holds_chats else "document") + "s" * (num_documents != 1)
+        return (
+            f"{' and '.join(formats)} of {self.found.source}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
+            f"{num_documents:,} {documents}, {self._num_tokens:,} tokens"
+        )
+
+    def _left_out(self) -> list[str]:
+        counts = {
+            "bad rows skipped": self.tokens.num_bad,
+            "documents without text left out": self.tokens.num_empty,
+        }
+        return [f"{count:,} {what}" for what, count in counts.items() if count]
+
+    def notes(self, *, of: bool) -> list[str]:
+        """Return what the user should know of the source, with its name where it is one `of` several."""
+        tokens, notes = self.tokens, []
+        if tokens.num_bad:
+            examples = " ".join(tokens.bad)
+            notes.append(f"{tokens.num_bad} rows cannot be read and were left out (data.on_bad_row skip): {examples}")
+        if tokens.num_empty:
+            notes.append(f"{tokens.num_empty} documents hold no text and were left out.")
+        if tokens.num_split:
+            notes.append(
+                f"{tokens.num_split} conversations became one document for each answer, as the chat template rewrites "
+                "earlier turns."
+            )
+        if truncated := sum(rows.num_truncated_tokens for rows in self.layouts):
+            notes.append(
+                f"{truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut off "
+                "(data.packing=false)."
+            )
+        if without_target := sum(rows.num_without_target for rows in self.layouts):
+            notes.append(f"{without_target} rows hold no trained token and were left out.")
+        return [f"{self.name}: {note}" if of else note for note in notes]
+
+
+def _form(data_format: str, container: str) -> str:
+    """Return a format as it is told: what the rows say, and what holds them."""
+    data_format = "messages" if data_format == STDLIB_CHAT else data_format
+    if container in ("text", "ids", "json"):
+        return data_format
+    return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
+
+
+def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
+    """Hold out the last rows: for data of too few documents to be split between them."""
+    num_eval = min(max(round(whole.num_rows * eval_share), 1), whole.num_rows - 1) if whole.num_rows > 1 else 0
+    num_train = whole.num_rows - num_eval
+    return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
+
+
+def names_of(sources: Sequence[Source]) -> list[str]:
+    """Return what logs call the sources: the last part of the path without its ending, as much as tells them apart."""
+    short = [
+        unpacked(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
+        for source in sources
+    ]
+    whole = [str(source) for source in sources]
+    names = [one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)]
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name}#{seen[name]}"
+    return names

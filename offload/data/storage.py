@@ -1,0 +1,167 @@
+"""Where the bytes of a source are: in a local file, behind a URL, or in a data set that the library `datasets` keeps;
+and the streams that they are read from, unpacked where a file is packed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import typing
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, BinaryIO
+
+from offload.errors import ConfigError, MissingLibraryError, errno_text
+
+PACKINGS = {".gz": "gunzip", ".zst": "zstd -d"}
+"""Endings of packed files that are read, and what unpacks them."""
+_BUFFER_BYTES = 1 << 18
+
+
+def library(name: str, purpose: str) -> Any:
+    """Return a module of the extra `data`, which `purpose` needs. Raises MissingLibraryError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise MissingLibraryError(
+            f"{purpose} is read by {package}, which is not installed: pip install '.[data]' in a clone of offload, or "
+            f"pip install {package}."
+        ) from error
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> PurePath:
+        """The path, for its name and ending."""
+        return self.path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @property
+    def stamp(self) -> str:
+        """A text that changes when the contents do, as far as is known without reading them."""
+        return f"{self.path.absolute()}\0{self.path.stat().st_mtime_ns}"
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file behind a URL, by fsspec."""
+
+    url: str
+    num_bytes: int
+    system: Any = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> PurePath:
+        return PurePosixPath(self.url)
+
+    @property
+    def stamp(self) -> str:
+        return f"{self.url}\0{self.system.ukey(self.url)}"
+
+    def open(self) -> BinaryIO:
+        return self.system.open(self.url, "rb")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A split of a data set that `datasets` keeps, in a folder of `save_to_disk` or by its name on the hub."""
+
+    where: str
+    num_bytes: int
+    stamp: str
+    rows: Any = field(compare=False, repr=False)
+    """datasets.Dataset."""
+
+    def __str__(self) -> str:
+        return self.where
+
+    @property
+    def name(self) -> PurePath:
+        return PurePosixPath(self.where)
+
+    def open(self) -> BinaryIO:
+        raise NotImplementedError(f"{self.where} is no file")
+
+
+Place = LocalFile | RemoteFile | DataSet
+
+
+def unpacked(path: PurePath) -> PurePath:
+    """Return the name that a file has once it is unpacked: a.jsonl of a.jsonl.gz."""
+    return path.with_suffix("") if path.suffix.lower() in PACKINGS else path
+
+
+@contextmanager
+def opened(place: Place) -> Iterator[io.BufferedReader]:
+    """Open a file for reading, unpacked. What its bytes lack is a ConfigError, by whichever read inside meets it."""
+    try:
+        with place.open() as stream, _unpacking(place, stream) as reader:
+            yield reader
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{place} is a damaged .gz file, or half of one: {error}. Pack it anew.") from error
+    except OSError as error:
+        if error.errno is None and place.name.suffix.lower() == ".zst":
+            raise ConfigError(f"{place} is a damaged .zst file, or half of one: {error}. Pack it anew.") from error
+        reason = errno_text(error.errno) if error.errno else str(error)
+        raise ConfigError(f"{place} cannot be read: {reason}.") from error
+
+
+def _unpacking(place: Place, stream: BinaryIO) -> io.BufferedReader:
+    suffix, unpacking = place.name.suffix.lower(), typing.cast("io.RawIOBase", stream)
+    if suffix == ".gz":
+        unpacking = typing.cast("io.RawIOBase", gzip.GzipFile(fileobj=stream))
+    elif suffix == ".zst":
+        arrow = library("pyarrow", f"{place}, a .zst file,")
+        unpacking = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), "zstd")
+    elif isinstance(stream, io.BufferedReader):
+        return stream
+    return io.BufferedReader(unpacking, _BUFFER_BYTES)
+
+
+def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
+    """Return the files of a URL, which may be a folder or a glob, sorted, and the part before their names. Raises
+    ConfigError and MissingLibraryError.
+    """
+    fsspec = library("fsspec", f"{setting}={url!r}, a URL,")
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        if any(sign in path for sign in "*?["):
+            base = path[: min(path.index(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
+            paths = [each for each in system.glob(path) if system.isfile(each)]
+        elif system.isdir(path):
+            base, paths = path, system.find(path)
+        else:
+            base, paths = path.rpartition("/")[0], [path]
+        found = [
+            RemoteFile(system.unstrip_protocol(each), int(system.size(each) or 0), system) for each in sorted(paths)
+        ]
+        return found, system.unstrip_protocol(base).rstrip("/")
+    except ImportError as error:
+        raise MissingLibraryError(f"{setting}={url!r}: {error}") from error
+    except Exception as error:  # each protocol has its own kinds
+        raise ConfigError(
+            f"{setting}={url!r} cannot be reached: {type(error).__name__}: {error}. Look at the name, the network and "
+            "the credentials of its protocol."
+        ) from error

@@ -1,0 +1,18 @@
+"""Sources as tests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offload.data.sources import Source, SourceFile, find_files
+
+
+def files_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> list[SourceFile]:
+    """Find the files of a source."""
+    return find_files(source_of(source, data_format), **more)
+
+
+def source_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> Source:
+    """Return a source of one path or of several."""
+    return Source((source,) if isinstance(source, str) else tuple(source), data_format, **more)

@@ -1,0 +1,344 @@
+"""The same documents in every format give the same tokens and labels; and each format's own ways to be damaged."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from offload.data.dataset import Dataset, build_dataset
+from offload.errors import ConfigError
+from tests.data.asked import source_of
+
+Rows = list[dict[str, Any]]
+Write = Callable[[Path, Rows], Path]
+
+ADDED = {"role": "assistant", "content": "Four.", "tool_calls": [{"type": "function"}]}
+ROWS: dict[str, Rows] = {
+    "text": [{"text": f'Row {i}: "quoted", ü 日本\n\tand more\r\n', "n": i} for i in range(30)],
+    "messages": [
+        {"messages": [{"role": "user", "content": f"What is {i}, and two?\n"}, {"role": "assistant", "content": "It."}]}
+        for i in range(20)
+    ]
+    + [{"messages": [{"role": "user", "content": "x"}, ADDED]}],
+    "prompt-completion": [{"prompt": f"{i} and one are", "completion": f" {i + 1}."} for i in range(20)],
+    "alpaca": [{"instruction": f"Add {i}", "input": "1" * (i % 2), "output": str(i)} for i in range(20)],
+    "tokens": [
+        {"input_ids": list(range(i, i + 9)), "labels": [-100] * 3 + list(range(i + 3, i + 9))} for i in range(20)
+    ],
+}
+
+
+def _jsonl(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def _json(path: Path, rows: Rows) -> Path:
+    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    return path
+
+
+def _separated(path: Path, rows: Rows) -> Path:
+    flat = [{key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows]
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]), delimiter="\t" if ".tsv" in path.name else ",")
+        writer.writeheader()
+        writer.writerows(flat)
+    return path
+
+
+def _parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def _arrow(path: Path, rows: Rows) -> Path:
+    table = pa.Table.from_pylist(rows)
+    make = pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file
+    with make(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def _feather(path: Path, rows: Rows) -> Path:
+    pyarrow.feather.write_feather(pa.Table.from_pylist(rows), path, compression="zstd")
+    return path
+
+
+def _saved(path: Path, rows: Rows) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def _saved_splits(path: Path, rows: Rows) -> Path:
+    kept = datasets.Dataset.from_list([*rows, *rows[:2]]).select(range(len(rows)))
+    datasets.DatasetDict({"train": kept}).save_to_disk(path)
+    return path
+
+
+def _in_memory(path: Path, rows: Rows) -> str:
+    url = f"memory:/{path.name}"
+    with fsspec.open(url, "wb") as stream:
+        stream.write(_jsonl(path, rows).read_bytes())
+    return url
+
+
+def _packed(write: Write, pack: Callable[[bytes], bytes]) -> Write:
+    def packed(path: Path, rows: Rows) -> Path:
+        plain = write(path.with_suffix(""), rows)
+        path.write_bytes(pack(plain.read_bytes()))
+        plain.unlink()
+        return path
+
+    return packed
+
+
+def _zstd(data: bytes) -> bytes:
+    """In two frames, as parallel packers write."""
+    half = len(data) // 2
+    return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:half], data[half:]))
+
+
+WRITERS: dict[str, Callable[[Path, Rows], Path | str]] = {
+    "a.json": _json,
+    "a.csv": _separated,
+    "a.tsv": _separated,
+    "a.parquet": _parquet,
+    "a.arrow": _arrow,
+    "a.stream.arrow": _arrow,
+    "a.feather": _feather,
+    "saved": _saved,
+    "splits": _saved_splits,
+    "a.jsonl.gz": _packed(_jsonl, gzip.compress),
+    "a.csv.zst": _packed(_separated, _zstd),
+    "remote.jsonl": _in_memory,
+}
+
+Load = Callable[..., Dataset]
+
+
+@pytest.fixture
+def load(tmp_path: Path, bpe_folder: Callable[..., str]) -> Load:
+    """Build a dataset of a document a row, without a part held out."""
+    tokenizer = bpe_folder()
+
+    def load(source: Path | str, **more: Any) -> Dataset:
+        how = {key: more.pop(key) for key in ("data_format", "columns", "split") if key in more}
+        values = {
+            "tokenizer": tokenizer,
+            "vocab_size": 400,
+            "sequence_length": 128,
+            "packing": False,
+            "batch_size": 2,
+            "cache_dir": tmp_path / "cache",
+        }
+        return build_dataset(sources=[source_of(str(source), **how)], **{**values, **more})
+
+    return load
+
+
+def rows_of(dataset: Dataset) -> list[list[list[int]]]:
+    return [each.tolist() for each in dataset.train.read(np.arange(dataset.num_train_rows))]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_same_rows_in_any_format_are_the_same_tokens_and_labels(kind: str, load: Load, tmp_path: Path) -> None:
+    rows = ROWS[kind]
+    expected = load(_jsonl(tmp_path / "rows.jsonl", rows))
+    labels = np.asarray(rows_of(expected)[1])
+    assert (labels == -100).any()
+    assert (labels != -100).any(axis=1).all()
+    for name in WRITERS if kind in ("text", "messages") else ("a.csv", "a.parquet", "a.stream.arrow", "saved"):
+        found = load(WRITERS[name](tmp_path / name, rows))
+        assert rows_of(found) == rows_of(expected), name
+        assert found.state_dict() == expected.state_dict(), name
+
+
+def test_the_tokens_are_those_of_the_tokenizer_itself(load: Load, tmp_path: Path, bpe: Any) -> None:
+    expected = [bpe(row["text"])["input_ids"] + [bpe.eos_token_id] for row in ROWS["text"]]
+    ids, _ = rows_of(load(_parquet(tmp_path / "a.parquet", ROWS["text"])))
+    assert [row[: len(own)] for row, own in zip(ids, expected, strict=True)] == expected
+    text = "".join(row["text"] for row in ROWS["text"])
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "plain.txt").write_bytes(text.encode())
+    packed, plain = (load(tmp_path / name, packing=True) for name in ("a.txt.gz", "plain.txt"))
+    assert rows_of(packed) == rows_of(plain)
+
+
+def test_columns_say_what_is_meant(load: Load, tmp_path: Path) -> None:
+    rows = [{"body": f"Row {i} of these", "prompt": "p", "completion": "c"} for i in range(9)]
+    expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", [{"text": row["body"]} for row in rows])))
+    for name, write in (("b.jsonl", _jsonl), ("a.csv", _separated), ("a.parquet", _parquet), ("saved", _saved)):
+        assert rows_of(load(write(tmp_path / name, rows), columns={"text": "body"})) == expected, name
+    with pytest.raises(ConfigError, match=r"a\.parquet lacks the column 'bdy' for data\.format=jsonl; it has 'body'"):
+        load(tmp_path / "a.parquet", columns={"text": "bdy"}, data_format="jsonl")
+    with pytest.raises(ConfigError, match=r"has the keys .*no known format.*--data\.columns '\{text: NAME\}'"):
+        load(_parquet(tmp_path / "c.parquet", [{"body": "x"}]))
+
+
+def test_each_format_says_what_it_is(load: Load, tmp_path: Path) -> None:
+    found = {name: load(write(tmp_path / name, ROWS["text"])) for name, write in WRITERS.items()}
+    told = {name: dataset.sources[0].contents.partition(" of ")[0] for name, dataset in found.items()}
+    packed = {"a.jsonl.gz": "jsonl", "a.csv.zst": "text in csv", "remote.jsonl": "jsonl", "a.json": "jsonl"}
+    plain = {"saved": "text in data set", "splits": "text in data set", "a.feather": "text in arrow"}
+    assert told == {
+        **{name: f"text in {name.rpartition('.')[2]}" for name in WRITERS if name not in {**packed, **plain}},
+        **packed,
+        **plain,
+    }
+    assert found["splits"].sources[0].contents.startswith(f"text in data set of {tmp_path}/splits: 30 documents, ")
+
+
+def test_a_folder_is_read_as_what_it_is(load: Load, tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for index in range(3):
+        _parquet(folder / f"part-{index}.parquet", ROWS["text"][10 * index : 10 * index + 10])
+    expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["text"])))
+    assert rows_of(load(folder)) == expected
+    pq.write_table(pa.table({"txt": ["x"]}), folder / "part-3.parquet")
+    with pytest.raises(ConfigError, match=r"part-3\.parquet has the keys \['txt'\]"):
+        load(folder)
+    splits = tmp_path / "splits"
+    datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_list(ROWS["text"][part])
+            for name, part in (("train", slice(9)), ("test", slice(9, 30)))
+        }
+    ).save_to_disk(splits)
+    with pytest.raises(ConfigError, match=r"has several splits, and none is named; it has train, test.*split: train"):
+        load(splits)
+    with pytest.raises(ConfigError, match=r"has no split 'dev'"):
+        load(splits, split="dev")
+    assert rows_of(load(splits, split="test")) == [part[9:] for part in expected]
+    named = tmp_path / "named"
+    (named / "data").mkdir(parents=True)
+    _parquet(named / "data" / "train-00000-of-00001.parquet", ROWS["text"][:9])
+    _parquet(named / "data" / "test-00000-of-00001.parquet", ROWS["text"][9:])
+    assert rows_of(load(named, split="test")) == [part[9:] for part in expected]
+
+
+BAD: dict[str, tuple[str, bytes, str, int | None]] = {
+    "fields": ("a.csv", b'text,n\nok,1\nno\n"a, b",3\n', r"a\.csv:3 has 1 fields, and the header names 2", 2),
+    "quote": ("a.csv", b'text,n\nok,1\n"never,2\nmore,3\n', r"a\.csv:3 opens a quote that never closes", None),
+    "stray quote": ("a.csv", b'text\nok\n"a"b\nok\n', r"a\.csv:3 is no row of a csv file", 2),
+    "utf-8": ("a.csv", b"text\nok\n\xff\nok\n", r"a\.csv:3 is not UTF-8", 2),
+    "json": ("a.jsonl", b'{"text": "a"}\n{"text":\n{"text": "\xff"}\n{"text": "b"}', r"a\.jsonl:2 is not valid", 2),
+    "type": ("a.jsonl", b'{"text": "ok"}\n{"text": 1}\n{"text": "ok"}\n', r"a\.jsonl:2: 'text' must be a string", 2),
+    "array": ("a.json", b'[{"text": "ok"}, {"text": "ok"} {"text": "ok"}]', r"behind record 2 comes '\{'", None),
+    "cut array": ("a.json", b'[{"text": "ok"}, {"text": "o', r"record 2 is not valid JSON", None),
+    "gz": ("a.jsonl.gz", gzip.compress(b'{"text": "ok"}\n' * 99)[:-9], r"damaged \.gz file, or half of one", None),
+    "zst": ("a.jsonl.zst", _zstd(b'{"text": "ok"}\n' * 99)[:-9], r"damaged \.zst file, or half of one", None),
+    "no gz": ("a.jsonl.gz", b'{"text": "ok"}\n', r"does not begin as a \.gz file", None),
+    "bz2": ("a.jsonl.bz2", bz2.compress(b"{}"), r"is a packed file of a kind that is not read.*bunzip2", None),
+    "misnamed": ("a.csv", b"PAR1", r"begins as a parquet file", None),
+    "no parquet": ("a.parquet", b"text", r"does not begin as a parquet file", None),
+    "empty parquet": ("a.parquet", b"", r"is an empty file, which is no \.parquet file", None),
+    "half parquet": ("a.parquet", b"PAR1" + b"x" * 99, r"no parquet file that can be read, or half of one", None),
+    "half arrow": ("a.arrow", b"ARROW1\0\0" + b"x" * 99, r"no Arrow file .* that can be read", None),
+    "utf-16": ("a.txt", "text".encode("utf-16"), r"begins as UTF-16 text.*iconv -f UTF-16", None),
+    "latin-1": ("a.txt", b"one\ntwo\n" + "drei für".encode("latin-1"), r"byte 14, line 3.*iconv -f LATIN1", None),
+    "twice": ("a.csv", b"text,text\na,b\n", r"names the column 'text' twice", None),
+    "empty": ("a.csv", b"", r"has 0 tokens and none of them can be trained", None),
+    "header": ("a.csv", b"text\n", r"has 0 tokens and none of them can be trained", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named_or_skipped_and_counted(name: str, load: Load, tmp_path: Path) -> None:
+    file, content, words, num_good = BAD[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        load(tmp_path / file)
+    if num_good is None:  # not of a row, so there is nothing to skip
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path / file, on_bad_row="skip")
+        return
+    assert "--data.on_bad_row skip" in str(error.value)
+    for _ in range(2):  # the second time from the cache
+        found = load(tmp_path / file, on_bad_row="skip")
+        assert found.num_train_rows == num_good
+        assert found.sources[0].more[0].endswith("bad rows skipped")
+        assert any("rows cannot be read and were left out" in note for note in found.notes)
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path / file)
+
+
+def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"text": f"{i:09} " * 50} for i in range(40)]
+    pq.write_table(
+        pa.Table.from_pylist(rows),
+        path,
+        row_group_size=10,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    data = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    data[start + 4000] ^= 255  # behind the header of the page, which has statistics
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"row group 2 \(rows 20 to 29\) is damaged, from row 20 on"):
+        load(path)
+    monkeypatch.setattr("offload.data.rows._MAX_ROW_BYTES", 64)
+    lines = [{"text": "ok"}, {"text": "x" * 300}, {"text": "fine"}]
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2 is longer than 64 bytes"):
+        load(_jsonl(tmp_path / "a.jsonl", lines))
+    assert load(tmp_path / "a.jsonl", on_bad_row="skip").num_train_rows == 2
+
+
+def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["messages"])))
+    for block in (1, 7, 64):
+        monkeypatch.setattr("offload.data.rows._BLOCK_CHARS", block)
+        found = load(_json(tmp_path / f"a{block}.json", ROWS["messages"]))
+        assert rows_of(found) == expected
+
+
+def test_a_hub_name_without_a_network_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", offline)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' does not exist here .* no route.*HF_HUB_OFFLINE=1"):
+        load("nobody/nothing")
+
+
+def test_hub_names_go_to_datasets_own_loading(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def loaded(path: str, name: str | None, **how: Any) -> Any:
+        asked.append((path, name, how))
+        return datasets.Dataset.from_list(ROWS["text"])
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["text"])))
+    assert rows_of(load("someone/theirs", split="train[:50%]")) == expected
+    assert asked == [("someone/theirs", None, {"revision": None, "split": "train[:50%]"})]
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_extra(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    path = _parquet(tmp_path / "a.parquet", ROWS["text"])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r"a\.parquet, a parquet file, is read by pyarrow.*pip install '\.\[data\]'"):
+        load(path)
