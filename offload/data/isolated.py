@@ -13,7 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from offload.data.packing import IGNORE, Rows
+from offload.data.order import rows_at
+from offload.data.packing import IGNORE, Layout, Rows
 from offload.data.store import TokenStore
 
 
@@ -39,8 +40,10 @@ class IsolatedRows:
     """Documents that were left out, since none of their tokens is trained."""
     num_truncated_tokens: int
     """Tokens of documents with a prompt that lie beyond the end of a row."""
-    packing: ClassVar[str] = "isolated"
+    packing: ClassVar[Layout] = "isolated"
     """The name of the layout, as a checkpoint keeps it."""
+    first: int = 0
+    """Of a part, which row of the whole is its first."""
 
     @classmethod
     def over(cls, store: TokenStore, sequence_length: int, pad_id: int) -> IsolatedRows:
@@ -78,7 +81,16 @@ class IsolatedRows:
 
     def part(self, begin: int, end: int) -> IsolatedRows:
         """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
-        return replace(self, borders=self.borders[begin : end + 1])
+        return replace(self, borders=self.borders[begin : end + 1], first=self.first + begin)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for the same tokens and the same part of them alone."""
+        return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
+        return rows_at(np.arange(start, start + count), self.num_rows, seed)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Return how many tokens of each row are real, int64 [n]; the rest is padding."""
@@ -116,6 +128,16 @@ class IsolatedRows:
                 found.append(((number, slice(at, at + end - begin)), begin, end))
                 at += end - begin
         return found
+
+
+Laid = Rows | IsolatedRows
+
+
+def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int) -> Laid:
+    """Return all rows of `store`, cut in one of the ways."""
+    if layout == "isolated":
+        return IsolatedRows.over(store, sequence_length, pad_id)
+    return Rows.over(store, sequence_length, layout, pad_id)
 
 
 def _pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

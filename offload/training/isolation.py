@@ -1,11 +1,15 @@
-"""Whether documents of a row are kept apart by a model: asked of the model itself, before the first step."""
+"""Whether documents of a row are apart: as the run was told, and as the model itself is asked before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
+
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
 
 _LENGTH = 16
 """Tokens of a document that is tried: above the reach of short convolutions."""
@@ -50,3 +54,17 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
     if (differs := float((one - alone).abs().max()) / scale) > min(256 * torch.finfo(dtype).eps, 0.1):
         return f"a document's logits differ by {differs:.1g} of the largest from those of the document alone"
     return ""
+
+
+def ask_whether_apart(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
+    """As `why_not_apart`, on all ranks alike. Collective."""
+    spared = set(getattr(tokenizer, "all_special_ids", ()))
+    return comm.gather_objects(why_not_apart(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
+
+
+def not_apart(why: str) -> str:
+    """Return the error of a run whose documents were to be apart."""
+    return (
+        f"data.packing_isolated is true, and {why}: documents of a row would see each other. Set --data.packing false "
+        "for a document a row, or --data.packing_isolated false."
+    )
