@@ -227,6 +227,10 @@ class RunSection(Section):
     """Name of the run: of its folder and in its records."""
     seed: Natural = 0
     """Seed of initial weights, data order, dropout and the printed sample."""
+    report_to: Strings = ()
+    """Loggers that get the numbers of metrics.jsonl too, several separated by spaces: tensorboard, wandb, trackio,
+    mlflow. Each is a package of its own. none: none.
+    """
     debug: bool = False
     """Show tracebacks; poison freed buffers and check for races (slower)."""
 

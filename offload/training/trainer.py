@@ -23,6 +23,7 @@ from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
+from offload.telemetry.loggers import check_loggers
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
@@ -65,6 +66,7 @@ class Trainer:
 
     def run(self) -> TrainResult:
         self.config.check(may_go_on=True)
+        check_loggers(self.config.run.report_to)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
         self._is_first = comm.rank == 0
@@ -238,7 +240,9 @@ class Trainer:
         if self._is_first:
             self._saves.begin()
         try:
-            self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
+            self._records.open(
+                self.config, self._engine, result, pids, self._stands.first_step, self._forecast, self._say
+            )
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         self._say(told_tiers(self._engine, self.config, self._folder.path))
@@ -279,7 +283,7 @@ class Trainer:
         if not self._is_eval_step:  # the evaluation of the end of a run, which sees the newest weights
             self._engine.catch_up()
         if self._stands.eval_step != self._stands.num_done:
-            self._records.amend(self._evaluate())
+            self._records.amend(self._stands.num_done, self._evaluate())
 
     # -- after the last step -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from offload.errors import ConfigError
 
 def test_every_key_of_the_contract_is_there() -> None:
     sections = {
-        "run": "dir name seed debug",
+        "run": "dir name seed report_to debug",
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated train_on_prompt eval_share eval_source",
