@@ -26,9 +26,9 @@ class Records:
     bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'.
     """
 
-    def __init__(self, folder: RunFolder | None) -> None:
-        """`folder`: None on the ranks other than 0."""
-        self._folder = folder
+    def __init__(self, folder: RunFolder | None = None, say: Callable[[str], None] = print) -> None:
+        """`folder`: None on the ranks other than 0. `say` is told of a logger that fails."""
+        self._folder, self._say = folder, say
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
         self._loggers: Loggers | None = None
@@ -41,10 +41,9 @@ class Records:
         pids: Sequence[int],
         last_step: int,
         forecast: Forecast | None,
-        say: Callable[[str], None],
     ) -> None:
         """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
-        `last_step`: at which it went on; `forecast`: what was forecast; `say` is told of a logger that fails.
+        `last_step`: at which it went on; `forecast`: what was forecast.
         """
         if self._folder is None:
             return
@@ -57,7 +56,7 @@ class Records:
             {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
         )
         self._metrics = MetricsLog(self._folder.metrics, last_step)
-        self._loggers = Loggers(config.run.report_to, self._folder.path, last_step, dict(config.items()), say)
+        self._loggers = Loggers(config.run.report_to, self._folder.path, last_step, dict(config.items()), self._say)
         path = self._folder.path / "trace.json.gz"
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
 

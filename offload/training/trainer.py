@@ -23,7 +23,6 @@ from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
-from offload.telemetry.loggers import check_loggers
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
@@ -62,11 +61,10 @@ class Trainer:
         self.config = config
         self._engine: Engine | None = None
         self._folder: RunFolder | None = None
-        self._records = Records(None)
+        self._records = Records()
 
     def run(self) -> TrainResult:
         self.config.check(may_go_on=True)
-        check_loggers(self.config.run.report_to)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
         self._is_first = comm.rank == 0
@@ -107,7 +105,7 @@ class Trainer:
         self._folder, start = open_run(self.config, comm, self._say)
         self.config = start.config
         if self._is_first:
-            self._records = Records(self._folder)
+            self._records = Records(self._folder, self._say)
         run = make_run(start, comm, self._say, self._notes.add)
         self.config, self._data, self._objective = run.config, run.data, run.objective
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
@@ -240,9 +238,7 @@ class Trainer:
         if self._is_first:
             self._saves.begin()
         try:
-            self._records.open(
-                self.config, self._engine, result, pids, self._stands.first_step, self._forecast, self._say
-            )
+            self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         self._say(told_tiers(self._engine, self.config, self._folder.path))
