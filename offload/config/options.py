@@ -110,7 +110,7 @@ def value_of(name: str, field: FieldInfo) -> str:
     if "none" in str(field.description) and name.endswith(("_memory", "_bytes")):
         return "SIZE"
     choices = [
-        str(word)
+        shown(word)
         for part in kinds_in(field.annotation)
         if typing.get_origin(part) is typing.Literal
         for word in typing.get_args(part)

@@ -143,6 +143,10 @@ def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
+def _as_flag(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _as_prefetch(value: Any) -> Any:
     text = str(value).strip().lower()
     if text == "auto":
@@ -174,6 +178,7 @@ Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
+Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
 Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
 Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: as_sources(_as_structure(value)))]
 Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as_yaml(value)))]
@@ -203,7 +208,7 @@ class Section(BaseModel):
         kinds = kinds_in(cls.model_fields[str(info.field_name)].annotation)
         if type(None) in kinds and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
-        if isinstance(value, bool) and bool not in kinds:
+        if isinstance(value, bool) and not any(kind is bool or kind is value for kind in kinds):
             raise ValueError("it cannot be true or false")
         return value
 
@@ -222,6 +227,10 @@ class RunSection(Section):
     """Name of the run: of its folder and in its records."""
     seed: Natural = 0
     """Seed of initial weights, data order, dropout and the printed sample."""
+    report_to: Strings = ()
+    """Loggers that get the numbers of metrics.jsonl too, several separated by spaces: tensorboard, wandb, trackio,
+    mlflow. Each is a package of its own. none: none.
+    """
     debug: bool = False
     """Show tracebacks; poison freed buffers and check for races (slower)."""
 
@@ -277,8 +286,12 @@ class DataSection(Section):
     sequence_length: Count | None = None
     """Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows."""
     packing: bool = True
-    """Documents one after the other, cut into full rows: a row may begin and end within a document or conversation, and
-    those in it see each other. false: one document a row, cut off or padded.
+    """Several documents a row. false: one document a row, cut off or padded."""
+    packing_isolated: Flag = "auto"
+    """true: documents of a row do not see each other, and none is cut by a border of rows: each has positions from 0,
+    by which transformers makes the mask, and the model is asked at the start whether it keeps them apart. false: one
+    after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
+    model mixes them a document a row; false for other text.
     """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""

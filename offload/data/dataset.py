@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
-from offload.data.packing import IGNORE
+from offload.data.packing import IGNORE, Layout
 from offload.data.prepare import Found, Preparation
 from offload.data.source_rows import SourceFacts, SourceRows, names_of
 from offload.data.sources import Source, hash_text
@@ -74,8 +74,17 @@ class Dataset:
         return sum(rows.num_rows for rows in self.evals.values())
 
     @property
-    def layout(self) -> str:
-        """How the rows are cut, in words."""
+    def rows(self) -> str:
+        """How many rows there are, and how they are cut, in words."""
+        return (
+            f"rows: {self.num_train_rows:,} of {self.sequence_length} tokens to train on, {self.num_eval_rows:,} to "
+            f"evaluate; {self._layout}"
+        )
+
+    @property
+    def _layout(self) -> str:
+        if self.train.packing == "isolated":
+            return "packed, each document apart, with positions of its own"
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
         return "a document a row"
@@ -90,7 +99,8 @@ class Dataset:
 
         `input_ids` and `labels` are int64 [rows, sequence_length], labels unshifted with -100 where nothing is trained.
         `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
-        keys. Raises ConfigError where there are more ranks than rows.
+        keys; in its place `position_ids` where documents of a row are apart. Raises ConfigError where there are more
+        ranks than rows.
         """
         if self.batch_size < world_size:
             raise ConfigError(too_few_rows(self.batch_size, world_size))
@@ -139,9 +149,10 @@ class Dataset:
         own = self.state_dict()
         for key, section in keys.items():
             if state.get(key) != own[key]:
+                hint = " (isolated: --data.packing_isolated true)" if "isolated" in (own[key], state.get(key)) else ""
                 raise ConfigError(
-                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began: the batches would be "
-                    "others. Set it back, or begin another run.dir."
+                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began{hint}: the batches "
+                    "would be others. Set it back, or begin another run.dir."
                 )
         if state.get("fingerprint") != own["fingerprint"]:
             raise ConfigError(
@@ -161,6 +172,7 @@ def build_dataset(
     vocab_size: int,
     sequence_length: int,
     packing: bool = True,
+    isolated: bool | None = False,
     train_on_prompt: bool = False,
     eval_share: float = 0.0,
     on_bad_row: str = "error",
@@ -174,7 +186,8 @@ def build_dataset(
 
     `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
     there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
-    whose embeddings mean other tokens. `eval_share` of each source is held out; `eval_sources` are evaluated each by
+    whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
+    conversations. `eval_share` of each source is held out; `eval_sources` are evaluated each by
     its name. `on_bad_row` is error or skip, `stopping_strategy` as in `mixture.quotas`. `progress` is called with
     (stage, fraction done) while there is something to prepare. Raises ConfigError for every setting or file that cannot
     be used, and for a source of which nothing would be trained on.
@@ -197,10 +210,13 @@ def build_dataset(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
     )
     names = names_of([each.source for each in (*found, *held)])
+    if isolated is None:
+        isolated = any(each.holds_chats for each in found)
+    layout: Layout = "isolated" if packing and isolated else packing
     told = {}
     for name, each in zip(names, [*found, *held], strict=True):
         tokens = preparation.tokens(each, loaded, train_on_prompt)
-        told[name] = SourceRows.of(name, each, tokens, sequence_length, packing, pad_id)
+        told[name] = SourceRows.of(name, each, tokens, sequence_length, layout, pad_id)
     training, evaluated = list(told.values())[: len(found)], list(told.values())[len(found) :]
     notes = [*preparation.notes, *(note for each in told.values() for note in each.notes(of=len(told) > 1))]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
@@ -250,7 +266,9 @@ def _batch(rows: RowSet, indices: np.ndarray, rank: int, world_size: int) -> Bat
     if is_filler:
         labels[:] = IGNORE
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    if (rows.lengths(indices) < rows.sequence_length).any():
+    if (positions := rows.positions(own)) is not None:
+        batch["position_ids"] = torch.from_numpy(positions)
+    elif (rows.lengths(indices) < rows.sequence_length).any():
         mask = np.arange(rows.sequence_length) < rows.lengths(own)[:, None]
         batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
     return batch

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from offload.data.order import rows_at
-from offload.data.packing import Rows
+from offload.data.packing import Layout
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
@@ -33,8 +33,8 @@ class RowSet(Protocol):
         """Tokens of a row."""
 
     @property
-    def packing(self) -> bool:
-        """Whether a row may begin and end within a document."""
+    def packing(self) -> Layout:
+        """How the rows are cut."""
 
     @property
     def identity(self) -> str:
@@ -49,17 +49,20 @@ class RowSet(Protocol):
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
 
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the position of each token in its document, int64 [n, sequence_length]; None where a row is one."""
+
 
 @dataclass(frozen=True)
 class Mixture:
     """Rows of several parts. Row r of part i has the index (rows of the parts before it) + r."""
 
-    parts: tuple[Rows, ...]
+    parts: tuple[RowSet, ...]
     quotas: tuple[int, ...]
     """How many rows of each part an epoch has."""
 
     @classmethod
-    def of(cls, parts: Sequence[Rows], quotas: Sequence[int] | None = None) -> RowSet:
+    def of(cls, parts: Sequence[RowSet], quotas: Sequence[int] | None = None) -> RowSet:
         """Return the parts as one; `quotas` None takes each row of each part once. One part stays what it is."""
         if len(parts) == 1:
             return parts[0]
@@ -74,7 +77,7 @@ class Mixture:
         return self.parts[0].sequence_length
 
     @property
-    def packing(self) -> bool:
+    def packing(self) -> Layout:
         return self.parts[0].packing
 
     @property
@@ -108,7 +111,15 @@ class Mixture:
             ids[here], labels[here] = part.read(own)
         return ids, labels
 
-    def _by_part(self, rows: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        positions = np.empty((len(rows), self.sequence_length), np.int64)
+        for part, here, own in self._by_part(rows):
+            if (found := part.positions(own)) is None:  # all parts are cut alike
+                return None
+            positions[here] = found
+        return positions
+
+    def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
         """Return for each part that has some of these rows: which of them, bool [n], and their indices in it."""
         ends = np.cumsum([part.num_rows for part in self.parts])
         owners = np.searchsorted(ends, rows, "right")

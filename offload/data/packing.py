@@ -13,12 +13,15 @@ A row without any target would make a loss of 0/0 and is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from offload.data.order import rows_at
 from offload.data.store import TokenStore
 
+Layout = bool | Literal["isolated"]
+"""How rows are cut: from the stream of all documents (True), a document each (False), or of several that are apart."""
 IGNORE = -100  # the label that torch's and transformers' losses leave out
 _GROUP_TOKENS = 1 << 22
 
@@ -92,6 +95,9 @@ class Rows:
             if store.trained is not None:
                 labels[i, : end - start][~store.trained[start:end]] = IGNORE
         return ids, labels
+
+    def positions(self, rows: np.ndarray) -> None:
+        """A row is one sequence."""
 
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = self.first + rows

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from offload.data.packing import Rows
+from offload.data.isolated import Laid, lay_out
+from offload.data.packing import Layout
 from offload.data.prepare import Found, TokenizedData
 from offload.data.sources import STDLIB_CHAT, Source
 from offload.data.storage import unpacked
 from offload.errors import ConfigError
+
+_A_ROW = "makes a row of each document"
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,26 @@ class SourceRows:
     """Files and settings."""
     tokens: TokenizedData
     """All of its tokens."""
-    train: Rows
+    train: Laid
     """To train on; of an eval source, to evaluate on."""
-    eval: Rows
+    eval: Laid
     """Held out."""
-    layouts: tuple[Rows, Rows]
+    layouts: tuple[Laid, Laid]
     """As the documents to train on and to evaluate on gave them, before rows were held out of one of them."""
 
     @classmethod
     def of(
-        cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, packing: bool, pad_id: int
+        cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, layout: Layout, pad_id: int
     ) -> SourceRows:
         """Lay out a source's rows. Raises ConfigError where there are none with a target."""
-        if tokens.streams and not packing:
+        if tokens.streams and layout is not True:
+            setting, what = ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
             raise ConfigError(
-                "data.packing=false makes a row of each document, but a one-dimensional file of tokens marks no "
-                "documents. Set data.packing=true, or store the ids as .npy [documents, tokens]."
+                f"data.{setting} {what}, but a one-dimensional file of tokens marks no documents. Set "
+                "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
-        train = Rows.over(tokens.train, sequence_length, packing, pad_id)
-        held_out = Rows.over(tokens.eval, sequence_length, packing, pad_id)
+        train = lay_out(tokens.train, sequence_length, layout, pad_id)
+        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id)
         layouts = train, held_out
         if found.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             train, held_out = _split_rows(train if train.num_rows else held_out, found.eval_share)
@@ -123,7 +127,7 @@ class SourceRows:
         if truncated := sum(rows.num_truncated_tokens for rows in self.layouts):
             notes.append(
                 f"{truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut off "
-                "(data.packing=false)."
+                f"(data.packing{'_isolated=true' if self.train.packing else '=false'})."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
             notes.append(f"{without_target} rows hold no trained token and were left out.")
@@ -138,7 +142,7 @@ def _form(data_format: str, container: str) -> str:
     return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
 
 
-def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
+def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
     """Hold out the last rows: for data of too few documents to be split between them."""
     num_eval = min(max(round(whole.num_rows * eval_share), 1), whole.num_rows - 1) if whole.num_rows > 1 else 0
     num_train = whole.num_rows - num_eval

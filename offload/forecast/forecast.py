@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
+from offload.config.sections import DataSection
 from offload.distributed.comm import ImaginedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError
@@ -255,7 +256,7 @@ class Forecaster:
         """Return what a step computes, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // self.num_ranks)
-        batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=not config.data.packing)
+        batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
         key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device
         if key not in self._works:
             try:
@@ -263,3 +264,8 @@ class Forecaster:
             except CannotMeasureError as error:
                 self._works[key] = str(error)
         return self._works[key]
+
+
+def _has_mask(data: DataSection) -> bool:
+    """True where attention needs a mask: for padding, or to keep documents apart."""
+    return not data.packing or data.packing_isolated is True

@@ -22,7 +22,7 @@ from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
+from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
 from offload.forecast.here import forecast_run, shortage, summary
 from offload.hf.adapters import Adaptation
@@ -40,6 +40,7 @@ from offload.hf.models import (
 from offload.machine.limits import integrated_note
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
+from offload.training.isolation import ask_whether_apart, not_apart
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
@@ -101,7 +102,12 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     def build(alive: Callable[[], object]) -> Dataset:
         return build_data(config, kind, vocabulary, stages(say, alive))
 
+    if first and config.data.packing_isolated == "auto":  # as the run began, whatever is auto by now
+        cut = start.data.get("packing", True)
+        config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
     data = rank_0_first(comm, "preparation of the data", build)
+    was_told = config.data.packing_isolated is True
+    config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
     comm.agree("the training data", data.state_dict())
     if first:
         with as_one(comm, "comparison of the data"):
@@ -109,7 +115,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {steps}, which overrides train.epochs, {epochs:g}: leave one of them out.")
-    config = config.resolve_steps(data.num_steps)
+    without_steps, config = config, config.resolve_steps(data.num_steps)
 
     def build_base() -> BuiltModel:
         return build_model(
@@ -131,10 +137,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
             done = "trained on" if word == "data" else "evaluated on"
             share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
             say(f"{word}: {', '.join([each.contents, share, *each.more])}")
-        say(
-            f"rows: {data.num_train_rows:,} of {config.data.sequence_length} tokens to train on, "
-            f"{data.num_eval_rows:,} to evaluate; {data.layout}; objective: {objective.name}"
-        )
+        say(f"{data.rows}; objective: {objective.name}")
         files = as_files(data.tokenizer) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
@@ -171,6 +174,17 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.compile != "never":
         say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
     meta = begin_at(start, made, say)
+    if data.train.packing == "isolated" and (why := ask_whether_apart(made, data.tokenizer, vocabulary, comm)):
+        if first or was_told:
+            made.close()
+            raise common(ConfigError(not_apart(why)))
+        config = config.with_resolved(data__packing=False, data__packing_isolated=False)
+        data = rank_0_first(comm, "preparation of the data", build)
+        again = without_steps.resolve_steps(data.num_steps)
+        config = config.with_resolved(
+            train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
+        )
+        say(f"note: {why}: conversations are not packed. {data.rows}")
     return Run(
         config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )

@@ -15,6 +15,7 @@ from offload.data.sources import Source
 from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
+from offload.errors import ConfigError
 from offload.hf.models import Kind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import settings
@@ -53,6 +54,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         vocab_size=vocabulary - spare,
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
+        isolated=_isolated(data, kind),
         train_on_prompt=data.train_on_prompt,
         eval_share=float(data.eval_share or 0),
         on_bad_row=data.on_bad_row,
@@ -61,6 +63,18 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         seed=config.run.seed,
         progress=progress,
     )
+
+
+def _isolated(data: DataSection, kind: Kind) -> bool | None:
+    """Return whether packed documents are apart; None for those of conversations. Raises ConfigError."""
+    if kind.name == "causal":
+        return None if data.packing_isolated == "auto" else data.packing_isolated
+    if data.packing_isolated is True:
+        raise ConfigError(
+            f"data.packing_isolated is true, and the model is a {kind.name} one: documents of a row are kept apart in "
+            "causal language models alone. Set --data.packing false for a document a row."
+        )
+    return False
 
 
 def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:

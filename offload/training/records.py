@@ -15,6 +15,7 @@ from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
 from offload.forecast.here import of_budget
 from offload.machine.environment import describe_environment
+from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
 from offload.training.run_folder import RunFolder
@@ -25,11 +26,12 @@ class Records:
     bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'.
     """
 
-    def __init__(self, folder: RunFolder | None) -> None:
-        """`folder`: None on the ranks other than 0."""
-        self._folder = folder
+    def __init__(self, folder: RunFolder | None = None, say: Callable[[str], None] = print) -> None:
+        """`folder`: None on the ranks other than 0. `say` is told of a logger that fails."""
+        self._folder, self._say = folder, say
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
+        self._loggers: Loggers | None = None
 
     def open(
         self,
@@ -54,6 +56,7 @@ class Records:
             {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
         )
         self._metrics = MetricsLog(self._folder.metrics, last_step)
+        self._loggers = Loggers(config.run.report_to, self._folder.path, last_step, dict(config.items()), self._say)
         path = self._folder.path / "trace.json.gz"
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
 
@@ -71,11 +74,15 @@ class Records:
         """Append a line to metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(fields)
+        if self._loggers is not None:
+            self._loggers.log(fields)
 
-    def amend(self, fields: Mapping[str, Any]) -> None:
-        """Put more into the last line of metrics.jsonl, if this process has written one."""
+    def amend(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Put more into the last line of metrics.jsonl, of a step, if this process has written one."""
         if self._metrics is not None and fields:
             self._metrics.amend(fields)
+        if self._loggers is not None and fields:
+            self._loggers.log({"step": step, **fields})
 
     def sync(self) -> None:
         """Bring the lines to the disk, as a checkpoint counts on them."""
@@ -94,6 +101,8 @@ class Records:
         """No line follows."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def report(self, say: Callable[[str], None]) -> None:
         """Write the page about the run, which ended, however it did; `say` is told where, or why not."""

@@ -20,6 +20,7 @@ from offload.files.directories import check_dirs
 from offload.hf.write import check_place
 from offload.lanes.throttle import parse_throttle
 from offload.planning.from_config import placement, update_rule
+from offload.telemetry.loggers import check_loggers
 from offload.training.run_folder import CHECKPOINTS, RunFolder
 
 
@@ -46,6 +47,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
     try:
         with as_one(comm, "look for a checkpoint"):
             found: Any = None
+            check_loggers(config.run.report_to)
             if comm.rank == 0:  # in the folder that is this process's alone by then
                 folder = RunFolder.open(config)
                 found = _find(config, folder, say)

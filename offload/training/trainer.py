@@ -61,7 +61,7 @@ class Trainer:
         self.config = config
         self._engine: Engine | None = None
         self._folder: RunFolder | None = None
-        self._records = Records(None)
+        self._records = Records()
 
     def run(self) -> TrainResult:
         self.config.check(may_go_on=True)
@@ -105,7 +105,7 @@ class Trainer:
         self._folder, start = open_run(self.config, comm, self._say)
         self.config = start.config
         if self._is_first:
-            self._records = Records(self._folder)
+            self._records = Records(self._folder, self._say)
         run = make_run(start, comm, self._say, self._notes.add)
         self.config, self._data, self._objective, self._trained = run.config, run.data, run.objective, run.trained
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
@@ -284,7 +284,7 @@ class Trainer:
         if not self._is_eval_step:  # the evaluation of the end of a run, which sees the newest weights
             self._engine.catch_up()
         if self._stands.eval_step != self._stands.num_done:
-            self._records.amend(self._evaluate())
+            self._records.amend(self._stands.num_done, self._evaluate())
 
     # -- after the last step -----------------------------------------------------------------------------------------
 

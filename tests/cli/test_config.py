@@ -20,10 +20,10 @@ from offload.errors import ConfigError
 
 def test_every_key_of_the_contract_is_there() -> None:
     sections = {
-        "run": "dir name seed debug",
+        "run": "dir name seed report_to debug",
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
-        "train_on_prompt eval_share eval_source",
+        "packing_isolated train_on_prompt eval_share eval_source",
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile max_grad_norm clip "
         "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "

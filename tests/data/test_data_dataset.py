@@ -275,13 +275,13 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
     assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
-    assert "see each other" in dataset.layout
+    assert "see each other" in dataset.rows
     pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
     dataset = build(source=str(pairs), eval_share=0.0, packing=False)
     assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
     assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
-    assert dataset.layout == "a document a row"
+    assert dataset.rows.endswith("; a document a row")
 
 
 def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(

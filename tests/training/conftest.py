@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "num_local_experts": 4,
     },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
     "gemma2": {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from offload.errors import ConfigError  # noqa: E402
 from tests.zoo.compare import ALWAYS, MICRO, NEVER, STEPS, Mode, Outcome, examine  # noqa: E402
 from tests.zoo.families import OPEN, ROWS, Family, families  # noqa: E402
+from tests.zoo.isolation import why_not  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 HEADER = """# Families
@@ -47,6 +48,14 @@ every weight. Written by `python tests/zoo/table.py`; `pytest tests/zoo` checks 
 
 | family | class | resident | fp32 | bf16 | kept fp32 | kept bf16 | parts | notes |
 |---|---|---:|---|---|---|---|---|---|
+"""
+ISOLATION = """## Documents in one row
+
+Rows that hold several documents (`data.packing_isolated`) give each of them positions from 0. Of {total} families
+{apart} keep such documents apart: a document's logits do not change with the documents before it, and they are those of
+the document alone. The others mix them: layers with a state or a convolution over the row, positions that the model
+makes itself, and classes whose mask is made without the positions (gpt-oss among them).
+
 """
 CALM = "without dropout, with which it seeds the generators from the clock"
 RUNS = {
@@ -92,7 +101,16 @@ def main() -> None:
         **STEPS,
     )
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text + "".join(f"| {' | '.join(row)} |\n" for row in sorted(rows)), encoding="utf-8")
+    table = "".join(f"| {' | '.join(row)} |\n" for row in sorted(rows))
+    PAGE.write_text(f"{text}{table}\n{told_isolation()}", encoding="utf-8")
+
+
+def told_isolation() -> str:
+    """Return the section about documents in one row."""
+    found = {family.name: why_not(family.name) for family in families().values() if not family.unbuildable}
+    mixed = ", ".join(sorted(name for name, why in found.items() if why))
+    text = ISOLATION.format(total=len(found), apart=sum(not why for why in found.values()))
+    return f"{text}{chr(10).join(textwrap.wrap(f'Not apart: {mixed}.', 119))}\n"
 
 
 def run(family: Family, precision: str, mode: Mode) -> Outcome | str:

@@ -1,0 +1,179 @@
+"""Loggers in which people look at runs. Each is given the numbers of metrics.jsonl, which stays the whole record."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from offload.errors import ConfigError, nearest
+
+_PROJECT = "offload"
+
+
+class Logger(Protocol):
+    """One logger of one run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers of a step, counted from 1."""
+
+    def close(self) -> None:
+        """Take that no more follow."""
+
+
+class _TensorBoard:
+    """Event files in RUN/tensorboard; those of later steps than the one that the run goes on at are passed over."""
+
+    def __init__(self, folder: Path, last_step: int, _config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make: Any = SummaryWriter
+        self._writer = make(str(folder / "tensorboard"), purge_step=last_step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases, which goes on where the same run folder does. Its environment variables hold."""
+
+    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            id=os.environ.get("WANDB_RUN_ID", _identity(folder)),
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """A run of trackio, which goes on where a run folder of the same name does."""
+
+    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", _PROJECT), name=folder.name, resume="allow", config=dict(config)
+        )
+        self._finish = trackio.finish
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._finish()
+
+
+class _Mlflow:
+    """A run of MLflow, which goes on where the same run folder does. Its environment variables hold."""
+
+    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        identity = _identity(folder)
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+        found = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
+        same: dict[str, Any] = {"run_id": found[0].info.run_id} if found else {"tags": {"offload_run": identity}}
+        mlflow.start_run(**({"run_name": folder.name} | same))
+        if not found:
+            mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
+        self._mlflow: Any = mlflow
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_KINDS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+    "mlflow": _Mlflow,
+}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a logger that is not known, or not installed."""
+    for name in names:
+        if name not in _KINDS:
+            raise ConfigError(
+                f"run.report_to is {name!r}{nearest(name, _KINDS)}; it should be some of {', '.join(_KINDS)}, or none."
+            )
+        if find_spec(name) is None:
+            raise ConfigError(f"run.report_to is {name}, which is not installed: pip install {name}, or leave it out.")
+
+
+class Loggers:
+    """All loggers of a run. One that fails is told of once, and left out: it does not end the run."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path, last_step: int, config: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        """`folder`: of the run. `last_step`: at which the run goes on. `config`: all settings, by their keys."""
+        self._say, self._open = say, dict[str, Logger]()
+        for name in names:
+            self._try(name, partial(self._begin, name, folder, last_step, config))
+
+    def _begin(self, name: str, folder: Path, last_step: int, config: Mapping[str, Any]) -> None:
+        self._open[name] = _KINDS[name](folder, last_step, config)
+
+    def log(self, fields: Mapping[str, Any]) -> None:
+        """Give a line of metrics.jsonl, or a part of one, to all."""
+        values = _numbers(fields)
+        for name, logger in list(self._open.items()):
+            self._try(name, partial(logger.log, fields["step"], values))
+
+    def close(self) -> None:
+        """Take that no more follow."""
+        for name, logger in list(self._open.items()):
+            self._try(name, logger.close)
+        self._open.clear()
+
+    def _try(self, name: str, do: Callable[[], Any]) -> None:
+        try:
+            do()
+        except Exception as error:  # whatever a logger raises
+            self._open.pop(name, None)
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"note: {name} (run.report_to) failed, and the run goes on without it: {told[:300]}")
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line: `train/loss`, and of evaluations `eval/loss` and `eval/NAME/loss`."""
+    found = {f"eval/{name}/loss": value for name, value in fields.get("eval_losses", {}).items()}
+    for key, value in fields.items():
+        group, _, rest = key.partition("_") if key.startswith("eval_") else ("train", "", key)
+        found[f"{group}/{rest}"] = value
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and name != "train/step" and math.isfinite(value)
+    }
+
+
+def _identity(folder: Path) -> str:
+    """Return what is the same for the same run folder."""
+    return xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())

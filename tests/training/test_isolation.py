@@ -1,0 +1,101 @@
+"""Runs over conversations: documents of a row that are apart, and models that would mix them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload import SGD, Engine, Placement
+from offload.config.config import Config
+from offload.errors import ConfigError
+from tests.training.conftest import SHAPES
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    """Conversations of different lengths."""
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}. " * (n % 5 + 1)}]}
+        for n in range(200)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_conversations_are_apart_by_default_and_a_run_goes_on_to_the_same_bits(
+    run: Any, chats: str, tmp_path: Path
+) -> None:
+    more = {"data__source": chats, "train__steps": 4, "checkpoint__every": 2}
+    whole, lines, said = run("whole", **more)
+    assert "packed, each document apart, with positions of its own" in said
+    config = (whole.dir / "config.yaml").read_text()
+    assert "packing_isolated: true" in config
+    _, half, _ = run("half", **{**more, "checkpoint__resume": str(whole.dir / "checkpoints" / "step-2")})
+    assert [line["loss"] for line in half[-2:]] == [line["loss"] for line in lines[-2:]]
+    with pytest.raises(ConfigError, match=r"packing_isolated"):
+        run("half", **more, data__packing_isolated=False)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
+    run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints say nothing of the setting."""
+    whole_dict = Config.to_dict
+
+    def without(self: Config) -> dict[str, Any]:
+        return {key: value for key, value in whole_dict(self).items() if key != "data.packing_isolated"}
+
+    more = {"data__source": chats, "checkpoint__every": 2}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Config, "to_dict", without)
+        run("run", **more, train__steps=2, data__packing_isolated=False)
+    _, lines, said = run("run", **more, train__steps=4, optimizer__warmup_steps=0)
+    assert len(lines) == 4
+    assert "its documents see each other" in said
+
+
+def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> None:
+    result, _, said = run("run", "mamba", data__source=chats)
+    assert "note: a document's logits change by" in said
+    assert "a document a row" in said.split("note: a document's")[1]
+    assert "packing: false" in (result.dir / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"packing_isolated is true, and a document's logits change by"):
+        run("other", "mamba", data__source=chats, data__packing_isolated=True)
+    with pytest.raises(ConfigError, match=r"the model is a masked one"):
+        run("third", "bert", data__source=chats, data__packing_isolated=True)
+
+
+@pytest.mark.parametrize(("tier", "rows"), [("device", None), ("cpu", 1), ("cpu", None)])
+def test_rows_that_are_apart_train_as_in_plain_pytorch(tier: Any, rows: int | None) -> None:
+    """Bit for bit; in micro-batches up to the order of sums."""
+    config = AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"], use_cache=False)
+    ids = torch.randint(384, (3, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)], [*range(2), *range(3), *range(7)]])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    placement = Placement(parameters=tier, optimizer=tier)
+    options: dict[str, Any] = {"placement": placement, "max_grad_norm": None, "micro_batch_size": rows}
+    with Engine(model, optimizer=SGD(lr=0.1), **options) as engine:
+        found = [float(engine.step(batch).loss) for _ in range(2)]
+        weights = dict(engine.named_parameters())
+    if rows is None:
+        assert found == losses
+        assert all(torch.equal(weights[name], each) for name, each in plain.named_parameters())
+    else:
+        assert found == pytest.approx(losses, rel=1e-6)

@@ -1,0 +1,40 @@
+"""Documents in one row: which families keep them apart, where positions begin anew in each."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from offload.training.isolation import why_not_apart
+from tests.zoo.families import FIRST_WORD, Family, families
+
+SIZES = 7, 13, 9
+
+
+@cache
+def why_not(name: str) -> str:
+    """Say why a family does not keep documents apart; nothing where it does."""
+    return why_not_apart(built(families()[name]), torch.device("cpu"), 128, range(FIRST_WORD))
+
+
+def built(family: Family) -> nn.Module:
+    """Return a model of a family without dropout."""
+    return family.build(calm=True).eval()
+
+
+def losses(family: Family) -> tuple[float, float]:
+    """Return the loss of a row of three documents, and the mean over their tokens of those of the documents alone."""
+    model, generator = built(family), torch.Generator().manual_seed(3)
+    documents = [torch.randint(FIRST_WORD, 128, (1, size), generator=generator) for size in SIZES]
+    labels = [torch.cat([torch.full((1, 1), -100), document[:, 1:]], 1) for document in documents]
+    positions = torch.cat([torch.arange(size) for size in SIZES])[None]
+    with torch.no_grad():
+        row = torch.cat(documents, 1), torch.cat(labels, 1)
+        packed = model(input_ids=row[0], labels=row[1], position_ids=positions, use_cache=False).loss.double()
+        alone = [
+            model(input_ids=document, labels=its, use_cache=False).loss.double() * (document.shape[1] - 1)
+            for document, its in zip(documents, labels, strict=True)
+        ]
+    return float(packed), float(sum(alone)) / (sum(SIZES) - len(SIZES))

@@ -1,0 +1,36 @@
+"""A row of several documents has the loss of the documents alone, in every family that the probe lets through."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo.families import buildable, families
+from tests.zoo.isolation import losses, why_not
+from tests.zoo.table import PAGE, told_isolation
+
+BESIDE = {
+    "dots3_note_text": "the loss has a part that is made of a whole row",
+    "git": "the loss has image tokens before the row",
+}
+"""Families whose loss is none of tokens alone."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", buildable())
+def test_a_packed_loss_is_that_of_the_documents_alone(name: str) -> None:
+    if why_not(name):
+        pytest.skip(why_not(name))
+    if name in BESIDE:
+        pytest.skip(BESIDE[name])
+    packed, alone = losses(families()[name])
+    assert packed == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_page_has_those_that_are_let_through() -> None:
+    assert told_isolation() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "is_apart"), [("llama", True), ("mamba", False), ("gpt_oss", False)])
+def test_the_probe_tells_what_mixes_documents(name: str, is_apart: bool) -> None:
+    assert bool(why_not(name)) is not is_apart
