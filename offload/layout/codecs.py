@@ -66,6 +66,8 @@ class Coded(Codec, ABC):
 
     record_bytes: int
     """Bytes of a record."""
+    between_bytes: int
+    """Bytes a weight that torch's operations write, and read again, on the way from records to weights."""
 
     def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
         return torch.uint8, self.record_bytes
@@ -100,7 +102,7 @@ class Int8(Coded):
     codes, int8, and then the scale, fp32.
     """
 
-    name, block, record_bytes = "int8", 128, 132
+    name, block, record_bytes, between_bytes = "int8", 128, 132, 8
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         end = 0
@@ -136,7 +138,7 @@ class Nf4(Coded):
     their magnitudes; the largest of these and the mean of the parameter's, fp32.
     """
 
-    name, block, record_bytes = "nf4", 1 << 14, 8192 + 256 + 8
+    name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 20
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         codes, sizes, numel = [], [], 0

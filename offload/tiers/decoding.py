@@ -48,6 +48,12 @@ class Decoder:
         for used in (weights, self._workspace):
             self._device.lend(used)
 
+    def moved_bytes(self, region: Region) -> int:
+        """Return the bytes of the device's memory that are read and written for it."""
+        assert isinstance(region.codec, Coded)
+        between = 0 if self._device.decodes_at_once else region.codec.between_bytes * region.numel
+        return region.travelling_bytes + region.weight_bytes + between
+
     def close(self) -> None:
         """Let go of the memory."""
         self._workspace = torch.empty(0, dtype=torch.uint8)

@@ -287,7 +287,7 @@ class Slots(Cargoes):
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.codec is EXACT:
             return tickets
-        work, moved = partial(self._decoder.decode, region, flat.data), rests.nbytes + flat.nbytes
+        work, moved = partial(self._decoder.decode, region, flat.data), self._decoder.moved_bytes(region)
         return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(
