@@ -102,7 +102,7 @@ class Int8(Coded):
     codes, int8, and then the scale, fp32.
     """
 
-    name, block, record_bytes, between_bytes = "int8", 128, 132, 8
+    name, block, record_bytes, between_bytes = "int8", 128, 132, 2
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         end = 0
@@ -111,7 +111,7 @@ class Int8(Coded):
             yield begin, end, _int8_records(_as_fp32(piece), self.block)
 
     def workspace_bytes(self, numel: int) -> int:
-        return 4 * min(numel, PIECE_NUMEL)
+        return min(numel, PIECE_NUMEL) // self.block * self.record_bytes
 
     @property
     def tables(self) -> Tensor:
@@ -122,10 +122,9 @@ class Int8(Coded):
             kernels.decode(self.name, records, out)
             return
         for its, weights in _pieces(self, records, out):
+            its = workspace[: its.numel()].view(its.shape).copy_(its)  # over which the weights may lie
             codes, scales = its[:, :128].view(torch.int8), its[:, 128:].view(torch.float32)
-            decoded = workspace[: 4 * weights.numel()].view(torch.float32)
-            torch.mul(codes, scales, out=decoded.view(-1, 128))
-            weights.copy_(decoded)
+            torch.mul(codes, scales, out=weights.view(-1, 128))  # in fp32, and rounded
 
 
 class Nf4(Coded):
@@ -138,7 +137,7 @@ class Nf4(Coded):
     their magnitudes; the largest of these and the mean of the parameter's, fp32.
     """
 
-    name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 20
+    name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         codes, sizes, numel = [], [], 0
@@ -186,8 +185,7 @@ class Nf4(Coded):
             sizes.view(-1, 256).mul_(most).add_(mean)
             codes.view(-1, 8192).copy_(its[:, :8192])
             torch.index_select(pairs, 0, codes, out=decoded.view(torch.int64))
-            decoded.view(-1, 64).mul_(sizes.view(-1, 1))
-            weights.copy_(decoded)
+            torch.mul(decoded.view(-1, 64), sizes.view(-1, 1), out=weights.view(-1, 64))  # in fp32, and rounded
 
 
 def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
