@@ -42,7 +42,7 @@ MACHINE = Hardware("throttled", "cpu", 1, None, 1 << 40, None, None, False, RATE
 @dataclass(frozen=True)
 class Case:
     """A configuration: an engine's settings and placement; for how long each link is to be busy in a step, at least;
-    whether gradients are clipped; the model's width and depth.
+    whether gradients are clipped; the model's width and depth; whether the matrices of blocks are frozen.
     """
 
     name: str
@@ -52,11 +52,18 @@ class Case:
     clips: bool = True
     width: int = 96
     depth: int = 6
+    is_frozen: bool = False
 
     def model(self) -> Stack:
         """Return the model, always the same."""
         torch.manual_seed(0)
-        return Stack(self.width, self.depth)
+        return self.prepared(Stack(self.width, self.depth))
+
+    def prepared(self, model: Stack) -> Stack:
+        """Freeze what is to be frozen."""
+        for parameter in model.blocks.parameters():
+            parameter.requires_grad_(not self.is_frozen or parameter.dim() < 2)
+        return model
 
     def engine_settings(self, throttle: Mapping[str, float] | None, **more: Any) -> Settings:
         """Return an engine's settings."""
@@ -107,6 +114,9 @@ CASES = (
     Case("a tiny model", width=16, depth=4),
     Case("24 blocks", width=64, depth=24, lane_s=0.4),
     Case("30 M parameters", width=720, depth=7, lane_s=1.0),
+    Case("a frozen base", width=192, is_frozen=True),
+    Case("a frozen base in int8", {"frozen_weights": "int8"}, width=192, is_frozen=True),
+    Case("a frozen base in nf4", {"frozen_weights": "nf4"}, width=192, is_frozen=True),
     Case("compute and lanes alike", {"clip": "deferred"}, lane_s=0.06, width=192),
 )
 
@@ -138,7 +148,7 @@ def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dic
     """Measure steps of a case without throttle, and forecast them by shapes and the machine's rates alone."""
     settings = case.engine_settings(None)
     with torch.device("meta"):
-        model = Told(case.width, case.depth)
+        model = case.prepared(Told(case.width, case.depth))
     its = planned(model, settings)
     work = measure(model, BatchSpec("causal", ROWS, LENGTH), its)
     timing = PlannedStep(its, work, hardware, case.clips).play(12)

@@ -1,5 +1,5 @@
-// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py, directions.py and io.py, the
-// only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
+// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py, directions.py, codes.py
+// and io.py, the only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -105,6 +105,27 @@ void py_accumulate(Address sum, Address x, bool x_is_bf16, int64_t n, int thread
   else accumulate(at<float>(sum), at<const float>(x), n, execution(threads, isa));
 }
 
+// codec: 8 for int8, 4 for nf4, which alone has tables.
+void py_decode(int codec, Address records, Address levels, Address numbers, Address out, bool is_bf16,
+               int64_t num_records, int threads, int isa) {
+  const auto run = [&](auto* weights) {
+    const auto* from = at<const uint8_t>(records);
+    if (codec == 8) decode_int8(from, weights, num_records, execution(threads, isa));
+    else decode_nf4(from, {at<const float>(levels), at<const float>(numbers)}, weights, num_records, execution(threads, isa));
+  };
+  if (is_bf16) run(at<uint16_t>(out));
+  else run(at<float>(out));
+}
+
+void py_encode_int8(Address weights, int64_t n, Address records, int threads, int isa) {
+  encode_int8(at<const float>(weights), n, at<uint8_t>(records), execution(threads, isa));
+}
+
+void py_encode_nf4(Address weights, int64_t n, Address borders, Address pairs, Address sizes, int threads, int isa) {
+  encode_nf4(at<const float>(weights), n, at<const float>(borders), at<uint8_t>(pairs), at<float>(sizes),
+             execution(threads, isa));
+}
+
 double py_sum_squares(Address x, bool x_is_bf16, int64_t n, int threads, int isa) {
   const int64_t offset = 0;
   double sum = 0;
@@ -164,6 +185,9 @@ NB_MODULE(_core, module) {
   module.def("to_bf16", &py_to_bf16, no_gil);
   module.def("round_bf16", &py_round_bf16, no_gil);
   module.def("accumulate", &py_accumulate, no_gil);
+  module.def("decode", &py_decode, no_gil);
+  module.def("encode_int8", &py_encode_int8, no_gil);
+  module.def("encode_nf4", &py_encode_nf4, no_gil);
   module.def("sum_squares", &py_sum_squares, no_gil);
   module.def("copy_sum_squares", &py_copy_sum_squares);
   module.def("sum_squares_segments", &py_sum_squares_segments, no_gil);

@@ -73,6 +73,15 @@ struct Wide {
   static Int load_code(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
+  static Int load_signed_code(const uint8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static Int load_nibbles(const uint8_t* p, int64_t i) {
+    int32_t bytes;
+    memcpy(&bytes, p + i / 2, sizeof bytes);
+    const __m256i pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+    return _mm256_or_si256(_mm256_srli_epi64(pairs, 4), _mm256_slli_epi64(pairs, 32));
+  }
   static constexpr int kPacked = 4;
   static void store_codes(uint8_t* p, const Int* x) {
     const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));

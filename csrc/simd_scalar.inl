@@ -67,6 +67,9 @@ struct Narrow {
   static Int load_int(const uint32_t* p) { return static_cast<int32_t>(*p); }
   static void store_int(uint32_t* p, Int x) { *p = static_cast<uint32_t>(x); }
   static Int load_code(const uint8_t* p) { return *p; }
+  static Int load_signed_code(const uint8_t* p) { return static_cast<int8_t>(*p); }
+  // Codes of four bits from number i on, a multiple of kWidth, the first of a byte in its upper half; above them lies anything.
+  static Int load_nibbles(const uint8_t* p, int64_t i) { return i % 2 ? p[i / 2] : p[i / 2] >> 4; }
   static constexpr int kPacked = 1;  // vectors whose codes are stored at once
   static void store_codes(uint8_t* p, const Int* x) { *p = static_cast<uint8_t>(*x); }  // of 0 to 255
   static void store_signed_codes(uint8_t* p, const Int* x) {  // 127 - x, of -128 to 128

@@ -24,6 +24,9 @@ from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
+_ASKING = "make_inputs_require_grad"
+"""How the names of hooks begin that let results of embeddings ask for a gradient."""
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -41,11 +44,7 @@ class Structure:
     @classmethod
     def of(cls, model: nn.Module, settings: Settings, num_ranks: int) -> Structure:
         """Find the units of a model, which may be on `meta`, and lay out their parameters. Raises ConfigError."""
-        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            # Units recompute already; the second name is what transformers called it before 5.23.
-            name = "activation_checkpointing_disable"
-            disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
-            disable()
+        leave_off_checkpointing(model)
         infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights)
         candidates = find_units(model, infos)
         rules = settings.optimizer.parts
@@ -161,3 +160,18 @@ def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
         folder = None if placement.nvme_dir is None else "given"
         shown["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
     return {name: repr(found) for name, found in shown.items()}
+
+
+def leave_off_checkpointing(model: nn.Module) -> None:
+    """Turn transformers' gradient checkpointing off: units recompute already. With it go the hooks by which embeddings'
+    results ask for a gradient for its sake: the backward would go down to them, and not end at the first trained unit.
+    """
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return
+    name = "activation_checkpointing_disable"  # the other one is what transformers called it before 5.23
+    disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
+    disable()
+    for module in model.modules():
+        hooks = module._forward_hooks  # transformers knows only the last of them, and PEFT has one of its own
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "").startswith(_ASKING)]:
+            del hooks[key]

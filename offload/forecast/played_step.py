@@ -31,7 +31,7 @@ from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
-from offload.tiers.device import CpuDevice
+from offload.tiers.device import AcceleratorDevice, CpuDevice
 from offload.tiers.due import Due, Work
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
@@ -175,6 +175,12 @@ class _PlayedNvme(Nvme):
         self._arena.close()
 
 
+class _PlayedAccelerator(CpuDevice):
+    """Ordinary memory in the part of an accelerator's, which decodes as that does."""
+
+    decodes_at_once = AcceleratorDevice.decodes_at_once
+
+
 class _PlayedMeasures(Measures):
     """Every parameter has a gradient. The norm grows with each of them where clipping `corrects` what was updated."""
 
@@ -220,7 +226,8 @@ class _PlayedEngine:
         self._calls, self._plan, settings = calls, plan, plan.settings
         self._here_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
         self._lanes = lanes = PlayedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
-        device, host = CpuDevice(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
+        kind = _PlayedAccelerator if plan.in_stream else CpuDevice
+        device, host = kind(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _PlayedNvme(plan.rings, lanes, self._counters) if plan.rings else None
         ring_bytes = read_ring(plan.layout, plan.regions)
         files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None

@@ -13,7 +13,7 @@ from offload.forecast.memory import StepMemory, device_budget
 from offload.forecast.played_step import Call, PlayedPlan, Simulated
 from offload.forecast.shortened import simulate_few
 from offload.forecast.workload import Cost, UnitWork, Workload
-from offload.lanes.played import Seconds
+from offload.lanes.played import DECODING, Seconds
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
@@ -389,7 +389,7 @@ def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> 
     }
     device = Throttle(rates.device_bytes_per_s)
     found["update_on_device"] = throttles.get("update", device).seconds
-    found["here"] = device.seconds
+    found["here"] = found[DECODING] = device.seconds
     return found
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.engine.assemble import leave_off_checkpointing
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.needs import need
@@ -95,7 +96,7 @@ class OffloadMixin(_Base):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:  # noqa: ARG002
         """Give the model to an engine, unless it has it; return its optimizer."""
-        _leave_off_checkpointing(self.model)  # train() turns it on each time
+        leave_off_checkpointing(self.model)  # train() turns it on each time
         if not self._is_engaged:
             self._engage()
         assert self.engine is not None
@@ -193,7 +194,7 @@ class OffloadMixin(_Base):
                 self.create_optimizer()
             if not self._is_engaged or find_own(self.optimizer) is None:
                 self._engage()
-            _leave_off_checkpointing(model)
+            leave_off_checkpointing(model)
         return model
 
     def _share_weights(self) -> None:
@@ -489,10 +490,3 @@ def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tenso
     shown = dict(trainer.model.named_parameters())
     for name, value in trainer.engine.named_parameters():
         yield vllm._fix_param_name_to_vllm(name), value.to(trainer.accelerator.device, shown[name].dtype)
-
-
-def _leave_off_checkpointing(model: Any) -> None:
-    """Let units be computed again by the engine alone."""
-    new = hasattr(model, "is_activation_checkpointing")  # gradient_... before transformers 5.2x
-    if getattr(model, "is_activation_checkpointing" if new else "is_gradient_checkpointing", False):
-        getattr(model, "activation_checkpointing_disable" if new else "gradient_checkpointing_disable")()

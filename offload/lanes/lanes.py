@@ -40,6 +40,7 @@ class Lanes:
     - `h2d`, `d2h`, `update`, each with a link of its own;
     - `returning`, over the link of h2d, by which activations come back past fetches that wait for their slots (on a CPU
       that is h2d itself, which overtakes);
+    - `decoding`, by which what came up in codes becomes weights, beside the next copy (on a CPU that is h2d itself);
     - for updates on the device of states that are not there `update_up` over the link of h2d, `update_on_device` over
       that of update (on a CPU they are one lane) and `update_down` over that of d2h: past fetches, and past gradients
       and activations on their way down, which would wait there for the updates of the whole model;
@@ -70,7 +71,7 @@ class Lanes:
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
         self.h2d, self.d2h, self.collective, self.update = map(self._open, ("h2d", "d2h", "collective", "update"))
-        self.returning = self._open_returning()
+        self.returning, self.decoding = self._open_returning(), self._open_decoding()
         reads = ("fetch_read", "update_read", "activation_read")
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
@@ -81,13 +82,16 @@ class Lanes:
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way
         copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h, self.collective)
-        self._all = tuple(dict.fromkeys((*copying, self.activation_write, *self._updating)))
+        self._all = tuple(dict.fromkeys((*copying, self.decoding, self.activation_write, *self._updating)))
         self._settled = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:
         return self._thread(name, name) if self.overlap else self._inline(name)
 
     def _open_returning(self) -> Lane:
+        return self.h2d
+
+    def _open_decoding(self) -> Lane:
         return self.h2d
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:

@@ -15,7 +15,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES
 from offload.lanes.ticket import Ticket
 
-COMPUTE = "compute"
+COMPUTE, DECODING = "compute", "decoding"
 
 Seconds = Callable[[int], float]
 """What a piece of work of so many bytes takes on a link."""
@@ -132,8 +132,9 @@ class PlayedLanes(Lanes):
 
     def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
         """`seconds`: what bytes take by link: "h2d", "d2h", "update", "nvme_read", "nvme_write", "collective",
-        "update_on_device", and "here" for what compute does with states itself. `inline`: copies and updates are made
-        by compute, but for those of the disk.
+        "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else computes, and
+        "here" for what compute does with states itself. `inline`: copies and updates are made by compute, but for those
+        of the disk.
         """
         self.now_s = self.compute_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
@@ -158,6 +159,13 @@ class PlayedLanes(Lanes):
     def _open_returning(self) -> Lane:
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU
 
+    def _open_decoding(self) -> Lane:
+        """Kernels of a device take turns; on a CPU the thread of h2d decodes, or compute itself."""
+        if not self.overlap:
+            return self._inline(DECODING)
+        link = COMPUTE if self._in_stream else "h2d"
+        return PlayedLane(DECODING, self, link, self._seconds.get(DECODING, lambda _: 0.0))
+
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
         up, _, down = super()._open_device_updates()
         if not self.overlap:
@@ -178,7 +186,7 @@ class PlayedLanes(Lanes):
         found: dict[str, float] = {}
         for link in self._links.values():
             found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
-        return found | {COMPUTE: self.compute_s}
+        return found | {COMPUTE: max(self.compute_s, found[COMPUTE])}
 
     # -- compute and the host --------------------------------------------------------------------------------
 

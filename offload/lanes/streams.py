@@ -105,8 +105,8 @@ class StreamLane(ThreadLane):
 
 
 class StreamLanes(Lanes):
-    """h2d, returning, d2h, collective and the way of an update on the device have streams; updates of the host and the
-    lanes of the disk run on the host, which waits for the events of what they read or overwrite.
+    """h2d, returning, decoding, d2h, collective and the way of an update on the device have streams; updates of the
+    host and the lanes of the disk run on the host, which waits for the events of what they read or overwrite.
     """
 
     def __init__(
@@ -125,6 +125,9 @@ class StreamLanes(Lanes):
     def _open_returning(self) -> Lane:
         # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.
         return StreamLane("returning", self, "h2d")
+
+    def _open_decoding(self) -> Lane:
+        return StreamLane("decoding", self, "h2d")
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
         links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}

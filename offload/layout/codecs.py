@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.native import codes as kernels
+
 PIECE_NUMEL = 1 << 20
 """Weights that are decoded at once, a multiple of every codec's block: what they take beside is that of so many."""
 LEAST_NUMEL = 4096
@@ -64,6 +66,8 @@ class Coded(Codec, ABC):
 
     record_bytes: int
     """Bytes of a record."""
+    between_bytes: int
+    """Bytes a weight that torch's operations write, and read again, on the way from records to weights."""
 
     def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
         return torch.uint8, self.record_bytes
@@ -98,30 +102,29 @@ class Int8(Coded):
     codes, int8, and then the scale, fp32.
     """
 
-    name, block, record_bytes = "int8", 128, 132
+    name, block, record_bytes, between_bytes = "int8", 128, 132, 2
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel()
-            weights = _in_blocks(piece.cpu(), self.block)
-            scale = weights.abs().amax(1, keepdim=True).div_(127)
-            codes = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-127, 127).to(torch.int8)
-            yield begin, end, torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1).view(-1)
+            yield begin, end, _int8_records(_as_fp32(piece), self.block)
 
     def workspace_bytes(self, numel: int) -> int:
-        return 4 * min(numel, PIECE_NUMEL)
+        return min(numel, PIECE_NUMEL) // self.block * self.record_bytes
 
     @property
     def tables(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
+        if kernels.have_kernels(out):
+            kernels.decode(self.name, records, out)
+            return
         for its, weights in _pieces(self, records, out):
+            its = workspace[: its.numel()].view(its.shape).copy_(its)  # over which the weights may lie
             codes, scales = its[:, :128].view(torch.int8), its[:, 128:].view(torch.float32)
-            decoded = workspace[: 4 * weights.numel()].view(torch.float32)
-            torch.mul(codes, scales, out=decoded.view(-1, 128))
-            weights.copy_(decoded)
+            torch.mul(codes, scales, out=weights.view(-1, 128))  # in fp32, and rounded
 
 
 class Nf4(Coded):
@@ -134,14 +137,14 @@ class Nf4(Coded):
     their magnitudes; the largest of these and the mean of the parameter's, fp32.
     """
 
-    name, block, record_bytes = "nf4", 1 << 14, 8192 + 256 + 8
+    name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         codes, sizes, numel = [], [], 0
         for piece in pieces:
             numel += piece.numel()
-            its, most = _levels_of(piece.cpu())
-            codes.append(its[::2].bitwise_left_shift_(4).bitwise_or_(its[1::2]).to(torch.uint8))
+            its, most = _levels_of(_as_fp32(piece))
+            codes.append(its)
             sizes.append(most)
         of_sizes, most, mean = _sizes_encoded(torch.cat(sizes))
         parts = (
@@ -161,6 +164,9 @@ class Nf4(Coded):
         return _nf4_tables()
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
+        if kernels.have_kernels(out):
+            kernels.decode(self.name, records, out, _levels(), _dynamic_map())
+            return
         pairs, numbers = workspace[:2048].view(torch.int64), workspace[2048:3072].view(torch.float32)
         memory = workspace[3072:]
         for its, weights in _pieces(self, records, out):
@@ -179,8 +185,7 @@ class Nf4(Coded):
             sizes.view(-1, 256).mul_(most).add_(mean)
             codes.view(-1, 8192).copy_(its[:, :8192])
             torch.index_select(pairs, 0, codes, out=decoded.view(torch.int64))
-            decoded.view(-1, 64).mul_(sizes.view(-1, 1))
-            weights.copy_(decoded)
+            torch.mul(decoded.view(-1, 64), sizes.view(-1, 1), out=weights.view(-1, 64))  # in fp32, and rounded
 
 
 def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,6 +204,21 @@ def _pieces(codec: Coded, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor
     return zip(its.split(step), out.split(PIECE_NUMEL), strict=True)
 
 
+def _as_fp32(piece: Tensor) -> Tensor:
+    """Return weights in fp32 on the CPU."""
+    return piece.cpu().float().contiguous()
+
+
+def _int8_records(values: Tensor, block: int) -> Tensor:
+    """Return the records of values, fp32, flat."""
+    if kernels.have_kernels(values):
+        return kernels.encode_int8(values)
+    weights = _in_blocks(values, block)
+    scale = weights.abs().amax(1, keepdim=True).div_(127)
+    codes = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1).view(-1)
+
+
 def _in_blocks(values: Tensor, block: int) -> Tensor:
     """Return fresh blocks [n, block] of values, flat, floats as fp32; what is missing of the last is 0."""
     values = values.float() if values.is_floating_point() else values
@@ -206,17 +226,20 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of values, flat, int32, an even number of them, and the largest magnitudes of their blocks of
-    64, fp32. A last block that is not whole is divided by its own, and the others are multiplied with the inverse.
+    """Return the codes of values, fp32, flat, two in a byte, and the largest magnitudes of their blocks of 64, fp32. A
+    last block that is not whole is divided by its own, and the others are multiplied with the inverse.
     """
-    values, whole = values.float(), values.numel() // 64 * 64
+    if kernels.have_kernels(values):
+        return kernels.encode_nf4(values, _borders(_levels()))
+    whole = values.numel() // 64 * 64
     most = values[:whole].view(-1, 64).abs().amax(1)
     scaled = (values[:whole].view(-1, 64) * most.clamp(min=_LEAST_SCALE).reciprocal().view(-1, 1)).view(-1)
     if whole < values.numel():
         last = values[whole:].abs().amax().clamp(min=_LEAST_SCALE).view(1)
         most, scaled = torch.cat([most, last]), torch.cat([scaled, values[whole:] / last])
     scaled = torch.nn.functional.pad(scaled.clamp_(-1, 1), (0, values.numel() % 2))
-    return torch.bucketize(scaled, _borders(_levels()), out_int32=True), most
+    codes = torch.bucketize(scaled, _borders(_levels()), out_int32=True)
+    return codes[::2].bitwise_left_shift_(4).bitwise_or_(codes[1::2]).to(torch.uint8), most
 
 
 def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

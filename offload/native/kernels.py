@@ -1,10 +1,10 @@
 """The kernels on flat arrays: update rules, the split master, sums of squares, bfloat16.
 
-Beside `offload.native.io` and `directions` this is the only caller of the C++ module `offload._core`. Arrays are torch
-tensors or numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes to C++;
-where that was not built, and for tensors on another device, `torch_fallback` does the same operations in the same
-order. A wrong argument is a `ConfigError` that names it, and nothing has been modified. bfloat16 may also come as its
-bits, int16 or uint16, since numpy has no bfloat16.
+Beside `offload.native.io`, `directions` and `codes` this is the only caller of the C++ module `offload._core`. Arrays
+are torch tensors or numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes
+to C++; where that was not built, and for tensors on another device, `torch_fallback` does the same operations in the
+same order. A wrong argument is a `ConfigError` that names it, and nothing has been modified. bfloat16 may also come as
+its bits, int16 or uint16, since numpy has no bfloat16.
 
 Every function that computes takes `threads` and `isa`, None for the defaults; neither changes a bit of any result.
 """

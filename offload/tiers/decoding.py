@@ -1,15 +1,15 @@
-"""How weights come to lie in a slot: copied as they are, or decoded there from what rests."""
+"""How weights in codes come to lie in a slot: they are decoded there from what rests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.layout.codecs import Coded
+from offload.layout.codecs import EXACT, Coded
 from offload.layout.regions import Region
-from offload.tiers.device import Device, copy_planes
+from offload.tiers.device import Device
 
 DECODING = "decoding"
 """The memory of the device in which weights in codes are decoded, a piece at a time."""
@@ -20,10 +20,17 @@ def decoding_bytes(regions: Iterable[Region]) -> int:
     return max((region.codec.workspace_bytes(region.numel) for region in regions), default=0)
 
 
-class Decoder:
-    """Fills slots. What comes from the host in codes is copied to the end of where its weights are to be, and decoded
-    from there: it takes no memory of its own. One lane at a time uses it.
+def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
+    """Return where what rests of a region comes up: where the weights are to be, or, of weights in codes, at the end of
+    that, so that the codes take no memory of their own.
     """
+    if region.codec is EXACT:
+        return weights
+    return weights.view(torch.uint8)[-region.travelling_bytes :]
+
+
+class Decoder:
+    """Makes weights of the codes that lie where `resting` says. One lane at a time uses it."""
 
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
@@ -34,19 +41,18 @@ class Decoder:
             device.copy(self._workspace[: len(tables)], tables)
             lanes.wait(lanes.mark())  # another stream reads them
 
-    def fill(self, region: Region, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        """Copy planes of a region's tile to a slot, each from the source of its name, and decode its weights."""
-        if not isinstance(region.codec, Coded):
-            copy_planes(self._device, targets, sources)
-            return
-        weights, records = targets["weights"].data, sources["weights"]  # see Device.copy
-        if records.device != weights.device:
-            end = weights.view(torch.uint8)[-records.nbytes :]
-            self._device.copy(end, records)
-            records = end
-        region.codec.decode(records, weights, self._workspace)
+    def decode(self, region: Region, weights: torch.Tensor) -> None:
+        """Decode the weights of a region, flat."""
+        assert isinstance(region.codec, Coded)
+        region.codec.decode(resting(region, weights), weights, self._workspace)
         for used in (weights, self._workspace):
             self._device.lend(used)
+
+    def moved_bytes(self, region: Region) -> int:
+        """Return the bytes of the device's memory that are read and written for it."""
+        assert isinstance(region.codec, Coded)
+        between = 0 if self._device.decodes_at_once else region.codec.between_bytes * region.numel
+        return region.travelling_bytes + region.weight_bytes + between
 
     def close(self) -> None:
         """Let go of the memory."""

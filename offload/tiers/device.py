@@ -37,6 +37,8 @@ class CpuDevice:
     """By which the peaks of equal steps differ: the ledger counts what is held, to the byte."""
     waiting_bytes = 0
     """What nobody holds any more, and a stream still uses."""
+    decodes_at_once = True
+    """Codes are decoded in one pass over memory, and not by torch's operations one after the other."""
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
@@ -137,6 +139,7 @@ class AcceleratorDevice:
 
     late_bytes = 16 << 10
     """By which the peaks of equal steps differ: freed memory that a lane still uses, and the allocator's rounding."""
+    decodes_at_once = False
 
     def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
         """`most_bytes`: what torch's allocator may have beside what others hold, until `close`; None without end."""

@@ -14,8 +14,8 @@ from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
-from offload.tiers.decoding import Decoder
-from offload.tiers.device import Device
+from offload.tiers.decoding import Decoder, resting
+from offload.tiers.device import Device, copy_planes
 from offload.tiers.due import Due
 from offload.tiers.store import Store
 
@@ -27,8 +27,8 @@ class Slots(Cargoes):
     """Where the weights of a unit are while it computes.
 
     A cargo comes up on the h2d lane; where the weights are cut over ranks each brings its own range up over its own
-    link, and the collective lane puts them together. `parameters` are Parameters that view the weights where they lie
-    now.
+    link, and the collective lane puts them together; what came up in codes is decoded then. `parameters` are Parameters
+    that view the weights where they lie now.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Slots(Cargoes):
         self._gathers = store.sharding.gathers
         self._on_device = store.tier == "device" and not self._gathers
         self._decoder = Decoder([state.region for state in store.states], device, lanes)
-        self._up = lanes.h2d if store.tier == "cpu" else lanes.here
+        self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
@@ -259,20 +259,21 @@ class Slots(Cargoes):
         is_ahead: bool,
         co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
-        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them; `co_fetched`: where what
-        comes up beside them goes.
+        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them, as they rest, and decode
+        them where they are; `co_fetched`: where what comes up beside them goes.
         """
         self._due.submit(region)
         if self._store.tier == "device" and region.codec is EXACT:
             own = self._store[region].planes["weights"]
             return self._put_together(region, flat, own, fills, is_ahead)
         tickets, is_link = [], self._up is self._lanes.h2d
+        rests, plane = resting(region, flat), region.plane("weights")
         for tile in self._store[region].held:
-            lease = tile.fetch(is_ahead, *co_fetched)
-            targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **co_fetched}.items()}
+            lease, its = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
+            targets = {"weights": rests[plane.cut(its)], **{name: to[its] for name, to in co_fetched.items()}}
             num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
             ticket = self._up.submit(
-                partial(self._decoder.fill, region, targets, lease.planes),
+                partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,
                 fills=fills,
                 name=region.name,
@@ -281,10 +282,13 @@ class Slots(Cargoes):
             lease.done_reading(ticket)
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
-        if not self._gathers:
+        if self._gathers:
+            own = rests[plane.cut(self._store.sharding.own(region))].data  # see Device.copy
+            tickets = self._put_together(region, rests, own, tickets, is_ahead)
+        if region.codec is EXACT:
             return tickets
-        own = flat[self._store.sharding.own(region)].data  # see Device.copy
-        return self._put_together(region, flat, own, tickets, is_ahead)
+        work, moved = partial(self._decoder.decode, region, flat.data), self._decoder.moved_bytes(region)
+        return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(
         self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool

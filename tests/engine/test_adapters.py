@@ -24,7 +24,7 @@ from offload.hf.models import BuiltModel, build_model, fill_all
 from offload.hf.sources import Whole
 from tests.engine import families
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, resident_names
 from tests.engine.ranks import run
 from tests.engine.reference import Reference
 from tests.integrations.plain import needs
@@ -256,3 +256,33 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
     engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
     engine.load_checkpoint(tmp_path / "states")
     assert_same(dict(engine.named_parameters(trained_only=True)), one)
+
+
+@matrix(strength=1, recompute=["always", "never", "auto"], call=["step", "own", "micro"], checkpoints=[False, True])
+def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, checkpoints: bool) -> None:
+    """Below an adapter weights come up once a step; from there on twice, but for the last one's, which are still there.
+    For gradient checkpointing transformers lets a gradient go down to the embeddings, which is left off with it.
+    """
+    depth, first = 6, 3
+    model = families.build(lambda: families.llama(num_hidden_layers=depth))
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], layers_to_transform=list(range(first, depth)))
+    model = get_peft_model(model, adapter)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    engine = Engine(model, prefetch=1, recompute=recompute, micro_batch_size=1 if call == "micro" else None)
+    parts = parts_of(engine)
+    parts.spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+    for seed in range(3):
+        batch = families.tokens(seed)
+        if call == "own":
+            engine.backward(model(**batch).loss)
+            engine.update()
+        else:
+            engine.step(batch)
+    expected = 0
+    for region in parts.regions:
+        layer = next((int(part) for part in region.units[0].split(".") if part.isdigit()), -1)
+        if not any(name in resident_names(engine) for name in region.units):
+            expected += region.travelling_bytes * (2 if first <= layer < depth - 1 else 1)
+    assert engine.counters.h2d_bytes == expected

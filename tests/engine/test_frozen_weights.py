@@ -17,7 +17,7 @@ from torch import nn
 from offload import AdamW, Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.forecast.played_step import Call, PlayedPlan, simulate
+from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
 from offload.lanes.throttle import parse_throttle
 from offload.layout import codecs
 from offload.layout.codecs import CODECS, decoded
@@ -183,15 +183,39 @@ def test_a_budget_of_what_is_planned_is_kept(codec: str) -> None:
     assert tier_bytes(engine, "device")["decoding"] <= 3072 + 6.125 * up(block, 16384) + 5 * 6.125 * 16384
 
 
-def test_a_step_is_foretold_by_the_bytes_of_codes() -> None:
-    """Each unit is fetched for its forward and its backward, but for two that are still there where the order turns."""
+def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simulated:
+    """Return a steady step of six units, each of which computes for a second and for two, comes up in so many seconds,
+    and is decoded in so many. Each is fetched for its forward and its backward, but for two that are still there where
+    the order turns.
+    """
     depth, numel = 6, 1 << 16
-    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec="nf4") for n in range(depth)]
+    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=codec) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
-    plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2)
-    calls = [Call((region,), 1.0, 1.0) for region in regions]
-    found = simulate(calls, plan, {"h2d": lambda num_bytes: num_bytes / 1e6}, num_steps=8)
-    assert found.busy_s["h2d"] == pytest.approx((2 * depth - 4) * numel // 16384 * 8456 / 1e6)
+    plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
+    between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # of torch's operations
+    moved = regions[0].travelling_bytes + regions[0].weight_bytes + between
+    seconds = {
+        "h2d": lambda num_bytes: fetch_s * num_bytes / regions[0].travelling_bytes,
+        "decoding": lambda num_bytes: decode_s * num_bytes / moved,
+    }
+    return simulate([Call((region,), 1.0, 2.0) for region in regions], plan, seconds, num_steps=8)
+
+
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_a_step_is_foretold_with_what_decoding_takes(codec: str) -> None:
+    """A device decodes instead of computing, and beside its link; a CPU by the thread that copies, or by its own."""
+    num_fetches, free = 2 * 6 - 4, {"h2d": pytest.approx(8 * 0.5), "compute": pytest.approx(18)}
+    for how in ({"in_stream": True}, {}):
+        assert {name: foretold(codec, 0.5, 0.0, **how).busy_s[name] for name in free} == free
+    on_device = foretold(codec, 0.5, 0.25, in_stream=True)
+    assert on_device.busy_s["h2d"] == free["h2d"]
+    assert on_device.busy_s["compute"] == on_device.seconds == pytest.approx(18 + num_fetches * 0.25)
+    bound = foretold(codec, 8.0, 0.25, in_stream=True)
+    assert bound.busy_s["compute"] == pytest.approx(20)
+    assert bound.seconds == pytest.approx(foretold(codec, 8.0, 0.0, in_stream=True).seconds, rel=0.01)
+    beside, inline = foretold(codec, 0.5, 0.25), foretold(codec, 0.5, 0.25, inline=True)
+    assert (beside.seconds, beside.busy_s["h2d"]) == (pytest.approx(18), pytest.approx(8 * 0.75))
+    assert inline.seconds == pytest.approx(18 + num_fetches * 0.75)
 
 
 def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) -> None:
@@ -283,23 +307,37 @@ def test_forwards_alone_train_over_codes() -> None:
     assert_same(weights(one), weights(other))
 
 
-def on_ranks(stage: int, tier: str) -> list[tuple[list[tuple[float, float]], dict[str, torch.Tensor]]]:
-    """Return what two steps give over codes, and over the dequantised weights."""
+def on_ranks(stage: int, tier: dict[str, Any]) -> list[tuple[list[tuple[float, float]], dict[str, torch.Tensor], Any]]:
+    """Return what two steps give over codes, and over the dequantised weights, and the bytes of frozen weights that
+    this rank has given to the others, by their region.
+    """
     model, found = build(adapted), []
     with open_comm(times=JOB) as comm:
+        gather, given = comm.all_gather, {}
+
+        def counted(full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+            if "frozen" in what:
+                given[what] = shard.nbytes
+            gather(full, shard, what)
+
+        comm.all_gather = counted  # type: ignore[method-assign]
         for its, codec in ((dequantised(model, "nf4"), "exact"), (model, "nf4")):
-            settings = {"frozen_weights": codec, "zero_stage": stage, "placement": Placement(**TIERS[tier])}
-            engine = Engine(its, SMOOTH, comm=comm, **settings)
+            given.clear()
+            engine = Engine(its, SMOOTH, comm=comm, frozen_weights=codec, zero_stage=stage, placement=Placement(**tier))
             results = [engine.step(share(tokens(seed), (2, 2), comm.rank)) for seed in range(2)]
-            found.append(([(result.loss.item(), result.grad_norm) for result in results], weights(engine)))
+            steps = [(each.loss.item(), each.grad_norm) for each in results]
+            found.append((steps, weights(engine), {w: n for w, n in given.items() if ".layers." in w}))
             engine.close()
     return found
 
 
 @pytest.mark.slow  # two processes each
-@matrix(strength=1, stage=[0, 3], tier=["cpu", "device"])
-def test_ranks_decode_what_they_hold(stage: int, tier: str) -> None:
-    """In stage 3 each has its share of the codes, and what is gathered is decoded."""
-    for (plain_steps, plain), (steps, found) in run(2, on_ranks, stage=stage, tier=tier):
+@matrix(strength=1, stage=[0, 3], tier=TIERS)
+def test_ranks_exchange_codes_and_decode_them(stage: int, tier: dict[str, Any], tmp_path: Path) -> None:
+    """In stage 3 each has its share of the codes, which are gathered, and decoded then."""
+    tier = tier | ({"nvme_dir": str(tmp_path)} if "nvme" in tier.values() else {})
+    shares = [up(size // 8456, 2) // 2 * 8456 for size in base_bytes(build(adapted), "nf4")]
+    for (plain_steps, plain, _), (steps, found, given) in run(2, on_ranks, stage=stage, tier=tier):
         assert steps == plain_steps
         assert_same(found, plain)
+        assert list(given.values()) == (shares if stage == 3 else [])

@@ -110,15 +110,19 @@ def test_the_trainer_names_its_files_as_before() -> None:
 
 def test_checkpointing_of_gradients_is_left_off() -> None:
     """By whichever name transformers has for it: else each unit would be computed a third time."""
-    from offload.integrations.transformers import _leave_off_checkpointing
+    from offload.engine.assemble import leave_off_checkpointing
     from tests.integrations.plain import llama
 
     model = llama()
     model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    embeddings = model.get_input_embeddings()
+    assert embeddings._forward_hooks, "embeddings have no hook by which their results ask for a gradient"
     flags = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     assert flags, "layers have no flag gradient_checkpointing any more; offload leaves it off"
-    _leave_off_checkpointing(model)
+    leave_off_checkpointing(model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert not embeddings._forward_hooks
 
 
 def test_vllm_gets_the_engines_weights() -> None:

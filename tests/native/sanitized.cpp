@@ -63,6 +63,46 @@ void check_copy(int64_t n, int64_t shift, Execution how) {
   for (int64_t i = 0; i < shift; ++i) require(out[i] == T{}, "what lies before the copy", n, how.isa);
 }
 
+// Encodes, and decodes to arrays of their own and over the records.
+template <class T, class Decode>
+void decode_twice(const std::vector<uint8_t>& records, int64_t numel, const Decode& decode, std::vector<double>* seen) {
+  std::vector<T> apart(static_cast<size_t>(numel)), over(static_cast<size_t>(numel));
+  auto* const end = reinterpret_cast<uint8_t*>(over.data() + numel) - records.size();
+  std::copy(records.begin(), records.end(), end);
+  decode(records.data(), apart.data(), false);
+  decode(end, over.data(), true);
+  for (const auto& weights : {apart, over}) {
+    for (const T weight : weights) seen->push_back(weight);
+  }
+}
+
+std::vector<double> codes_kernels(int64_t n, Execution how) {
+  const auto weights = values<float>(n, 7), tables = values<float>(256, 8);
+  const int64_t num_int8 = (n + kInt8Block - 1) / kInt8Block, num_nf4 = (n + kNf4Block - 1) / kNf4Block;
+  std::vector<double> seen;
+  std::vector<uint8_t> records(static_cast<size_t>(num_int8 * kInt8Record)), pairs(static_cast<size_t>((n + 1) / 2));
+  encode_int8(weights.data(), n, records.data(), how);
+  const auto int8 = [&](const uint8_t* from, auto* to, bool over) {
+    decode_int8(from, to, num_int8, {over ? 1 : how.threads, how.isa});
+  };
+  decode_twice<float>(records, num_int8 * kInt8Block, int8, &seen);
+  decode_twice<uint16_t>(records, num_int8 * kInt8Block, int8, &seen);
+
+  std::vector<float> borders(15), sizes(static_cast<size_t>((n + 63) / 64));
+  for (int k = 0; k < 15; ++k) borders[k] = static_cast<float>(k - 7) / 8;
+  encode_nf4(weights.data(), n, borders.data(), pairs.data(), sizes.data(), how);
+  seen.insert(seen.end(), pairs.begin(), pairs.end());
+  seen.insert(seen.end(), sizes.begin(), sizes.end());
+  std::vector<uint8_t> nf4_records(static_cast<size_t>(num_nf4 * kNf4Record));
+  for (size_t i = 0; i < pairs.size(); ++i) nf4_records[i / (kNf4Block / 2) * kNf4Record + i % (kNf4Block / 2)] = pairs[i];
+  const auto nf4 = [&](const uint8_t* from, auto* to, bool over) {
+    decode_nf4(from, {tables.data(), tables.data()}, to, num_nf4, {over ? 1 : how.threads, how.isa});
+  };
+  decode_twice<float>(nf4_records, num_nf4 * kNf4Block, nf4, &seen);
+  decode_twice<uint16_t>(nf4_records, num_nf4 * kNf4Block, nf4, &seen);
+  return seen;
+}
+
 Outcome all_kernels(int64_t n, Execution how) {
   auto p = values<float>(n, 1), m = values<float>(n, 2), v = values<float>(n, 3), g = values<float>(n, 4);
   for (auto& x : v) x *= x;
@@ -148,10 +188,14 @@ int main() {
   for (int64_t n = 0; n <= 100; ++n) lengths.push_back(n);
   for (const int64_t n : lengths) {
     const Outcome expected = all_kernels(n, {1, Isa::scalar});
+    const std::vector<double> coded = codes_kernels(n, {1, Isa::scalar});
     for (int i = 0; i < kNumIsas; ++i) {
       const Isa isa = static_cast<Isa>(i);
       if (!isa_supported(isa)) continue;
-      for (const int threads : {1, 3}) require(all_kernels(n, {threads, isa}) == expected, "result", n, isa);
+      for (const int threads : {1, 3}) {
+        require(all_kernels(n, {threads, isa}) == expected, "result", n, isa);
+        require(codes_kernels(n, {threads, isa}) == coded, "codes", n, isa);
+      }
     }
   }
   // The last is long enough for stores that pass the caches by.

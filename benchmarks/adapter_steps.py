@@ -1,0 +1,93 @@
+"""Steps of an adapter over a streamed base on the CPU device, beside PEFT with everything resident.
+
+python -m benchmarks.adapter_steps > benchmarks/results/adapter_steps.json     # ten minutes
+
+A Llama of 33 M parameters with LoRA of rank 16 on all linear layers, as of `offload.bench step`; both contenders begin
+with the same model of PEFT, clip, and use AdamW (torch's fused one in plain PyTorch). The engine has its weights and
+states on the host, and room on the device for a unit and the next one. Blocks of steps take turns, so that a ratio is
+of two that were measured a moment apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from torch import nn
+
+from offload import AdamW, Engine, Placement
+from offload.benches import step
+from offload.benches.blocks import Contender, measure, none_left, summarise
+from offload.benches.report import Measured, Result
+from offload.layout.codecs import CODECS
+
+RECOMPUTE, LR = "never", 1e-4
+
+
+def adapted(arguments: argparse.Namespace, precision: str) -> nn.Module:
+    """Return the model with its adapters, which are in fp32 over a base in either precision: PEFT's default."""
+    from peft import LoraConfig, get_peft_model
+
+    base = step.llama(arguments)
+    if precision == "bf16":
+        base.to(torch.bfloat16)
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def resident(model: nn.Module) -> Contender:
+    """Return plain PyTorch."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
+
+    def train(rows: torch.Tensor) -> None:
+        model(input_ids=rows, labels=rows).loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contender("PEFT, resident", train, none_left)
+
+
+def streamed(model: nn.Module, precision: str, codec: str, opened: ExitStack) -> Contender:
+    """Return an engine."""
+    placement = Placement(parameters="cpu", optimizer="cpu")
+    settings: dict[str, Any] = {"precision": precision, "frozen_weights": codec, "recompute": RECOMPUTE, "prefetch": 1}
+    engine = Engine(model, AdamW(lr=LR), placement, **settings)
+    opened.callback(engine.close)
+    train = lambda rows: engine.step({"input_ids": rows, "labels": rows})  # noqa: E731
+    moved = lambda: {"h2d_bytes": engine.counters.h2d_bytes}  # noqa: E731
+    return Contender(f"engine, base in {codec}", train, engine.finish, "PEFT, resident", details=moved)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.adapter_steps", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, default in {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=4, help="of a block (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=7, help="blocks of each (default %(default)s)")
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    threads, batches = step.begin(arguments)
+    results: list[Result] = []
+    for precision in ("fp32", "bf16"):
+        with ExitStack() as opened:
+            contenders = [resident(adapted(arguments, precision))]
+            contenders += [streamed(adapted(arguments, precision), precision, codec, opened) for codec in CODECS]
+            measure(contenders, batches, arguments.steps, arguments.pairs)
+            more = {"group": precision, "threads": threads, "batch": arguments.batch, "sequence": arguments.sequence}
+            results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
+        for result in results[-1 - len(CODECS) :]:
+            print(result, file=sys.stderr, flush=True)
+    print(Measured(results).document())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Adapters over a streamed base: what `offload.plan` foretells, beside everything resident and the ideal schedule.
+
+python -m benchmarks.adapters > benchmarks/results/adapters.md     # a few minutes
+
+Qwen3-8B with LoRA of rank 16 on all linear layers, in bf16, rows of 4096 tokens, by the described machines
+(`offload/machine/described/`). Forecasts, not measurements. Everything resident: the same settings and micro-batches,
+on a device that has room for all of it. The ideal schedule (`benchmarks/ideal.py`) knows what uses of units and copies
+take, and decodes in no time.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ideal import Unit, Use, Work, ideal
+from benchmarks.plan_models import MODELS
+from offload.config.config import Config
+from offload.forecast.alternatives import changed
+from offload.forecast.forecast import Forecast, Forecaster
+from offload.forecast.timing import PlannedStep
+from offload.hf.models import quiet_transformers
+from offload.layout.regions import Region
+from offload.machine.hardware import Hardware
+
+MODEL = MODELS["Qwen3-14B"] | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "dtype": "bfloat16",
+}
+SEQUENCE, TOKENS, MICRO_ROWS = 4096, 16384, (1, 2, 4)
+GPUS, CODECS = ("rtx-4090", "rtx-5090", "h100"), ("exact", "int8", "nf4")
+BUDGET = "10GiB"
+STREAMED = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.device_memory": BUDGET}
+RESIDENT = {"offload.parameters": "device", "offload.optimizer": "device"}
+SUROGATE = {"rtx-5090": 3800, "h100": 10200}
+"""Tokens a second with everything resident, bf16, rank 16, 16,384 tokens a step: docs/reference/benchmarks.md of
+github.com/invergent-ai/surogate, read in September 2026.
+"""
+_HEAD = f"""# Adapters over a streamed base
+
+Made by `python -m benchmarks.adapters > benchmarks/results/adapters.md`. Forecasts, not measurements: Qwen3-8B, LoRA of
+rank 16 on all linear layers, bf16, AdamW, clipping, rows of {SEQUENCE} tokens, one GPU as described in
+`offload/machine/described/`. Streamed: base, adapters and their states rest on the host, and the device has {BUDGET}.
+Everything resident: the same settings on a device that has room for it. Both are given the best of micro-batches of
+{", ".join(map(str, MICRO_ROWS))} rows, eager or compiled; blocks are recomputed. Over resident, over ideal: the seconds
+of a streamed step over those of a resident one, and of the ideal schedule. Hides from: the tokens of a step from which
+compute takes longer than the link. Surogate: its tokens a second with the base resident.
+
+## A step of {TOKENS:,} tokens
+
+| GPU | base | resident, tokens/s | streamed | over resident | over ideal | h2d, s of s | hides from | Surogate |
+|---|---|---|---|---|---|---|---|---|"""
+_LESS = f"""
+## Fewer tokens a step
+
+One micro-batch, the base in bf16 (exact) or nf4, eager, {BUDGET} on the device. Where the link has more to do than
+compute, a step is longer than a resident one; how well the engine fills what there is, the ideal schedule tells.
+
+| GPU | base | tokens a step | over resident | over ideal | bound by |
+|---|---|---|---|---|---|"""
+_NOTES = """
+Surogate's figures are measured, with the base resident, in kernels of its own (fused LoRA and norms, FlashAttention);
+ours are forecasts of transformers' and PEFT's operations, which add casts and small products for each adapter. `plan`
+prices these as it does all others, and decoding by what torch's operations move, which decode on a GPU: 5 bytes of the
+device's memory a weight of int8, and 14.5 of nf4. Resident codes are decoded for every use too. The ideal schedule is
+the best of some greedy ones, which may be beaten. It knows what uses of units and copies take here, and decodes in no
+time; adapters and their gradients travel in it as units do.
+"""
+
+
+def told(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: bool) -> Forecast:
+    """Return the forecast of a change, where everything is resident or the base streams."""
+    hardware = Hardware.read(gpu)
+    if is_resident:
+        hardware = hardware.with_(device_bytes=1 << 40)
+    where = RESIDENT if is_resident else STREAMED
+    return forecaster.tell(changed(forecaster.config, {"train.recompute": "always", **change, **where}), hardware)
+
+
+def seconds_of(found: Forecast) -> float:
+    """Return the seconds of a step; infinite where the plan does not fit."""
+    return found.timing.step_seconds if found.fits and found.timing is not None else float("inf")
+
+
+def best(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: bool) -> Forecast:
+    """Return the fastest forecast of some micro-batches, eager and compiled."""
+    ways = [
+        {"train.micro_batch_size": rows, "train.compile": compiled}
+        for rows in MICRO_ROWS
+        for compiled in ("never", "auto")
+    ]
+    return min((told(forecaster, gpu, change | way, is_resident) for way in ways), key=seconds_of)
+
+
+def ideal_seconds(forecaster: Forecaster, found: Forecast) -> float:
+    """Return what a step takes by the ideal schedule, over what compute and copies take in the forecast."""
+    work = forecaster._work(found.config, found.prepared)
+    assert not isinstance(work, str)
+    step = PlannedStep(found.prepared, work, found.hardware)
+    plan, seconds, units = step.played(), step.seconds(), {}
+    moving = [tuple(r for r in call.regions if r.index not in plan.resident) for call in step.calls]
+
+    def name(regions: Iterable[Region]) -> str | None:
+        return " ".join(str(region.index) for region in regions) or None
+
+    both = list(zip(step.calls, moving, strict=True))
+    used = [(max(call.forward_s, call.forward_host_s), name(regions)) for call, regions in both]
+    for call, regions in reversed(both):
+        used.append((max(call.backward_s, call.backward_host_s), name(regions) if call.reads_weights else None))
+    last = {unit: place for place, (_, unit) in enumerate(used)}
+    uses = [Use(taken, unit, unit is not None and last[unit] == place) for place, (taken, unit) in enumerate(used)]
+    for regions in filter(None, moving):
+        trained = [region for region in regions if region.trainable]
+        units[str(name(regions))] = Unit(
+            sum(region.weight_bytes for region in regions),
+            sum(seconds["h2d"](region.travelling_bytes) for region in regions),
+            sum(seconds["d2h"](region.plane("gradients").num_bytes(region.numel)) for region in trained),
+            sum(seconds["update"](region.update_bytes(region.numel)) for region in trained),
+        )
+    return ideal(Work(uses, units, plan.capacity_bytes, plan.settings.clip or "deferred")).seconds
+
+
+def main() -> None:
+    quiet_transformers()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(MODEL), encoding="utf-8")
+        adapter = {"lora.rank": 16, "lora.target_modules": "all-linear", "data.sequence_length": SEQUENCE}
+        config = Config.load(None, {"model.path": str(path), "train.batch_size": TOKENS // SEQUENCE, **adapter})
+        forecaster = Forecaster(config, 1)
+        print(_HEAD)
+        for gpu in GPUS:
+            for codec in CODECS:
+                change = {"offload.frozen_weights": codec}
+                resident, streamed = (best(forecaster, gpu, change, is_resident) for is_resident in (True, False))
+                assert resident.timing is not None
+                assert streamed.timing is not None
+                timing, its = streamed.timing, (resident.timing.tokens_per_second, streamed.timing.tokens_per_second)
+                row = [
+                    streamed.hardware.name,
+                    codec,
+                    *(f"{rate:,.0f}" for rate in its),
+                    f"{seconds_of(streamed) / seconds_of(resident):.3f}",
+                    f"{seconds_of(streamed) / ideal_seconds(forecaster, streamed):.3f}",
+                    f"{timing.lane_seconds['h2d']:.2f} of {timing.step_seconds:.2f}",
+                    f"{timing.hides_from_tokens:,}",
+                    f"{SUROGATE[gpu]:,}" if gpu in SUROGATE and codec == "exact" else "–",
+                ]
+                print(f"| {' | '.join(row)} |", flush=True)
+        print(_LESS)
+        for gpu in GPUS[:2]:
+            for codec in ("exact", "nf4"):
+                for tokens in (512, 1024, 2048, 4096):
+                    change = {"data.sequence_length": tokens, "train.batch_size": 1, "offload.frozen_weights": codec}
+                    resident, streamed = (told(forecaster, gpu, change, is_resident) for is_resident in (True, False))
+                    assert streamed.timing is not None
+                    row = [
+                        streamed.hardware.name,
+                        codec,
+                        f"{tokens:,}",
+                        f"{seconds_of(streamed) / seconds_of(resident):.3f}",
+                        f"{seconds_of(streamed) / ideal_seconds(forecaster, streamed):.3f}",
+                        streamed.timing.bound_by,
+                    ]
+                    print(f"| {' | '.join(row)} |", flush=True)
+    print(_NOTES)
+
+
+if __name__ == "__main__":
+    main()

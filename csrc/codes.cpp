@@ -1,0 +1,51 @@
+#include "dispatch.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace offload {
+
+constexpr float kLeastScale = 1e-38f;  // what a block is divided by at least
+
+}  // namespace offload
+
+#define OFFLOAD_KERNEL "codes_kernel.inl"
+#include "foreach_isa.inl"
+
+namespace offload {
+namespace {
+
+constexpr int64_t kChunk = 1 << 17;  // weights
+
+}  // namespace
+
+template <class T>
+void decode_int8(const uint8_t* records, T* out, int64_t num_records, Execution how) {
+  parallel_chunks(num_records, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, decode_int8_range(records, out, begin, end));
+  });
+}
+template void decode_int8(const uint8_t*, float*, int64_t, Execution);
+template void decode_int8(const uint8_t*, uint16_t*, int64_t, Execution);
+
+template <class T>
+void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how) {
+  parallel_chunks(num_records, kChunk / kNf4Block, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, decode_nf4_range(records, tables, out, begin, end));
+  });
+}
+template void decode_nf4(const uint8_t*, const Nf4Tables&, float*, int64_t, Execution);
+template void decode_nf4(const uint8_t*, const Nf4Tables&, uint16_t*, int64_t, Execution);
+
+void encode_int8(const float* weights, int64_t n, uint8_t* records, Execution how) {
+  parallel_chunks((n + kInt8Block - 1) / kInt8Block, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, encode_int8_range(weights, n, records, begin, end));
+  });
+}
+
+void encode_nf4(const float* weights, int64_t n, const float* borders, uint8_t* pairs, float* sizes, Execution how) {
+  parallel_chunks((n + 63) / 64, kChunk / 64, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, encode_nf4_range(weights, n, borders, pairs, sizes, begin, end));
+  });
+}
+
+}  // namespace offload

@@ -1,0 +1,109 @@
+// Weights in records of codes and scales, decoded and encoded. A record is copied before its weights are written, which
+// may lie over it.
+
+inline void store_as(float* p, Wide::Vec x) { Wide::store(p, x); }
+inline void store_as(uint16_t* p, Wide::Vec x) { Wide::store_bf16(p, x); }
+
+// The largest magnitude of kBlock weights; NaN where one is.
+template <int64_t kBlock>
+inline float most_of(const float* weights) {
+  auto most = Wide::set_int(0);
+  for (int64_t i = 0; i < kBlock; i += Wide::kWidth) {
+    most = Wide::max_int(most, Wide::bits(Wide::magnitude(Wide::load(weights + i))));
+  }
+  return float_of(static_cast<uint32_t>(Wide::largest(most)));
+}
+
+inline float at_least(float x, float least) { return x < least ? least : x; }  // a NaN stays
+
+template <class T>
+void decode_int8_range(const uint8_t* records, T* out, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) {
+    uint8_t record[kInt8Record];
+    memcpy(record, records + k * kInt8Record, sizeof record);
+    float scale;
+    memcpy(&scale, record + kInt8Block, sizeof scale);
+    for (int64_t i = 0; i < kInt8Block; i += Wide::kWidth) {
+      const auto code = Wide::to_float(Wide::load_signed_code(record + i));
+      store_as(out + k * kInt8Block + i, Wide::mul(code, Wide::set(scale)));
+    }
+  }
+}
+
+template <class T>
+void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t begin, int64_t end) {
+  alignas(64) float levels[16];
+  memcpy(levels, tables.levels, sizeof levels);
+  for (int64_t k = begin; k < end; ++k) {
+    uint8_t record[kNf4Record];
+    memcpy(record, records + k * kNf4Record, sizeof record);
+    float scales[2];  // the largest of the magnitudes, and the mean that was taken off
+    memcpy(scales, record + kNf4Record - sizeof scales, sizeof scales);
+    for (int64_t part = 0; part < kNf4Block / 64; ++part) {
+      const float size = tables.numbers[record[kNf4Block / 2 + part]] * scales[0] + scales[1];
+      for (int64_t i = 0; i < 64; i += Wide::kWidth) {
+        const auto level = Wide::pick16(levels, Wide::load_nibbles(record + 32 * part, i));
+        store_as(out + k * kNf4Block + 64 * part + i, Wide::mul(level, Wide::set(size)));
+      }
+    }
+  }
+}
+
+// Behind the last of the n weights are zeros.
+void encode_int8_range(const float* weights, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
+  // What is added to a small number rounds it to a whole one, ties to even, which its lowest byte then is.
+  const auto rounds = Wide::set(0x1.8p23f);
+  for (int64_t k = begin; k < end; ++k) {
+    const float* from = weights + k * kInt8Block;
+    float last[kInt8Block] = {};
+    if (n - k * kInt8Block < kInt8Block) {
+      memcpy(last, from, static_cast<size_t>(n - k * kInt8Block) * sizeof(float));
+      from = last;
+    }
+    const float scale = most_of<kInt8Block>(from) / 127;
+    const auto divisor = Wide::set(at_least(scale, kLeastScale));
+    uint8_t* const to = records + k * kInt8Record;
+    for (int64_t i = 0; i < kInt8Block; i += Wide::kPacked * Wide::kWidth) {
+      Wide::Int codes[Wide::kPacked];
+      for (int64_t j = 0; j < Wide::kPacked; ++j) {
+        const auto scaled = Wide::div(Wide::load(from + i + j * Wide::kWidth), divisor);
+        codes[j] = Wide::and_int(Wide::bits(Wide::add(scaled, rounds)), Wide::set_int(255));
+      }
+      Wide::store_codes(to + i, codes);
+    }
+    memcpy(to + kInt8Block, &scale, sizeof scale);
+  }
+}
+
+// A block that is not whole is divided by its largest magnitude, and the others are multiplied with the inverse.
+void encode_nf4_range(const float* weights, int64_t n, const float* borders, uint8_t* pairs, float* sizes,
+                      int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) {
+    const int64_t length = n - k * 64 < 64 ? n - k * 64 : 64;
+    alignas(64) float scaled[64] = {};
+    memcpy(scaled, weights + k * 64, static_cast<size_t>(length) * sizeof(float));
+    const float most = most_of<64>(scaled), divisor = at_least(most, kLeastScale);
+    sizes[k] = length == 64 ? most : divisor;
+    if (length == 64) {
+      const auto factor = Wide::set(1 / divisor);
+      for (int64_t i = 0; i < 64; i += Wide::kWidth) Wide::store(scaled + i, Wide::mul(Wide::load(scaled + i), factor));
+    } else {
+      for (int64_t i = 0; i < length; ++i) scaled[i] /= divisor;
+    }
+    uint8_t codes[64];  // 15 less the code: how many borders are not below
+    for (int64_t i = 0; i < 64; i += Wide::kPacked * Wide::kWidth) {
+      Wide::Int above[Wide::kPacked];
+      for (int64_t j = 0; j < Wide::kPacked; ++j) {
+        const auto x = Wide::load(scaled + i + j * Wide::kWidth);
+        above[j] = Wide::set_int(0);
+        for (int border = 0; border < 15; ++border) {
+          above[j] = Wide::increment_if_at_least(above[j], Wide::set(borders[border]), x);
+        }
+      }
+      Wide::store_codes(codes + i, above);
+    }
+    uint8_t found[32];
+    for (int64_t i = 0; i < 32; ++i) found[i] = static_cast<uint8_t>(~(codes[2 * i] << 4 | codes[2 * i + 1]));
+    memcpy(pairs + k * 32, found, static_cast<size_t>((length + 1) / 2));
+  }
+}

@@ -1,0 +1,78 @@
+"""Kernels for frozen weights in few bits: `offload/layout/codecs.py` says what records, codes and scales are, and has
+the same operations in torch, with the same bits, for other devices and dtypes and where C++ is missing.
+
+Tensors are contiguous, flat, on the CPU. Every function takes `threads` and `isa`, None for the defaults; neither
+changes a bit of any result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.native.arrays import FP32, FP32_OR_BF16, UINT8, flat
+from offload.native.core import core as _core
+from offload.native.kernels import _execution
+
+_CODECS = {"int8": (8, 128, 132), "nf4": (4, 1 << 14, 8456)}
+"""The number of a codec for `_core.decode`, the weights of a record, and its bytes."""
+
+
+def have_kernels(weights: Tensor) -> bool:
+    """Whether the kernels are there for weights: float32 or bfloat16 on the CPU."""
+    return _core is not None and weights.is_cpu and weights.dtype in (torch.float32, torch.bfloat16)
+
+
+def decode(
+    codec: str,
+    records: Tensor,
+    out: Tensor,
+    levels: Tensor | None = None,
+    numbers: Tensor | None = None,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Decode records (uint8 [n]) of "int8" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to even),
+    with the tables of nf4: `levels`, float32 [16], and `numbers`, float32 [256]. The records may lie at the end of
+    `out`: one thread decodes them then.
+    """
+    assert _core is not None
+    number, block, width = _CODECS[codec]
+    source, num_bytes, _ = flat("records", records, UINT8)
+    target, numel, is_bf16 = flat("out", out, FP32_OR_BF16)
+    num_records, rest = divmod(num_bytes, width)
+    if rest or num_records * block != numel:
+        raise ConfigError(
+            f"records has {num_bytes} bytes and out {numel} elements; a record of {codec} is {width} bytes of {block}."
+        )
+    if target < source + num_bytes and source < target + out.nbytes:
+        threads = 1
+    tables = [0 if table is None else flat("tables", table, FP32)[0] for table in (levels, numbers)]
+    _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
+
+
+def encode_int8(weights: Tensor, *, threads: int | None = None, isa: str | None = None) -> Tensor:
+    """Return the records, uint8 [n], of weights, float32."""
+    assert _core is not None
+    _, block, width = _CODECS["int8"]
+    address, numel, _ = flat("weights", weights, FP32)
+    records = torch.empty(-(-numel // block) * width, dtype=torch.uint8, device="cpu")
+    _core.encode_int8(address, numel, records.data_ptr(), *_execution(threads, isa))
+    return records
+
+
+def encode_nf4(
+    weights: Tensor, borders: Tensor, *, threads: int | None = None, isa: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the codes of weights, float32 [n], by the `borders` between levels, float32 [15]: uint8 [ceil(n / 2)], the
+    first of two in the upper half; and the largest magnitudes of their blocks of 64, float32 [ceil(n / 64)].
+    """
+    assert _core is not None
+    address, numel, _ = flat("weights", weights, FP32)
+    between, _, _ = flat("borders", borders, FP32, 15)
+    pairs = torch.empty(-(-numel // 2), dtype=torch.uint8, device="cpu")
+    sizes = torch.empty(-(-numel // 64), dtype=torch.float32, device="cpu")
+    _core.encode_nf4(address, numel, between, pairs.data_ptr(), sizes.data_ptr(), *_execution(threads, isa))
+    return pairs, sizes

@@ -1,0 +1,133 @@
+"""Kernels for weights in few bits against the same operations in torch, bit for bit; what records are is shown in
+tests/layout/test_codecs.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.layout.codecs import CODECS, Coded, _borders, _dynamic_map, _levels
+from offload.native import codes
+from tests.native.states import ISAS
+
+NAMES = ["int8", "nf4"]
+TABLES = {"int8": (), "nf4": (_levels(), _dynamic_map())}
+
+
+def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
+    """Weights as models have them, and others: zeros, the least and largest, on borders between codes, not finite."""
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02
+    if kind == "wild":
+        drawn *= torch.tensor(10.0).pow(torch.arange(numel) % 77 - 38)
+        drawn[::5] = 0
+    elif kind == "borders":
+        drawn = torch.cat([_levels(), _borders(_levels()), torch.arange(-127, 128) / 254]).repeat(numel // 286 + 1)
+        drawn = drawn[:numel].clone()
+    elif kind == "broken" and numel:
+        drawn[seed % numel] = torch.tensor([torch.nan, torch.inf, -torch.inf])[seed % 3]
+    return drawn
+
+
+def codec_of(name: str) -> Coded:
+    codec = CODECS[name]
+    assert isinstance(codec, Coded)
+    return codec
+
+
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "_core", None)
+
+
+def made_in_torch(name: str, weights: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        in_torch(patch)
+        return torch.cat([records for *_, records in codec_of(name).encoded([weights])])
+
+
+def decoded_in_torch(name: str, records: Tensor, dtype: torch.dtype) -> Tensor:
+    codec = codec_of(name)
+    out = torch.empty(records.numel() // codec.record_bytes * codec.block, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        in_torch(patch)
+        codec.decode(records, out, codec.workspace(out.numel()))
+    return out
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal to the last bit; any NaN is any other."""
+    assert one.dtype == other.dtype
+    bits = {4: torch.int32, 2: torch.int16}[one.itemsize]
+    is_nan = one.isnan()
+    return torch.equal(is_nan, other.isnan()) and torch.equal(one.view(bits)[~is_nan], other.view(bits)[~is_nan])
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_there() -> None:
+    if codes._core is None:
+        pytest.skip("the C++ kernels were not built")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(
+    numel=st.integers(1, 40_000),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["normal", "wild", "borders", "broken"]),
+    threads=st.integers(1, 3),
+)
+def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, threads: int) -> None:
+    """In `broken` what is not finite spoils its block and no other, in the same way."""
+    weights, how = values(numel, seed, kind), {"threads": threads, "isa": isa}
+    records = codes.encode_int8(weights, **how)
+    assert torch.equal(records, made_in_torch("int8", weights))
+    pairs, sizes = codes.encode_nf4(weights, _borders(_levels()), **how)
+    record = made_in_torch("nf4", weights).view(-1, 8456)
+    assert torch.equal(pairs, record[:, :8192].reshape(-1)[: len(pairs)])
+    blocks = weights.abs().split(64)
+    least = [*(block.amax() for block in blocks[:-1]), blocks[-1].amax().clamp(min=1e-38 if numel % 64 else 0)]
+    assert same_bits(sizes, torch.stack(least))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", NAMES)
+@given(num_records=st.integers(1, 5), seed=st.integers(0, 1000), threads=st.integers(1, 3), is_short=st.booleans())
+def test_weights_are_those_of_torch(
+    isa: str, name: str, num_records: int, seed: int, threads: int, is_short: bool
+) -> None:
+    """Of any bytes, those of scales that are not finite among them; over the records themselves as well."""
+    codec, dtype = codec_of(name), torch.bfloat16 if is_short else torch.float32
+    drawn = torch.Generator().manual_seed(seed)
+    records = torch.randint(256, (num_records * codec.record_bytes,), generator=drawn, dtype=torch.uint8)
+    expected = decoded_in_torch(name, records, dtype)
+    run = partial(codes.decode, name, threads=threads, isa=isa)
+    out = torch.empty_like(expected)
+    run(records, out, *TABLES[name])
+    assert same_bits(out, expected)
+    end = out.view(torch.uint8)[-len(records) :]
+    end.copy_(records)
+    run(end, out, *TABLES[name])
+    assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_codec_stands_for_does_not_depend_on_the_kernels(name: str) -> None:
+    codec = codec_of(name)
+    for weights in (values(3 * 16384 + 77, 1), values(70_001, 2).bfloat16(), values(5000, 3).half()):
+        found = torch.cat([records for *_, records in codec.encoded(weights.split(16384))])
+        assert torch.equal(found, made_in_torch(name, weights))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            seen = codec.read(found, slice(0, len(weights)), dtype)
+            assert same_bits(seen, decoded_in_torch(name, found, dtype)[: len(weights)])
+
+
+def test_records_and_weights_have_to_match() -> None:
+    with pytest.raises(ConfigError, match="records has 132 bytes and out 256 elements; a record of int8 is 132 bytes"):
+        codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(256))
+    with pytest.raises(ConfigError, match="out has dtype float16"):
+        codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(128, dtype=torch.float16))
