@@ -318,6 +318,7 @@ class TrialRuns:
                 return recording
 
             before = self._settled(record, rows, before)
+        self._state.runner.forwards.check()
         self._note_modes()
         self.forget_traffic()
 
