@@ -100,8 +100,9 @@ class SeenUses:
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
         keeps_graph = not saved and is_torchs_own(again)
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if pairs:  # tiles run again in there, whose graphs are no part of the one between units
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:
             hook.remove()
         work = replace(

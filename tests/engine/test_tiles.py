@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import AdamW, Engine, Placement
+from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
 from offload.errors import ConfigError
 from tests.engine.compare import PROPORTIONAL, train_both
-from tests.engine.families import batches, build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, t5, tokens
+from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
-from tests.engine.reference import Reference
 from tests.matrix import quick
 
 LENGTH = 24
@@ -236,3 +235,126 @@ def test_losses_have_the_bits_of_whole_sequences_and_gradients_all_but_the_order
                 )
     assert losses[0][0] == losses[1][0]
     assert losses[1][1:] == pytest.approx(losses[0][1:], rel=1e-6)
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"parameters": "cpu"}, {"recompute": "always", "micro_batch_size": 1}),
+    ({"parameters": "nvme", "optimizer": "nvme", "activations": "cpu"}, {"recompute": "auto", "prefetch": 0}),
+    ({"parameters": "cpu", "graphs": "cpu"}, {"recompute": "never"}),
+    ({"parameters": "device", "optimizer": "cpu"}, {"recompute": "never", "micro_batch_size": 1}),
+]
+
+
+@pytest.mark.parametrize(("placement", "settings"), quick(WAYS, WAYS[:3]))
+def test_steps_are_those_of_plain_torch(placement: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    where = Placement(**placement, **({"nvme_dir": tmp_path} if "nvme" in placement.values() else {}))
+    engine, _ = train_both(build(qwen3), long(3), within=2e-6, placement=where, sequence_tile=7, **settings)
+    assert len(modules(engine)) == 2
+    engine.close()
+
+
+def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = GradientFlow.take
+
+    def counted(self: GradientFlow, index: int, parameter: nn.Parameter) -> None:
+        if self._witness is None:
+            taken.append(index)
+        take(self, index, parameter)
+
+    monkeypatch.setattr(GradientFlow, "take", counted)
+    model = build(llama)
+    with Engine(model, sequence_tile=5) as engine:
+        engine.step(long(1)[0])
+    assert sorted(taken) == list(range(len(list(model.parameters()))))
+
+
+def test_bf16_sums_tiles_in_fp32_and_rounds_once() -> None:
+    """A gradient in bf16 is the rounding of a sum of its tiles', each of which is one of bf16."""
+    made: dict[str, list[Tensor]] = {}
+    for tile in ("none", 8):
+        gradients: list[Tensor] = []
+        with Engine(build(llama), sequence_tile=tile, precision="bf16", max_grad_norm=None) as engine:
+            results = [engine.step(batch) for batch in long(2)]
+            made[str(tile)] = [result.loss for result in results]
+            del gradients
+    assert made["none"][0] == made["8"][0]
+    assert float(made["8"][1]) == pytest.approx(float(made["none"][1]), rel=2e-3)
+
+
+def test_what_is_frozen_stays_and_a_backward_to_chosen_inputs_trains_nothing() -> None:
+    model = build(llama)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp.up_proj" in name or "layernorm" in name)
+    engine, _ = train_both(model, long(3), within=2e-6, sequence_tile=7, recompute="never")
+    engine.close()
+
+
+def test_an_own_loop_records_and_trains_over_tiles() -> None:
+    losses = []
+    for tile in ("none", 32):
+        model = build(llama)
+        with Engine(model, sequence_tile=tile, optimizer=PROPORTIONAL) as engine:
+            for seed in range(2):
+                for half in range(2):
+                    batch = tokens(2 * seed + half, 2, 80)
+                    loss = model(**batch).loss
+                    engine.backward(loss)
+                losses.append(float(engine.update().loss))
+            assert bool(modules(engine)) == (tile != "none")
+            assert bool(engine.told_tiles) == (tile != "none")
+            if tile != "none":  # a few tokens show it
+                found = engine._state.units[1].traits.tiles
+                assert {rows.name: rows.is_idle for rows in found.modules}["mlp"]
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
+    assert losses[2] == losses[0]
+
+
+def test_an_evaluation_runs_over_tiles_too() -> None:
+    with Engine(build(gpt2), sequence_tile=5) as engine:
+        loss = engine.evaluate(long(1)[0])
+        assert engine.told_tiles
+    with Engine(build(gpt2)) as engine:
+        assert engine.evaluate(long(1)[0]) == loss
+
+
+@pytest.mark.parametrize("tile", [0, -3, "all", True, 2.5])
+def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train\.sequence_tile"):
+        Engine(build(llama), sequence_tile=tile)
+
+
+def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.engine.units.tiles._FEWEST_ROWS", 32)
+    batch, sizes = tokens(0, 1, 512), []
+    for memory in (8 << 20, 1400 << 10):
+        placement = Placement(parameters="cpu", device_memory=memory)
+        with Engine(build(llama), sequence_tile="auto", placement=placement, prefetch=0) as engine:
+            engine.step(batch)
+            sizes.append("over tiles of 32 tokens" in engine.told_tiles)
+    assert sizes == [False, True]
+
+
+def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLP at the end of a block runs as often as without tiles: forward, and in the backward."""
+    rows = []
+    model = build(llama)
+    forward = type(model.model.layers[0].mlp).forward
+
+    def counted(self: nn.Module, h: Tensor) -> Tensor:
+        rows.append(h.shape[1])
+        return forward(self, h)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", counted)
+    with Engine(model, sequence_tile=8, recompute="always") as engine:
+        engine.step(long(1)[0])
+        rows.clear()
+        engine.step(long(1)[0])
+    assert sum(rows) == 2 * (2 * LENGTH + 8)  # of two blocks; the first tile tells how results lie
+
+
+def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
+    with Engine(build(gemma2), sequence_tile=8) as engine:
+        engine.step(long(1)[0])
+        found = engine._state.units[1].traits.tiles
+        assert {rows.name: rows.is_idle for rows in found.modules}["mlp"] is False

@@ -76,6 +76,8 @@ class OwnForwards:
 
     num_graphs = 0
     """Graphs that were compiled so far."""
+    looks_at_few = False
+    """True if a recording of a few tokens tells what one of many does not."""
 
     def of(
         self,

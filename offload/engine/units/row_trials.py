@@ -91,11 +91,11 @@ class RowTrials:
         ):
             self._run_unit(own, tensors)
         found = list(self._outermost(self._module, ""))
-        saved, modules = 0.0, tuple(found)
-        if self._num_rows <= _MOST_WHOLE_ROWS:
+        saved, modules, is_whole = 0.0, tuple(found), tries_whole(of_unit, axis)
+        if is_whole:
             num_bytes, modules = self._as_a_unit(own, tensors, found)
             saved = num_bytes / (of_unit.numel() // of_unit.shape[-1])
-        return Tiles(modules, tuple(self._whole.items()), number, axis, saved)
+        return Tiles(modules, tuple(self._whole.items()), number, axis, saved, is_whole)
 
     # -- the modules inside ----------------------------------------------------------------------------------
 
@@ -266,6 +266,11 @@ class RowTrials:
             wanted = [t for t in (*leaves, *self._module.parameters()) if t.requires_grad]
             results = self._run_unit(forward, [leaf.clone() for leaf in leaves])
             return [t.detach() for t in results], _gradients(results, wanted)
+
+
+def tries_whole(tensor: torch.Tensor, axis: int) -> bool:
+    """True where a unit with such an input is tried as a whole as well."""
+    return tensor.shape[axis] <= _MOST_WHOLE_ROWS
 
 
 class _Saved:

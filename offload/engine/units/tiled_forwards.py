@@ -10,7 +10,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards, Runner
-from offload.engine.units.row_trials import RowTrials
+from offload.engine.units.row_trials import RowTrials, tries_whole
 from offload.engine.units.tiles import TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
@@ -24,6 +24,8 @@ class TiledForwards(OwnForwards):
     of as many as suit where a unit would not fit in the device's `room` otherwise. What is not tiled runs as `others`
     run it.
     """
+
+    looks_at_few = True
 
     def __init__(self, size: int | None, room_bytes: int | None, others: OwnForwards) -> None:
         self._size, self._room_bytes, self._others = size, room_bytes, others
@@ -65,7 +67,9 @@ class TiledForwards(OwnForwards):
 
     def record(self, unit: Unit, runner: Runner, arguments: Arguments, rows: int | None) -> Forward:
         """Find out which modules of a block are functions of rows."""
-        if rows is not None and unit.is_block:
+        known = unit.traits.tiles
+        is_known = known is not None and known.is_whole and not tries_whole(arguments.tensors[known.input], known.axis)
+        if rows is not None and unit.is_block and not is_known:
 
             def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 with runner.undone(unit):

@@ -81,6 +81,8 @@ class Tiles:
     """What the graph of the unit saves for each token, untiled, beside its inputs and weights; 0 where that is not
     known.
     """
+    is_whole: bool = False
+    """True if the unit was tried as a whole, on a few tokens."""
 
 
 class TiledForward:

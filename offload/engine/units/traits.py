@@ -121,8 +121,8 @@ class UnitTraits:
         """Return another variant with the same notes."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
-    def learn_tiles(self, tiles: Tiles) -> None:
-        """Note which modules inside the unit may run over tiles."""
+    def learn_tiles(self, tiles: Tiles | None) -> None:
+        """Note which modules inside the unit may run over tiles; None: that is to be found anew."""
         self.tiles = tiles
 
     def need_graph(self) -> None:
