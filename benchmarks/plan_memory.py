@@ -96,6 +96,7 @@ class Case:
     ranks: int = 1
     zero_stage: int = 3
     head_chunk_bytes: int | None = None
+    sequence_tile: int | str = "none"
 
     @property
     def kind(self) -> str:
@@ -132,6 +133,7 @@ class Case:
             max_grad_norm=self.max_grad_norm,
             zero_stage=self.zero_stage,
             head_chunk_bytes=self.head_chunk_bytes,
+            sequence_tile=self.sequence_tile,
             device="cpu",
         )
 
@@ -181,6 +183,8 @@ CASES = [
     Case("qwen3_moe", precision="bf16"),
     Case("bert", recompute="never"),
     Case("t5"),
+    Case(length=1024, rows=2, sequence_tile=128),
+    Case("qwen3", precision="bf16", length=512, sequence_tile=64, micro_batch_size=1),
     Case(size="50M", precision="bf16", states="bf16", rows=2),
     Case(size="300M", precision="bf16", parameters="nvme", optimizer="nvme", rows=2, length=32),
 ]

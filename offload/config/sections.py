@@ -156,6 +156,15 @@ def _as_prefetch(value: Any) -> Any:
     raise ValueError("it should be auto or a whole number of units, 0 or more")
 
 
+def _as_tile(value: Any) -> Any:
+    text = "none" if value is None else str(value).strip().lower()
+    if text in ("auto", "none"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError("it should be a number of tokens, at least 1, none, or auto")
+
+
 def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
     """Return auto, or what `parse_size` does."""
     return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
@@ -175,6 +184,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
 Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
+Tile = Annotated[int | str, BeforeValidator(_as_tile)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
@@ -323,6 +333,11 @@ class TrainSection(Section):
     compile: Literal["never", "auto"] = "never"
     """auto: run blocks as torch.compile makes them, one compilation for all equal ones; what cannot be compiled, or
     gives something else, runs as it is, which is said. The last bits differ from those of never.
+    """
+    sequence_tile: Tile = "auto"
+    """Tokens of a sequence that those modules of a block compute at a time that are functions of single tokens, as MLPs
+    and norms are, which is tried out. Each tile is recomputed in the backward. auto: whole sequences, and tiles where
+    a block would not fit the device otherwise; none: whole sequences.
     """
     max_grad_norm: Positive | None = 1.0
     """Clip gradients to this global norm. none: no clipping."""

@@ -22,12 +22,12 @@ from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS, ActivationOffload, OnDisk, OnHost
 from offload.engine.units.find import Candidate
-from offload.engine.units.forwards import open_forwards
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, put_parameters
 from offload.engine.units.way import Way
 from offload.errors import format_bytes
@@ -161,7 +161,7 @@ class EngineState:
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),
-            open_forwards(settings.compile),
+            open_forwards(settings.compile, settings.sequence_tile, plan.device_room_bytes),
             seed=settings.seed,
             comm=comm,
         )

@@ -200,6 +200,13 @@ class StateAccess:
         return self._state.plan.told_updates(self._state.regions)
 
     @property
+    def told_tiles(self) -> str:
+        """Which modules have run over tiles of the sequence so far, and which run whole, for people; empty where none
+        has run over tiles.
+        """
+        return self._state.runner.forwards.told
+
+    @property
     def told_frozen_weights(self) -> str:
         """Which frozen weights rest in codes (`frozen_weights`), and which as they are, or what is read of the model's
         own files, for people; empty where frozen weights rest like others.

@@ -9,6 +9,7 @@ from typing import Any
 from offload.config.config import Config
 from offload.config.rules import OFFERS
 from offload.engine.units.activation_offload import GRAPHS
+from offload.engine.units.tiles import tile_rows
 from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.forecast.memory import KEPT
@@ -31,6 +32,19 @@ played.
 _WORTH = 0.02
 """By which part of its step the placement that the search finds has to be faster than the one that is given, and by
 which part of its tokens a second another way has to differ."""
+_OF_A_UNIT = frozenset(
+    (
+        "train.micro_batch_size",
+        "train.recompute",
+        "train.head_chunk_bytes",
+        "offload.activations",
+        "offload.parameters",
+        "offload.optimizer",
+        "offload.gradients",
+        "offload.update",
+    )
+)
+"""What leaves a unit alone on the device, or with fewer rows."""
 _ENLARGED = 4
 """How often budgets are enlarged to what a plan needs, which with more of them places more there."""
 
@@ -106,6 +120,11 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
     """Return the forecast of what `train` makes of settings: with what the search finds for what they leave open; the
     one that is given, where that does not pay. Without the `times`, the first placement that fits.
     """
+    if tile := _tile(forecaster, found):
+        tiled = place(
+            forecaster, forecaster.tell(changed(found.config, tile), found.hardware, times=times), times=times
+        )
+        return replace(tiled, placed=f"{flags(tile)} {tiled.placed}".rstrip())
     change = forecaster.choose(found, times=times) if is_open(found) else {}
     chosen = _better(found, _told(forecaster, found, change, times=times) if change else None, change, times=times)
     if not times or chosen.hardware.device == "cpu":
@@ -119,6 +138,22 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
     for graphs in _graphs(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
         chosen = _better(chosen, _told(forecaster, found, change | graphs), change | graphs)
     return chosen
+
+
+def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
+    """Return the change by which sequences are cut in tiles, where that is left open, and the device has no room for
+    what a unit computes otherwise: not for one row at a time, with all else moved away; nothing where it has.
+    """
+    config, before = found.config, found.memory.shortfalls.get("device", 0)
+    if config.train.sequence_tile != "auto" or not before:
+        return {}
+    least = {key: value for fix in _fixes(found) for key, value in fix.items() if key in _OF_A_UNIT}
+    other = _told(forecaster, found, least, times=False) if least else found
+    if other is not None and "device" not in other.memory.shortfalls:
+        return {}
+    tile: dict[str, Any] = {"train.sequence_tile": tile_rows(int(config.data.sequence_length or 0))}
+    tiled = _told(forecaster, found, tile, times=False)
+    return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
 
 
 def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True) -> Forecast:
@@ -286,6 +321,8 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
             yield {"train.recompute": "always"}
+        if config.train.sequence_tile == "none":
+            yield {"train.sequence_tile": tile_rows(int(config.data.sequence_length or 0))}
         if config.offload.activations in ("auto", "device"):
             yield {"offload.activations": "cpu"}
             if config.offload.nvme_dir:

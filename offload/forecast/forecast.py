@@ -150,6 +150,7 @@ class Forecast:
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
             "update": self.prepared.plan.update,
+            "sequence_tile": self.prepared.settings.sequence_tile,
             "regions": len([region for region in self.prepared.structure.regions if region.trainable]),
             "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
             "placement": self.placed or None,
@@ -216,7 +217,14 @@ class Forecaster:
             notes.append(f"how fast a disk of {hardware.name} is, is not known, and so is no step.")
             times = False
         if known is not None and times:
-            timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
+            try:
+                timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
+            except RuntimeError as error:  # whose pieces are mapped one by one, and not touched
+                if "allocate memory" not in str(error):
+                    raise
+                notes.append(
+                    "what a step takes is not known: one piece of what it holds is more than this machine has."
+                )
         return Forecast(
             config,
             hardware,
@@ -257,7 +265,7 @@ class Forecaster:
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // self.num_ranks)
         batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
-        key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device
+        key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
         if key not in self._works:
             try:
                 self._works[key] = measure(self._model, batch, prepared)

@@ -20,9 +20,12 @@ from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
 from offload.engine.units.unit import put_parameters
 from offload.forecast.op_counter import OpCounter, UnknownValueError
+from offload.forecast.tiled_uses import ROWS, TiledUses
 from offload.forecast.unit_use import SeenUse, SeenUses
 from offload.forecast.workload import NO_COST, NO_WORK, UnitWork, Workload
 
+_FEW_TOKENS = 8
+"""Of a row on which is found what may run over tiles; half of it is an encoder's, where there is one."""
 _CHUNKED_LOSS = "ForCausalLMLoss"
 """Of transformers: the loss that takes labels which are shifted already, and divides by the count that it is given."""
 
@@ -69,9 +72,10 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     caches.turn_off()
     model.train()
     try:
-        workload = _run(model, batch, prepared, micro_rows)
+        tiles = _find_tiles(model, batch, prepared)
+        workload = _run(model, batch, prepared, micro_rows, tiles)
         if num_micro_batches > 1:  # what is the same for more rows is there once
-            more = _run(model, batch, prepared, micro_rows + 1)
+            more = _run(model, batch, prepared, micro_rows + 1, tiles)
             workload = replace(workload, calls=tuple(_of_all_rows(workload.calls, more.calls, micro_rows, batch.rows)))
     except UnknownValueError as error:
         raise CannotMeasureError(f"{type(model).__name__} asks for {error}, which shapes do not tell") from error
@@ -86,9 +90,26 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     )
 
 
-def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int) -> Workload:
+def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> TiledUses | None:
+    """Return what runs over tiles of the sequence, found on a few tokens; None for nothing. An engine that is told auto
+    tiles where a block would not fit otherwise, which is to be forecast with the number that suits.
+    """
+    size = prepared.settings.sequence_tile
+    if not isinstance(size, int) or batch.length <= size:
+        return None
+    tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS)
+    probe = _Probe(prepared, tiles, looks=True)
+    with probe.routed(), probe.counter.watching(), torch.enable_grad():
+        probe.run(model, few.make(ROWS), None, few)
+    tiles.find()
+    return tiles
+
+
+def _run(
+    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None = None
+) -> Workload:
     """Return what one micro-batch of so many rows computes."""
-    probe = _Probe(prepared)
+    probe = _Probe(prepared, tiles)
     with probe.routed(), probe.counter.watching(), torch.enable_grad():
         num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
@@ -120,13 +141,14 @@ class _Entry:
 class _Probe:
     """Takes the calls of units, and what is computed between them."""
 
-    def __init__(self, prepared: EnginePlan) -> None:
+    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None = None, *, looks: bool = False) -> None:
+        """`tiles`: what runs over tiles of the sequence; `looks`: to be found in this run of a few tokens."""
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
         self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
         self._entries: list[_Entry] = []
         self._chunk: list[_Entry] = []
-        self._uses = SeenUses(self.counter)
+        self._uses = SeenUses(self.counter, tiles, looks=looks)
         self._held: dict[int, int] = {}
         self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
         self._mark, self._is_inside = NO_COST, False

@@ -11,7 +11,9 @@ import torch
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
 from offload.engine.units.saved_graph import SMALLEST_BYTES, is_number, is_torchs_own
+from offload.engine.units.tiles import TiledForward
 from offload.forecast.op_counter import OpCounter
+from offload.forecast.tiled_uses import TiledUses
 from offload.forecast.workload import NO_WORK, UnitWork
 
 
@@ -36,14 +38,24 @@ class SeenUse:
 class SeenUses:
     """Uses of units, of which each that is new runs, under an `OpCounter`."""
 
-    def __init__(self, counter: OpCounter) -> None:
-        self._counter = counter
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None = None, *, looks: bool = False) -> None:
+        """`tiles`: what runs over tiles of the sequence, None for nothing; with `looks` to be found, in uses of a few
+        rows and tokens.
+        """
+        self._counter, self._tiles, self._looks = counter, tiles, looks
         self._seen: dict[Hashable, SeenUse] = {}
 
     def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
         """Return what a use of a unit with these arguments does."""
-        key = _signature(unit), arguments.structure, _shapes(arguments.tensors), repr(arguments.others)
-        return self._seen.get(key) or self._seen.setdefault(key, self._look(unit, forward, arguments))
+        kind = _signature(unit), arguments.structure
+        key = kind, _shapes(arguments.tensors), repr(arguments.others)
+        if key not in self._seen:
+            if self._tiles is not None and self._looks:
+                self._tiles.note(kind, unit, arguments)
+            elif self._tiles is not None:
+                forward = self._tiles.forward(kind, unit, forward)
+            self._seen[key] = self._look(unit, forward, arguments)
+        return self._seen[key]
 
     def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
         """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
@@ -77,14 +89,20 @@ class SeenUses:
 
         hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
         before = counter.begin()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            again = run_over_copies(forward, arguments, leaves, arguments.others).tensors
         cost = counter.cost
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if isinstance(forward, TiledForward):  # which leaves to the backward what is no part of the cost then
+                again = run_over_copies(forward.again(), arguments, leaves, arguments.others).tensors
+                cost += forward_cost
+            else:
+                again = run_over_copies(forward, arguments, leaves, arguments.others).tensors
+                cost = counter.cost
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
         keeps_graph = not saved and is_torchs_own(again)
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if pairs:  # tiles run again in there, whose graphs are no part of the one between units
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:
             hook.remove()
         work = replace(

@@ -92,6 +92,11 @@ class Plan:
         its = [region for region in regions if not is_device and region.index not in self.layout.streamed]
         return {index for region in its for index in region.parameters}
 
+    @property
+    def device_room_bytes(self) -> int | None:
+        """What the device's budget leaves beside what is planned; None without end."""
+        return None if self.device_bytes is None else self.device_bytes - bytes_on("device", self.allocations)
+
     def told_updates(self, regions: Sequence[Region]) -> str:
         """Return where states that rest on the host are updated, for people; empty where that is the host alone."""
         streamed = self.layout.streamed

@@ -50,6 +50,9 @@ class Settings:
         short).
     compile: whether blocks run as torch.compile makes them, one compilation for all equal ones: never, or auto, which
         leaves those as they are that cannot be compiled, or give something else.
+    sequence_tile: how many tokens of a sequence those modules of a block compute at a time that are functions of single
+        tokens, as MLPs and norms are, which is tried out: each tile is recomputed in the backward (arXiv:2506.13996).
+        none: all at once; auto: tiles where a block would not fit the device's budget otherwise.
     prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
     zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
     throttle: links that are played slower than they are, by name.
@@ -81,6 +84,7 @@ class Settings:
     rows: Sequence[str] | Mapping[str, Any] | None = None
     recompute: str = "always"
     compile: str = "never"
+    sequence_tile: int | str = "none"
     prefetch: str | int = "auto"
     zero_stage: int = 3
     throttle: Mapping[str, Any] | None = None
@@ -124,6 +128,7 @@ class Settings:
                 "device: set --train.recompute always or auto, or leave offload.graphs_memory out."
             )
         _check(self.compile, ("never", "auto"), "train.compile")
+        check_tile(self.sequence_tile)
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
@@ -239,6 +244,15 @@ def check_max_grad_norm(norm: float | None) -> None:
     """Raise ConfigError unless gradients can be clipped to this, or not at all."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
         raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
+
+
+def check_tile(tile: int | str) -> None:
+    """Raise ConfigError unless sequences can be cut in tiles of this."""
+    if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
+        raise ConfigError(
+            f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole sequences, or "
+            "auto."
+        )
 
 
 def with_settings(function: _Function) -> _Function:

@@ -173,6 +173,11 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
     if config.train.compile != "never":
         say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
+    if isinstance(config.train.sequence_tile, int):
+        say(
+            f"modules that are functions of single tokens, which the first step finds out, run over tiles of "
+            f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
+        )
     meta = begin_at(start, made, say)
     if data.train.packing == "isolated" and (why := ask_whether_apart(made, data.tokenizer, vocabulary, comm)):
         if first or was_told:

@@ -137,7 +137,8 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     for tier, each in held.items():
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of_budget(held, tier)}")
     where = "".join(f"; {told}" for told in (engine.told_updates, engine.told_frozen_weights) if told)
-    text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}"
+    tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
+    text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}{tiles}"
     if config.offload.nvme_dir and "nvme" not in held:
         text += "\nnote: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it."
     return text

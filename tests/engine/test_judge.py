@@ -19,8 +19,9 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.methods import interleaved
 from offload.engine.units import arguments, call, unit
-from offload.engine.units.call import Call, Surroundings, UnitFunction
+from offload.engine.units.call import Call, UnitFunction
 from offload.engine.units.condition import Condition
+from offload.engine.units.surroundings import Surroundings
 from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
 from tests.engine.device import own_device

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.label_trials import base_of, forward_replaced
+from offload.engine.loss.label_trials import base_of
 from offload.engine.loss.loss import IGNORED, find_loss
+from offload.engine.units.rerouting import forward_replaced
 
 _ROUNDED_TO = 64
 """Tokens: products of other numbers are slower on a GPU, and what is known of a shape is known of few."""

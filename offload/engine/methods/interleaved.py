@@ -12,9 +12,9 @@ from offload.engine.methods.perturbed import Perturbed
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver, received
-from offload.engine.units.call import Surroundings
 from offload.engine.units.condition import Dicts
 from offload.engine.units.drawn import Drawn
+from offload.engine.units.surroundings import Surroundings
 from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
 

@@ -25,6 +25,7 @@ from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import Condition, Moment, buffer_places
+from offload.engine.units.forwards import Forward
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import is_number, is_torchs_own, nodes_of
@@ -84,11 +85,13 @@ class Recording:
         self._inside = unit
         self._runner.enter(unit)
         try:
-            without = None if self._before is None else self._run_without_graph(unit, arguments)
+            rows = self.rows if self._before is None else None
+            forward = self._runner.forwards.record(unit, self._runner, arguments, rows)
+            without = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
             fetched, next_hook = [weight._version for weight in live], RemovableHandle.next_id
             with torch.enable_grad(), saved.hooks():
-                result = self._runner.run(unit, arguments, inputs, arguments.others, unit.forward)
+                result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             self._refuse_changed_weights(unit, live, fetched)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
@@ -122,13 +125,13 @@ class Recording:
         self._handed.append((traits, outputs, [t._version for t in outputs]))
         return deliver(result, outputs, containers)
 
-    def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
+    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
         runner, buffers = self._runner, buffer_places(unit.modules)
         before = Moment(runner.device, unit.modules, buffers, unit.notes, runner.is_weight)
         with torch.no_grad():
             result = self._runner.run(
-                unit, arguments, [t.clone() for t in arguments.tensors], arguments.others, unit.forward
+                unit, arguments, [t.clone() for t in arguments.tensors], arguments.others, forward
             )
         before.put_back()
         result.tensors[:] = [self._runner.own(t) for t in result.tensors]

@@ -252,11 +252,32 @@ class TrialRuns:
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
         self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
+        if self._state.runner.forwards.looks_at_few:
+            self._record_few(args, kwargs)
         self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
         judge()
         self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
         self.is_complete = True
+
+    def _record_few(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be
+        tried on all of them is known from there.
+        """
+        *few, _ = self.samples.of_call(args, kwargs)
+        failed = False
+        for some, named in few:
+            try:
+                self._record([(0, partial(self._model_on_copies, tuple(some), dict(named)))])
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                self._state.runner.fail(False)
+                failed = True
+        if self._state.comm.any(failed or not few, "whether a sample of a call runs"):
+            for unit in self._state.units:
+                for variant in unit.known.values():
+                    variant.learn_tiles(None)  # that of another mode
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called where gradients are off, for the first time in this way: find out which weights are read
@@ -318,6 +339,7 @@ class TrialRuns:
                 return recording
 
             before = self._settled(record, rows, before)
+        self._state.runner.forwards.check()
         self._note_modes()
         self.forget_traffic()
 

@@ -16,6 +16,7 @@ from torch import nn
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.tiers.device import Device
 
 Forward = Callable[..., Any]
 
@@ -34,6 +35,15 @@ results, and of gradients.
 
 class Runner(Protocol):
     """Runs modules over weights that are up."""
+
+    @property
+    def device(self) -> Device:
+        """What computes."""
+        ...
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor over weights on the device."""
+        ...
 
     def run(
         self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], own: Forward
@@ -66,6 +76,8 @@ class OwnForwards:
 
     num_graphs = 0
     """Graphs that were compiled so far."""
+    looks_at_few = False
+    """True if a recording of a few tokens tells what one of many does not."""
 
     def of(
         self,
@@ -81,6 +93,24 @@ class OwnForwards:
         gradients; None where the use has no backward.
         """
         return unit.forward
+
+    def again(self, forward: Forward) -> Forward:
+        """Return what runs in the recompute of a use in which that has run."""
+        return forward
+
+    def record(self, unit: Unit, _runner: Runner, _arguments: Arguments, _rows: int | None) -> Forward:
+        """A use of a unit is recorded, whose weights are up: learn about it, where a number of `rows` is given (0: one
+        that nobody knows), as in the first pass of several; return what is to run there.
+        """
+        return unit.forward
+
+    def check(self) -> None:
+        """All units are recorded. Raises ConfigError where none can run as it was asked for."""
+
+    @property
+    def told(self) -> str:
+        """What runs otherwise than modules' own forwards, beside what is compiled, for people; empty for nothing."""
+        return ""
 
     @property
     def compiled(self) -> frozenset[type]:
@@ -207,11 +237,6 @@ class CompiledForwards(OwnForwards):
             if (far := _distance(gradients, compiled_gradients)) > of_gradients:
                 return f"compiled, its gradients are {far:.3g} of their norm from its own"
         return "" if all(map(_same, mine, again)) else "compiled, it gives another result each time"
-
-
-def open_forwards(mode: str) -> OwnForwards:
-    """Return what runs in uses of units: compile `never`, or `auto`."""
-    return CompiledForwards() if mode == "auto" else OwnForwards()
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.condition import BufferPlace
+from offload.engine.units.tiles import Tiles
 
 Rows = tuple[int, int, int]
 """A micro-batch: rows [begin, end) of so many."""
@@ -113,10 +114,16 @@ class UnitTraits:
     """What is known of the graphs of uses, by what of them takes gradients."""
     copied_bytes: int = 0
     """What the graph saves that does not grow with the batch: copies of weights."""
+    tiles: Tiles | None = None
+    """Which modules inside the unit may run over tiles of the sequence; None where nobody has looked."""
 
     def copy(self) -> UnitTraits:
         """Return another variant with the same notes."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
+
+    def learn_tiles(self, tiles: Tiles | None) -> None:
+        """Note which modules inside the unit may run over tiles; None: that is to be found anew."""
+        self.tiles = tiles
 
     def need_graph(self) -> None:
         """Without a graph, torch gave other bits."""

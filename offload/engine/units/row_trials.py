@@ -1,0 +1,416 @@
+"""Trials of the modules inside a unit: which are functions of rows, so that they may run over tiles of the sequence.
+
+Nothing is taken from names or classes. A module runs on a few rows, whole and in tiles, in another order, with other
+values in the rows on both sides of a border and at both ends, and on rows that are all alike, as which a mixture whose
+experts have a capacity does not treat them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.units.arguments import Arguments, run_over_copies
+from offload.engine.units.belongings import Belongings
+from offload.engine.units.drawn import Drawn
+from offload.engine.units.rerouting import forwards_replaced
+from offload.engine.units.tiles import RowModule, TiledForward, Tiles
+
+_MOST_ROWS = 16
+"""Of what a module was called with, on which it is tried: three times as many are made of them, so that a module shows
+itself that reaches farther than a few rows.
+"""
+_MOST_WHOLE_ROWS = 64
+"""Of a unit that is tried as a whole, which takes the memory that tiles are to save."""
+_LEAST_SHARE = 0.5
+"""Of the inputs of a module: what its graph saves beside them has to be so much at least to be worth a recompute."""
+_APART = {False: 1e-5, True: 2**-6}
+"""How far apart results may be, as a share of the largest, by whether they have 16 bits."""
+_GRADIENTS_APART = {False: (1e-4, 1e-6), True: (3e-2, 4e-3)}
+"""How far apart gradients may be: as a share of the norm of each, and of that of all, since some are a rounding of
+terms that cancel each other.
+"""
+
+
+@dataclass
+class _Called:
+    """How a module inside a unit was called."""
+
+    forward: Callable[..., Any]
+    """The module's own forward."""
+    arguments: Arguments
+    """The arguments, of which the tensors are copies of a few rows."""
+    axis: int
+    """The axis of rows; -1 where none of the tensors has such."""
+    cut: tuple[int, ...]
+    """The numbers of the tensors that have it."""
+    structure: Hashable
+    """The structure of the arguments."""
+
+
+class RowTrials:
+    """Tries the modules inside one unit, in a use of it. Its weights are up, and whoever calls puts back what a forward
+    changes, and generators.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[[Callable[..., Any], Sequence[torch.Tensor]], list[torch.Tensor]],
+        ignores: Callable[[torch.Tensor], bool],
+        random: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        """`run`: runs the unit by a forward, on other tensors than those of the use, and returns the tensors of the
+        result. `ignores`: True for a tensor over weights. `random`: returns the states of the device's generators.
+        """
+        self._module, self._run_unit, self._ignores, self._random = module, run, ignores, random
+        self._calls: dict[nn.Module, _Called] = {}
+        self._whole: dict[str, str] = {}
+        self._num_rows = 0
+
+    def find(self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], rows: int) -> Tiles:
+        """Return what is found in a use of the unit, whose own forward is given, on these tensors of a batch of so many
+        `rows`; 0: nobody knows how many.
+        """
+        number = next((i for i, t in enumerate(tensors) if t.is_floating_point() and t.dim() > 1), None)
+        if number is None:
+            return Tiles((), (("", "no input of the unit has rows of numbers"),))
+        of_unit = tensors[number]
+        lengths = [axis for axis in range(of_unit.dim() - 1) if of_unit.dim() == 2 or of_unit.shape[axis] != rows]
+        axis = lengths[0] if rows and lengths else min(1, of_unit.dim() - 2)
+        self._num_rows = of_unit.shape[axis]
+        with (
+            torch.no_grad(),
+            forwards_replaced({m: self._noting(m) for m in self._module.modules() if m is not self._module}),
+        ):
+            self._run_unit(own, tensors)
+        found = list(self._outermost(self._module, ""))
+        saved, modules, is_whole = 0.0, tuple(found), tries_whole(of_unit, axis)
+        if is_whole:
+            num_bytes, modules = self._as_a_unit(own, tensors, found)
+            saved = num_bytes / (of_unit.numel() // of_unit.shape[-1])
+        return Tiles(modules, tuple(self._whole.items()), number, axis, saved, is_whole)
+
+    # -- the modules inside ----------------------------------------------------------------------------------
+
+    def _noting(self, module: nn.Module) -> Callable[..., Any]:
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module not in self._calls:
+                self._calls[module] = self._called(own, Arguments((args, kwargs)))
+            return own(*args, **kwargs)
+
+        return forward
+
+    def _called(self, own: Callable[..., Any], arguments: Arguments) -> _Called:
+        """Return a call with copies of a few rows of its tensors."""
+        given, structure = list(arguments.tensors), arguments.structure
+        main = next((t for t in given if t.is_floating_point() and t.dim() > 1), None)
+        axes = [] if main is None else [a for a in range(main.dim() - 1) if main.shape[a] == self._num_rows]
+        if main is not None and not axes and main.shape[0] % self._num_rows == 0:
+            axes = [0]  # rows of the batch one behind the other
+        axis, cut = axes[0] if axes else -1, tuple[int, ...]()
+        if main is not None and axes:
+            cut = tuple(i for i, t in enumerate(given) if t.dim() > axis and t.shape[axis] == main.shape[axis])
+        few = [t.narrow(axis, 0, min(_MOST_ROWS, t.shape[axis])) if i in cut else t for i, t in enumerate(given)]
+        arguments.tensors[:] = [t.detach().clone() if i in cut else t.detach() for i, t in enumerate(few)]
+        return _Called(own, arguments, axis, cut, structure)
+
+    def _outermost(self, parent: nn.Module, path: str) -> Iterator[RowModule]:
+        """Yield the outermost modules that may run over tiles, where that saves memory."""
+        for key, child in parent.named_children():
+            name, called = f"{path}{key}", self._calls.get(child)
+            if called is None or called.axis < 0:
+                yield from self._outermost(child, f"{name}.")
+                continue
+            try:
+                refusal, saves = self._refusal(child, called)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of rows that do not run by themselves
+                refusal, saves = f"on a few rows it raises {type(error).__name__}", False
+            if refusal:
+                self._whole[name] = refusal
+                yield from self._outermost(child, f"{name}.")
+            elif saves:
+                yield RowModule(name, child, called.structure, called.cut, called.axis)
+
+    def _refusal(self, module: nn.Module, called: _Called) -> tuple[str, bool]:
+        """Return why a module may not run over tiles, empty where it may, and whether that saves memory."""
+        below = [m for m in module.modules() if m is not module]
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in below):
+            return "modules in it have hooks, which would see tiles", False
+        sample = [_longer(t, called.axis) if i in called.cut else t for i, t in enumerate(called.arguments.tensors)]
+        num_rows = sample[called.cut[0]].shape[called.axis]
+        with torch.no_grad():
+            if refusal := self._trace(module, called, sample):
+                return refusal, False
+            whole = self._results(called, sample)
+            if any(t.dim() <= called.axis or t.shape[called.axis] != num_rows for t in whole):
+                return "a result of it has no rows", False
+            if not all(t.is_contiguous() and bool(t.isfinite().all()) for t in whole):
+                return "its result is not laid out row by row, or not finite", False
+            for rows, other, places in _variations(sample, called, num_rows):
+                for one, result in zip(whole, self._results(called, other), strict=True):
+                    if not _near(_select(one, called, rows), _select(result, called, places)):
+                        return "a row of its result depends on other rows, or on where it stands", False
+            for result in self._results(called, _of_one_row(sample, called)):
+                if not _near(_first(result, called).expand_as(result), result):
+                    return "it treats rows that are alike in different ways", False
+        return self._differing_gradient(module, called, sample, num_rows)
+
+    def _trace(self, module: nn.Module, called: _Called, sample: Sequence[torch.Tensor]) -> str:
+        """Return what a run of a module leaves behind beside its result, or needs; empty for nothing."""
+        own = [t.clone() for t in sample]
+        before, random, drawn = Belongings({"": module}, self._ignores), self._random(), Drawn.so_far()
+        versions = [t._version for t in own]
+        made = run_over_copies(called.forward, called.arguments, own, called.arguments.others)
+        after = Belongings({"": module}, self._ignores)
+        is_drawn = not all(map(torch.equal, random, self._random())) or not drawn.is_as(Drawn.so_far())
+        if is_drawn:
+            return "it draws random numbers"
+        if any(t._version != version for t, version in zip(own, versions, strict=True)):
+            return "it changes its inputs in place"
+        if next(before.differences(after), None) is not None or len(made.fill(made.tensors)) > 1:
+            return "it keeps notes, or hands them on"
+        return "" if made.tensors else "it returns no tensors"
+
+    def _results(self, called: _Called, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = called.arguments.fill(tensors)
+        return Arguments(called.forward(*args, **kwargs)).tensors
+
+    def _differing_gradient(
+        self, module: nn.Module, called: _Called, sample: Sequence[torch.Tensor], num_rows: int
+    ) -> tuple[str, bool]:
+        """Return whether the gradients over tiles are others than those of all rows, for people; and whether the graph
+        of all rows saves what that of a tile does not.
+        """
+        weights = [p for p in module.parameters() if p.requires_grad]
+        leaves = [
+            t.clone().requires_grad_() if t.is_floating_point() and i in called.cut else t for i, t in enumerate(sample)
+        ]
+        wanted = [t for t in (*leaves, *weights) if t.requires_grad]
+        saved = _Saved([*leaves, *module.parameters()])
+        with torch.enable_grad():
+            with saved.hooks():
+                whole = _gradients(self._results(called, leaves), wanted)
+            tiles = [self._results(called, part) for _, part in _tiles(leaves, called, num_rows)]
+            joined = [torch.cat(parts, called.axis) for parts in zip(*tiles, strict=True)]
+            if not _near_gradients(whole, _gradients(joined, wanted)):
+                return "its gradients over tiles are others", False
+        return "", saved.num_bytes >= _LEAST_SHARE * sum(sample[i].nbytes for i in called.cut)
+
+    # -- the unit as a whole ---------------------------------------------------------------------------------
+
+    def _as_a_unit(
+        self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], found: Sequence[RowModule]
+    ) -> tuple[int, tuple[RowModule, ...]]:
+        """Return what the unit's graph saves, and the modules, if the unit gives the same with these over
+        tiles; of each, whether any backward reads the values of its results.
+        """
+        saved = _Saved([*tensors, *self._module.parameters()])
+        with saved.hooks():
+            whole = self._made(own, tensors)
+        if not found:
+            return saved.num_bytes, ()
+        try:
+            tiled = self._made(self._tiled(own, found), tensors)
+            is_same = all(map(_near, whole[0], tiled[0])) and _near_gradients(whole[1], tiled[1])
+        except RuntimeError:  # as where something that tiles save is changed in place afterwards
+            is_same = False
+        if not is_same:
+            self._whole |= {rows.name: "with it over tiles, the unit gives something else" for rows in found}
+            return saved.num_bytes, ()
+        return saved.num_bytes, tuple(replace(rows, is_idle=self._is_idle(own, tensors, found, rows)) for rows in found)
+
+    def _tiled(self, own: Callable[..., Any], found: Sequence[RowModule]) -> TiledForward:
+        kind = next(self._module.parameters()).device.type
+        return TiledForward(own, found, max(1, self._num_rows // 2), kind)
+
+    def _is_idle(
+        self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], found: Sequence[RowModule], rows: RowModule
+    ) -> bool:
+        """True where a recompute has the same gradients with zeros in the place of a module's results, and with NaN."""
+
+        def poisoned(*args: Any, **kwargs: Any) -> Any:
+            forward = rows.module.forward
+
+            def poison(*args: Any, **kwargs: Any) -> Any:
+                made = Arguments(forward(*args, **kwargs))
+                return made.fill([_Poison.apply(t) if t.is_floating_point() else t for t in made.tensors])
+
+            with forwards_replaced({rows.module: poison}):
+                return own(*args, **kwargs)
+
+        idle = [replace(each, is_idle=each is rows) for each in found]
+        ways = self._tiled(own, found), self._tiled(own, idle).again(), self._tiled(poisoned, found)
+        try:
+            expected, *others = [self._made(way, tensors)[1] for way in ways]
+        except RuntimeError:
+            return False
+        return all(_same(mine, theirs) for other in others for mine, theirs in zip(expected, other, strict=True))
+
+    def _made(
+        self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the results of the unit by a forward, and the gradients of its inputs and weights."""
+        with torch.enable_grad():
+            leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            wanted = [t for t in (*leaves, *self._module.parameters()) if t.requires_grad]
+            results = self._run_unit(forward, [leaf.clone() for leaf in leaves])
+            return [t.detach() for t in results], _gradients(results, wanted)
+
+
+def tries_whole(tensor: torch.Tensor, axis: int) -> bool:
+    """True where a unit with such an input is tried as a whole as well."""
+    return tensor.shape[axis] <= _MOST_WHOLE_ROWS
+
+
+class _Saved:
+    """Counts what autograd saves beside some tensors."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self.num_bytes = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Within, what is saved is counted, each storage once."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in self._known:
+                self._known.add(tensor.untyped_storage().data_ptr())
+                self.num_bytes += tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+class _Poison(torch.autograd.Function):
+    """Lets gradients through, and no values."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tensor, torch.nan)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _longer(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return three times as many rows."""
+    other = tensor.flip(axis)
+    return torch.cat([tensor, -other if tensor.is_floating_point() else other, tensor.roll(1, axis)], axis)
+
+
+def _size(num_rows: int) -> int:
+    """Return the rows of a tile, of which the last has others where there are enough."""
+    return max(1, num_rows // 3 - 1)
+
+
+def _tiles(
+    sample: Sequence[torch.Tensor], called: _Called, num_rows: int
+) -> Iterator[tuple[range, list[torch.Tensor]]]:
+    """Yield the rows of each tile, and its tensors."""
+    size = _size(num_rows)
+    for begin in range(0, num_rows, size):
+        rows = range(begin, min(begin + size, num_rows))
+        yield (
+            rows,
+            [
+                t.narrow(called.axis, begin, len(rows)).contiguous() if i in called.cut else t
+                for i, t in enumerate(sample)
+            ],
+        )
+
+
+def _variations(
+    sample: Sequence[torch.Tensor], called: _Called, num_rows: int
+) -> Iterator[tuple[Sequence[int], list[torch.Tensor], Sequence[int]]]:
+    """Yield rows of the sample, other tensors, and their rows for which a function of rows has the same results."""
+    everywhere = range(num_rows)
+    for rows, tile in _tiles(sample, called, num_rows):
+        yield rows, tile, range(len(rows))
+    order = [*everywhere[::-2], *everywhere[-2::-2]]
+    yield order, [_select(t, called, order) if i in called.cut else t for i, t in enumerate(sample)], everywhere
+    border = _size(num_rows)
+    for changed in ((0, border - 1), (border, num_rows - 1)):
+        for factor in (-8.0, 8.0):
+            rest = [row for row in everywhere if row not in changed]
+            yield (
+                rest,
+                [_changed(t, called, changed, factor) if i in called.cut else t for i, t in enumerate(sample)],
+                rest,
+            )
+
+
+def _changed(tensor: torch.Tensor, called: _Called, rows: Sequence[int], factor: float) -> torch.Tensor:
+    """Return a tensor with far other values in some rows; numbers that count or choose stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    changed = tensor.clone()
+    for row in rows:
+        changed.select(called.axis, row).mul_(factor).add_(factor)
+    return changed
+
+
+def _of_one_row(sample: Sequence[torch.Tensor], called: _Called) -> list[torch.Tensor]:
+    """Return tensors all of whose rows are the first, in all rows of the batch."""
+    return [_first(t, called).expand_as(t).contiguous() if i in called.cut else t for i, t in enumerate(sample)]
+
+
+def _first(tensor: torch.Tensor, called: _Called) -> torch.Tensor:
+    """Return the first row, of all rows of the batch; of each, where these are also given what has no rows."""
+    if len(called.cut) < len(called.arguments.tensors):
+        return tensor.narrow(called.axis, 0, 1)
+    return tensor[(slice(1),) * (called.axis + 1)]
+
+
+def _select(tensor: torch.Tensor, called: _Called, rows: Sequence[int]) -> torch.Tensor:
+    return tensor.index_select(called.axis, torch.tensor(rows, dtype=torch.int64, device="cpu").to(tensor.device))
+
+
+def _gradients(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradients of a sum of all results, in which each number has a weight of its own."""
+    roots = [t for t in results if t.requires_grad]
+    if not roots or not wanted:
+        return [None] * len(wanted)
+    weights = [torch.arange(t.numel(), device=t.device).cos().view(t.shape).to(t.dtype) for t in roots]
+    return list(torch.autograd.grad(roots, wanted, weights, allow_unused=True))
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True where results are the same but for their last bits."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    most = float(one.abs().max()) if one.numel() else 0.0
+    return bool(((one.float() - other.float()).abs() <= _APART[_is_half(one)] * most).all())
+
+
+def _near_gradients(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    """True where gradients are the same but for the order of sums; none is one of zeros."""
+    norms = [0.0 if t is None else float(t.double().norm()) for t in some]
+    whole = math.hypot(*norms, 0.0)
+    for one, other, norm in zip(some, others, norms, strict=True):
+        given = other if one is None else one
+        if given is not None:
+            share, of_all = _GRADIENTS_APART[_is_half(given)]
+            mine, theirs = (given.new_zeros(()) if t is None else t for t in (one, other))
+            if not float((mine.double() - theirs.double()).norm()) <= share * norm + of_all * whole:
+                return False
+    return True
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -1,0 +1,74 @@
+"""What surrounds a forward, for whoever runs it again in a backward."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from offload.engine.units.arguments import collectors, copies
+
+_T = TypeVar("_T")
+
+
+class Surroundings:
+    """The default device, the function modes, the context variables and the autocast of a forward. Its recompute needs
+    them: a backward may be called outside, has no modes of its own, and on a GPU runs in a thread of autograd's.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device, self._context = torch.get_default_device(), _own_copy(contextvars.copy_context())
+        self._modes = _function_modes()
+        self._types = dict.fromkeys(("cpu", device_type))
+        self._autocast = self._autocast_now()
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call a function in them; what it collects there goes with it."""
+        return _own_copy(self._context).run(self._run, function)
+
+    def _run(self, function: Callable[[], _T]) -> _T:
+        is_here = torch.get_default_device() == self._device
+        modes = [mode for mode in self._modes if mode not in _function_modes()] if self._modes else ()
+        is_cast = self._autocast_now() == self._autocast
+        if is_here and is_cast and not modes:
+            return function()
+        with ExitStack() as within:
+            if not is_here:
+                within.enter_context(self._device)
+            for mode in modes:
+                within.enter_context(mode)  # autograd itself forgets those of a backward that ends otherwise
+            if not is_cast:
+                for name, enabled, dtype, caches in self._autocast:
+                    within.enter_context(torch.autocast(name, dtype, enabled, caches))
+            return function()
+
+    def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
+        caches, found = torch.is_autocast_cache_enabled(), []
+        for t in self._types:
+            found.append((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches))  # noqa: PERF401
+        return found
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    stack = _get_current_function_mode_stack()
+    return [mode for mode in stack if not isinstance(mode, DeviceContext)] if stack else stack
+
+
+def _own_copy(context: contextvars.Context) -> contextvars.Context:
+    """Return a copy whose containers are its own, and have no graphs. transformers collects the outputs of layers in
+    one: a use that held it would be held by what is in there.
+    """
+    copy = context.copy()
+    variables, found = collectors(context)
+    for variable, own in zip(variables, copies(found, [], keep=_has_no_graph) if found else (), strict=True):
+        copy.run(variable.set, own)
+    return copy
+
+
+def _has_no_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is None

@@ -1,0 +1,143 @@
+"""Uses of units in which modules run over tiles of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards, Runner
+from offload.engine.units.row_trials import RowTrials, tries_whole
+from offload.engine.units.tiles import TiledForward, Tiles, tile_rows
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+
+_GRADIENTS_SHARE = 1.5
+"""What a backward holds at once of a unit, by what its graph saves: gradients beside it."""
+
+
+class TiledForwards(OwnForwards):
+    """Modules of blocks that a recording has found to be functions of rows run over tiles: of so many rows, or (None)
+    of as many as suit where a unit would not fit in the device's `room` otherwise. What is not tiled runs as `others`
+    run it.
+    """
+
+    looks_at_few = True
+
+    def __init__(self, size: int | None, room_bytes: int | None, others: OwnForwards) -> None:
+        self._size, self._room_bytes, self._others = size, room_bytes, others
+        self._is_paused = False
+        self._found: dict[str, Tiles] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def num_graphs(self) -> int:  # type: ignore[override]
+        return self._others.num_graphs
+
+    @property
+    def compiled(self) -> frozenset[type]:
+        return self._others.compiled
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            with self._others.paused():
+                yield
+        finally:
+            self._is_paused = before
+
+    def of(
+        self,
+        unit: Unit,
+        runner: Runner,
+        arguments: Arguments,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[Any],
+        needs: Sequence[bool] | None = None,
+    ) -> Forward:
+        tiled = None if self._is_paused else self._tiled(unit, tensors)
+        return tiled or self._others.of(unit, runner, arguments, tensors, others, needs)
+
+    def again(self, forward: Forward) -> Forward:
+        return forward.again() if isinstance(forward, TiledForward) else self._others.again(forward)
+
+    def record(self, unit: Unit, runner: Runner, arguments: Arguments, rows: int | None) -> Forward:
+        """Find out which modules of a block are functions of rows."""
+        known = unit.traits.tiles
+        is_known = known is not None and known.is_whole and not tries_whole(arguments.tensors[known.input], known.axis)
+        if rows is not None and unit.is_block and not is_known:
+
+            def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                with runner.undone(unit):
+                    return runner.run(unit, arguments, tensors, arguments.others, forward).tensors
+
+            with runner.undone(unit):
+                trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
+                found = trials.find(unit.forward, arguments.tensors, rows)
+            unit.traits.learn_tiles(found)
+            self._found[unit.name] = found
+        return self._tiled(unit, arguments.tensors) or unit.forward
+
+    def check(self) -> None:
+        if self._size is not None and self._found and not any(tiles.modules for tiles in self._found.values()):
+            raise ConfigError(
+                f"train.sequence_tile is {self._size}, and no module in the {len(self._found)} blocks of the model can "
+                f"run over tiles of the sequence with less memory than whole: {self._told_whole() or 'none saves more'}"
+                ". Set --train.sequence_tile none (or auto, which tiles where that is possible and needed)."
+            )
+
+    @property
+    def told(self) -> str:
+        modules: dict[str, int] = {}
+        for name in self._sizes:
+            for rows in self._found[name].modules if name in self._found else ():
+                modules[rows.name] = modules.get(rows.name, 0) + 1
+        if not modules:
+            return ""
+        shown = ", ".join(f"{name} of {count} blocks" for name, count in modules.items())
+        sizes = ", ".join(map(str, sorted(set(self._sizes.values()))))
+        whole = f"; whole: {told}" if (told := self._told_whole()) else ""
+        return (
+            f"over tiles of {sizes} tokens, each recomputed in the backward, run {shown}{whole}. Losses are those of "
+            "whole sequences, and gradients too, up to the order of their sums"
+        )
+
+    def _told_whole(self) -> str:
+        """Return which modules run whole, and why."""
+        reasons: dict[str, list[str]] = {}
+        for tiles in self._found.values():
+            for name, why in tiles.whole:
+                names = reasons.setdefault(why, [])
+                if name not in names:
+                    names.append(name)
+        return "; ".join(f"{', '.join(filter(None, names)) or 'all'} ({why})" for why, names in reasons.items())
+
+    def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
+        """Return the forward of a unit over tiles; None where it runs whole."""
+        tiles = unit.traits.tiles
+        if tiles is None or not tiles.modules:
+            return None
+        given = tensors[tiles.input]
+        length, num_tokens = given.shape[tiles.axis], given.numel() // given.shape[-1]
+        size = self._size
+        if size is None and self._room_bytes is not None:
+            needed_bytes = _GRADIENTS_SHARE * tiles.saved_bytes * num_tokens
+            size = tile_rows(length) if needed_bytes > self._room_bytes else None
+        if size is None or length <= size:
+            return None
+        self._sizes[unit.name] = size
+        return TiledForward(unit.forward, tiles.modules, size, given.device.type)
+
+
+def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OwnForwards:
+    """Return what runs in uses of units. `mode`: of compile, never or auto; `tile`: rows of a tile of the sequence,
+    none, or auto; `room_bytes`: what the device has for a unit that computes, None without end.
+    """
+    forwards = CompiledForwards() if mode == "auto" else OwnForwards()
+    if tile == "none":
+        return forwards
+    return TiledForwards(tile if isinstance(tile, int) else None, room_bytes, forwards)

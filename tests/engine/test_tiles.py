@@ -1,0 +1,360 @@
+"""Modules over tiles of the sequence: what they give is what they give whole, up to the order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import Engine, Placement
+from offload.engine.gradients.flow import GradientFlow
+from offload.errors import ConfigError
+from tests.engine.compare import PROPORTIONAL, train_both
+from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
+from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.matrix import quick
+
+LENGTH = 24
+"""Longer than what is recorded."""
+
+
+def long(count: int, rows: int = 2) -> list[dict[str, Tensor]]:
+    return [tokens(seed, rows, LENGTH) for seed in range(count)]
+
+
+def modules(engine: Engine) -> dict[str, list[str]]:
+    """Return the modules that run over tiles, by unit."""
+    found = {unit.name: unit.traits.tiles for unit in engine._state.units}
+    return {name: [rows.name for rows in tiles.modules] for name, tiles in found.items() if tiles and tiles.modules}
+
+
+class Part(nn.Module):
+    """Has a hidden layer, and so something to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down(functional.silu(self.up(h)) * 2.0)
+
+
+class BlockOf(nn.Module):
+    """Attention over all rows before, of no weights, and a part."""
+
+    def __init__(self, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.mix, self.part = nn.Linear(WIDTH, WIDTH), part()
+
+    def forward(self, h: Tensor) -> Tensor:
+        q = self.mix(h)
+        h = h + functional.scaled_dot_product_attention(q, q, h, is_causal=True)
+        return h + self.part(h)
+
+
+def stack(part: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(lambda: BlockOf(part), depth=2).train()
+
+
+# -- which modules may run over tiles ------------------------------------------------------------------------
+
+
+class ShiftsRows(Part):
+    """As RWKV: a row sees the one before it."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + functional.pad(h, (0, 0, 1, 0))[:, :-1]
+
+
+class LooksFarBack(Part):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + functional.pad(h, (0, 0, 20, 0))[:, : h.shape[1]]
+
+
+class Convolves(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(self.kernel(h.transpose(1, 2)).transpose(1, 2))
+
+
+class NormalisesTheBatch(Part):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward((h - h.mean((0, 1))) / (h.std((0, 1)) + 1e-5))
+
+
+class ScalesByTheLargest(Part):
+    """What most rows hold has no part in the result of others."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h / h.abs().amax())
+
+
+class ActsOnTheMean(Part):
+    """Nothing shows but where the sign changes."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h if h.mean() > 0 else 2 * h)
+
+
+class HasPlaces(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(64, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h + self.places[: h.shape[1]])
+
+
+class HasRoomForSome(Part):
+    """A mixture whose experts take so many rows, and drop the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        chosen = functional.one_hot(self.gate(h).argmax(-1).flatten(), 4)
+        room = 2 * len(chosen) // 4
+        kept = ((chosen.cumsum(0) <= room) & (chosen > 0)).any(-1).view(h.shape[:2])
+        return super().forward(h) * kept[..., None]
+
+
+class DropsOut(Part):
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.dropout(super().forward(h), 0.1)
+
+
+class CountsRows(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.seen += h.shape[1]
+        return super().forward(h)
+
+
+class KeepsItsInput(Part):
+    def forward(self, h: Tensor) -> Tensor:
+        self.last = float(h.detach().sum())
+        return super().forward(h)
+
+
+class ChangesItsInput(Part):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + h.detach().mul_(0.5)
+
+
+class SumsGradientsOfRows(Part):
+    """The result is a function of rows, and the gradient is none."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, h: Tensor) -> Tensor:
+            return h.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] - gradients[0].mean(1, keepdim=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(self.Function.apply(h))
+
+
+OTHERS = {
+    ShiftsRows: "depends on other rows",
+    LooksFarBack: "depends on other rows",
+    Convolves: "depends on other rows",
+    NormalisesTheBatch: "depends on other rows",
+    ScalesByTheLargest: "depends on other rows",
+    ActsOnTheMean: "depends on other rows",
+    HasPlaces: "depends on other rows, or on where it stands",
+    HasRoomForSome: "treats rows that are alike in different ways",
+    DropsOut: "draws random numbers",
+    CountsRows: "keeps notes",
+    KeepsItsInput: "keeps notes",
+    ChangesItsInput: "changes its inputs in place",
+    SumsGradientsOfRows: "gradients over tiles are others",
+}
+
+
+@pytest.mark.parametrize("part", OTHERS)
+def test_a_module_that_is_no_function_of_rows_is_left_whole_and_named(part: type[nn.Module]) -> None:
+    with (
+        Engine(stack(part), sequence_tile=5) as engine,
+        pytest.raises(ConfigError, match=rf"sequence_tile is 5.*part \(.*{OTHERS[part]}"),
+    ):
+        engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
+
+
+def test_a_function_of_rows_is_found() -> None:
+    with Engine(stack(Part), sequence_tile=5) as engine:
+        engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
+        assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
+        assert "over tiles of 5 tokens" in engine.told_tiles
+
+
+FAMILIES: dict[Callable[[], nn.Module], set[str]] = {
+    llama: {"mlp", "input_layernorm", "post_attention_layernorm"},
+    qwen3: {"mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"},
+    gemma2: {
+        *("mlp", "input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    },
+    mixtral: {"mlp", "input_layernorm", "post_attention_layernorm"},
+    gpt2: {"mlp.act"},  # dropout is in its MLP
+    gpt_neox: {"mlp"},
+    mamba: {"norm"},
+}
+"""By the modules that run over tiles."""
+
+
+@pytest.mark.parametrize("make", quick(FAMILIES, (llama, gemma2, mixtral)))
+def test_losses_have_the_bits_of_whole_sequences_and_gradients_all_but_the_order_of_sums(
+    make: Callable[[], nn.Module],
+) -> None:
+    losses = []
+    for tile in ("none", 8):
+        with Engine(build(make), sequence_tile=tile, optimizer=PROPORTIONAL) as engine:
+            torch.manual_seed(0)
+            results = [engine.step(batch) for batch in long(2)]
+            losses.append([results[0].loss.item(), results[0].grad_norm, results[1].loss.item()])
+            if tile != "none":
+                assert (
+                    set(modules(engine)["model.layers.0" if make is llama else next(iter(modules(engine)))])
+                    == FAMILIES[make]
+                )
+    assert losses[0][0] == losses[1][0]
+    assert losses[1][1:] == pytest.approx(losses[0][1:], rel=1e-6)
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"parameters": "cpu"}, {"recompute": "always", "micro_batch_size": 1}),
+    ({"parameters": "nvme", "optimizer": "nvme", "activations": "cpu"}, {"recompute": "auto", "prefetch": 0}),
+    ({"parameters": "cpu", "graphs": "cpu"}, {"recompute": "never"}),
+    ({"parameters": "device", "optimizer": "cpu"}, {"recompute": "never", "micro_batch_size": 1}),
+]
+
+
+@pytest.mark.parametrize(("placement", "settings"), quick(WAYS, WAYS[:3]))
+def test_steps_are_those_of_plain_torch(placement: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    where = Placement(**placement, **({"nvme_dir": tmp_path} if "nvme" in placement.values() else {}))
+    engine, _ = train_both(build(qwen3), long(3), within=2e-6, placement=where, sequence_tile=7, **settings)
+    assert len(modules(engine)) == 2
+    engine.close()
+
+
+def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = GradientFlow.take
+
+    def counted(self: GradientFlow, index: int, parameter: nn.Parameter) -> None:
+        if self._witness is None:
+            taken.append(index)
+        take(self, index, parameter)
+
+    monkeypatch.setattr(GradientFlow, "take", counted)
+    model = build(llama)
+    with Engine(model, sequence_tile=5) as engine:
+        engine.step(long(1)[0])
+    assert sorted(taken) == list(range(len(list(model.parameters()))))
+
+
+def test_bf16_sums_tiles_in_fp32_and_rounds_once() -> None:
+    """A gradient in bf16 is the rounding of a sum of its tiles', each of which is one of bf16."""
+    made: dict[str, list[Tensor]] = {}
+    for tile in ("none", 8):
+        gradients: list[Tensor] = []
+        with Engine(build(llama), sequence_tile=tile, precision="bf16", max_grad_norm=None) as engine:
+            results = [engine.step(batch) for batch in long(2)]
+            made[str(tile)] = [result.loss for result in results]
+            del gradients
+    assert made["none"][0] == made["8"][0]
+    assert float(made["8"][1]) == pytest.approx(float(made["none"][1]), rel=2e-3)
+
+
+def test_what_is_frozen_stays_and_a_backward_to_chosen_inputs_trains_nothing() -> None:
+    model = build(llama)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp.up_proj" in name or "layernorm" in name)
+    engine, _ = train_both(model, long(3), within=2e-6, sequence_tile=7, recompute="never")
+    engine.close()
+
+
+def test_an_own_loop_records_and_trains_over_tiles() -> None:
+    losses = []
+    for tile in ("none", 32):
+        model = build(llama)
+        with Engine(model, sequence_tile=tile, optimizer=PROPORTIONAL) as engine:
+            for seed in range(2):
+                for half in range(2):
+                    batch = tokens(2 * seed + half, 2, 80)
+                    loss = model(**batch).loss
+                    engine.backward(loss)
+                losses.append(float(engine.update().loss))
+            assert bool(modules(engine)) == (tile != "none")
+            assert bool(engine.told_tiles) == (tile != "none")
+            if tile != "none":  # a few tokens show it
+                found = engine._state.units[1].traits.tiles
+                assert {rows.name: rows.is_idle for rows in found.modules}["mlp"]
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
+    assert losses[2] == losses[0]
+
+
+def test_an_evaluation_runs_over_tiles_too() -> None:
+    with Engine(build(gpt2), sequence_tile=5) as engine:
+        loss = engine.evaluate(long(1)[0])
+        assert engine.told_tiles
+    with Engine(build(gpt2)) as engine:
+        assert engine.evaluate(long(1)[0]) == loss
+
+
+@pytest.mark.parametrize("tile", [0, -3, "all", True, 2.5])
+def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train\.sequence_tile"):
+        Engine(build(llama), sequence_tile=tile)
+
+
+def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.engine.units.tiles._FEWEST_ROWS", 32)
+    batch, sizes = tokens(0, 1, 512), []
+    for memory in (8 << 20, 1400 << 10):
+        placement = Placement(parameters="cpu", device_memory=memory)
+        with Engine(build(llama), sequence_tile="auto", placement=placement, prefetch=0) as engine:
+            engine.step(batch)
+            sizes.append("over tiles of 32 tokens" in engine.told_tiles)
+    assert sizes == [False, True]
+
+
+def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLP at the end of a block runs as often as without tiles: forward, and in the backward."""
+    rows = []
+    model = build(llama)
+    forward = type(model.model.layers[0].mlp).forward
+
+    def counted(self: nn.Module, h: Tensor) -> Tensor:
+        rows.append(h.shape[1])
+        return forward(self, h)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", counted)
+    with Engine(model, sequence_tile=8, recompute="always") as engine:
+        engine.step(long(1)[0])
+        rows.clear()
+        engine.step(long(1)[0])
+    assert sum(rows) == 2 * (2 * LENGTH + 8)  # of two blocks; the first tile tells how results lie
+
+
+def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
+    with Engine(build(gemma2), sequence_tile=8) as engine:
+        engine.step(long(1)[0])
+        found = engine._state.units[1].traits.tiles
+        assert {rows.name: rows.is_idle for rows in found.modules}["mlp"] is False

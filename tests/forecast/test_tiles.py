@@ -1,0 +1,67 @@
+"""What tiles of the sequence are told to save, and when a plan asks for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.plan_memory import HERE
+from offload.config.config import Config
+from offload.distributed.comm import ImaginedRanks
+from offload.engine.assemble import prepare
+from offload.forecast.alternatives import forecast
+from offload.forecast.measure import BatchSpec, measure
+from offload.forecast.workload import UnitWork
+from offload.machine.hardware import Hardware
+from offload.planning.machines import DescribedMachine
+from offload.planning.settings import Settings
+
+TOKENS = 1 << 16
+
+
+def block(tile: int | str, hidden: int = 64) -> UnitWork:
+    """Return the work of a block of the proportions of Llama 3 8B on a row of 64 k tokens."""
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=64,
+        max_position_embeddings=TOKENS,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    settings = Settings(sequence_tile=tile, precision="bf16", device="cpu")
+    prepared = prepare(model, settings, ImaginedRanks(1), DescribedMachine(HERE, 1))
+    work = measure(model, BatchSpec("causal", 1, TOKENS), prepared)
+    return next(call for call in work.calls if call.is_block)
+
+
+def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
+    whole, tiled = block("none"), block(2048)
+    assert tiled.saved_bytes <= 0.25 * whole.saved_bytes
+    assert tiled.backward_temporary_bytes <= 0.35 * whole.backward_temporary_bytes
+    assert tiled.forward_temporary_bytes <= 0.5 * whole.forward_temporary_bytes
+    assert tiled.backward.flops == pytest.approx(whole.backward.flops, rel=0.01), "no product is made once more"
+
+
+def config(**values: object) -> Config:
+    known = {"model__preset": "tiny", "train__batch_size": 1, "data__sequence_length": 1 << 15}
+    known |= {"train__head_chunk_bytes": 8 << 20} | values
+    return Config().with_resolved(**known)
+
+
+@pytest.mark.parametrize(("device_bytes", "tile"), [(1 << 30, "auto"), (200 << 20, 1024)])
+def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, tile: int | str) -> None:
+    found = forecast(config(), Hardware.read("h100").with_(device_bytes=device_bytes))
+    assert found.fits
+    assert found.to_dict()["sequence_tile"] == tile
+    assert ("train.sequence_tile" in found.placed) == (tile != "auto")
+
+
+def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
+    hardware = Hardware.read("h100").with_(device_bytes=200 << 20)
+    found = forecast(config(train__sequence_tile="none"), hardware)
+    assert (found.fits, found.fix) == (False, "--train.sequence_tile 1024")
