@@ -180,7 +180,9 @@ class Engine(StateAccess):
 
     @property
     def clip(self) -> str:
-        """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""
+        """How clipped updates are made: deferred or speculative; auto until that is decided, in the first step or in
+        those behind it, which are deferred (`resolve_clip`).
+        """
         return self._state.updates.clip
 
     @property
@@ -282,6 +284,7 @@ class Engine(StateAccess):
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now:
         deferred, unless the update of all states, none on disk, takes longer than a forward, behind which it hides.
+        Then the steps decide: deferred by the first that is clipped, speculative after eight of which none was.
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)
