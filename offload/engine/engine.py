@@ -23,7 +23,8 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
-from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held, refuse_sparse
+from offload.engine.units.residency import refuse_copy, refuse_held, refuse_sparse
+from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
 from offload.machine.cores import use_share_of_cores
@@ -66,8 +67,9 @@ class Engine(StateAccess):
         if torch.is_inference_mode_enabled():
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
-        refuse_compiled(model)
         refuse_sparse(model)
+        compiles = settings.compile == "auto"
+        model = uncompiled(model, ": the engine compiles blocks" if compiles else "; compile='auto' compiles blocks")
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
