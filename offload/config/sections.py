@@ -343,7 +343,8 @@ class TrainSection(Section):
     """Clip gradients to this global norm. none: no clipping."""
     clip: Literal["auto", "speculative", "deferred"] = "auto"
     """When clipped updates are made: deferred (once the norm is known) or speculative (as gradients arrive, and
-    corrected once it is). auto: decided at start.
+    corrected once it is). auto: deferred; but where updates outlast a forward, speculative from step 9 on if no step
+    up to then was clipped.
     """
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as it was."""

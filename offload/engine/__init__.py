@@ -20,6 +20,7 @@ What is met on the way:
     engine/loss/batch_agreement.py what the ranks tell each other before a pass
     engine/units/router.py         where a unit's call goes: with a backward or without, or into a recording
     engine/units/forwards.py       what runs in a use: the module's own forward, or a compiled one
+    engine/units/uncompiled.py     what torch.compile has put around a model, taken off
     engine/units/arguments.py      what a unit is called with, each tensor listed once
     engine/units/traits.py         what is known of a unit; how its tensors are cut into micro-batches
     engine/units/saved_inputs.py   what waits for the backward, on the device or put away

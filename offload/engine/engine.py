@@ -24,7 +24,8 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
-from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held, refuse_sparse
+from offload.engine.units.residency import refuse_copy, refuse_held, refuse_sparse
+from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
 from offload.machine.cores import use_share_of_cores
@@ -67,8 +68,9 @@ class Engine(StateAccess):
         if torch.is_inference_mode_enabled():
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
-        refuse_compiled(model)
         refuse_sparse(model)
+        compiles = settings.compile == "auto"
+        model = uncompiled(model, ": the engine compiles blocks" if compiles else "; compile='auto' compiles blocks")
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
@@ -188,7 +190,9 @@ class Engine(StateAccess):
 
     @property
     def clip(self) -> str:
-        """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""
+        """How clipped updates are made: deferred or speculative; auto until that is decided, in the first step or in
+        those behind it, which are deferred (`resolve_clip`).
+        """
         return self._state.updates.clip
 
     @property
@@ -290,6 +294,7 @@ class Engine(StateAccess):
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now:
         deferred, unless the update of all states, none on disk, takes longer than a forward, behind which it hides.
+        Then the steps decide: deferred by the first that is clipped, speculative after eight of which none was.
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)

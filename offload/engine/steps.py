@@ -61,7 +61,7 @@ class Steps:
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
-        self._chooses_chunks = settings.head_chunk_bytes == "auto"
+        self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
@@ -119,12 +119,14 @@ class Steps:
             return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
     def resolve_clip(self, tokens: int) -> str:
-        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now."""
-        state = self._state
-        if state.updates.clip == "auto":
-            is_asked = state.lanes.overlap and state.plan.corrects_cheaply
-            state.updates.decide("speculative" if is_asked and not self._hides_updates(tokens) else "deferred")
-        return state.updates.clip
+        """Decide `clip: auto` for steps of so many tokens on this rank, or leave it to these; return what it is now."""
+        state, updates = self._state, self._state.updates
+        if updates.clip == "auto" and updates.num_unclipped is None:
+            if state.lanes.overlap and state.plan.corrects_cheaply and not self._hides_updates(tokens):
+                updates.decide("auto", num_unclipped=0)
+            else:
+                updates.decide("deferred")
+        return updates.clip
 
     def _hides_updates(self, tokens: int) -> bool:
         """Return True if an update that begins once the norm is known ends within the next forward pass. Collective."""
@@ -140,16 +142,17 @@ class Steps:
     @property
     def decided(self) -> dict[str, Any]:
         """What was decided once and for all, and changes bits; for JSON."""
-        clip, trial_runs = self._state.updates.clip, self.trial_runs
+        updates, trial_runs = self._state.updates, self.trial_runs
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
         judged = self.judging.judged
         chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.decided}
-        return {"clip": clip, "way": way, **chunks, "resident": resident, "judged": judged}
+        clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
+        return {**clip, "way": way, **chunks, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
-        if self._state.updates.clip == "auto":
-            self._state.updates.decide(decided["clip"])
+        if self._chooses_clip:
+            self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
             self.losses.cut_by(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # which all had that do not say
         self.trial_runs.begin_again(decided.get("losses", {}))

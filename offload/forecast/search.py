@@ -159,7 +159,7 @@ class Placed:
         backward, of so many seconds, begins.
         """
         settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
-        waits = settings.judges_gradients and settings.resolved_clip == "deferred" and not settings.delay
+        waits = settings.judges_gradients and settings.resolved_clip != "speculative" and not settings.delay
         update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
         return update + (backward_s if waits and num_bytes else 0.0)
 

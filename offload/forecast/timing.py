@@ -262,14 +262,16 @@ class PlannedStep:
         return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
     def _clip(self, on_device: bool) -> str:
-        """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`)."""
+        """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`), and
+        by whether steps are clipped.
+        """
         settings, plan = self.settings, self.plan
         waits = settings.judges_gradients and self._has_backward and not settings.delay
         if on_device or not waits:
             return "deferred"
         if settings.resolved_clip != "auto":
             return settings.resolved_clip
-        if self.inline or not plan.corrects_cheaply:
+        if self.inline or not plan.corrects_cheaply or self.clips:
             return "deferred"
         seconds, sharding = self.seconds(), plan.layout.sharding
         on_host, (up, down) = host_update_bytes(self.regions, plan.layout), streamed_bytes(self.regions, plan.layout)

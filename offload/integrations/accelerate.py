@@ -17,6 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
 from offload.engine.units.residency import engine_of
+from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
@@ -82,7 +83,7 @@ class OffloadAccelerator(Accelerator):
         for scheduler in objects:
             if getattr(scheduler, "optimizer", None) is optimizer:
                 own.follow(scheduler)
-        return tuple(own if o is optimizer else o for o in objects)
+        return tuple(own if o is optimizer else own.engine.model if o is model else o for o in objects)
 
     def engage(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any] | None = None
@@ -92,6 +93,7 @@ class OffloadAccelerator(Accelerator):
         """
         settings = dict(self._offload if settings is None else settings)
         give_back(model, optimizer)
+        model = uncompiled(model)
         given = settings.pop("optimizer", None)
         rule = given or rule_of_optimizer(optimizer, model)
         if given and len({rate_of(group) for group in optimizer.param_groups}) > 1:
@@ -101,6 +103,8 @@ class OffloadAccelerator(Accelerator):
             )
         is_bf16 = self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters())
         defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32", "device": str(self.device)}
+        if self.state.dynamo_plugin.backend.value != "NO":
+            defaults["compile"] = "auto"
         with _regrouped(model, optimizer):
             self.engine = open_engine(model, rule, defaults | settings)  # clip_grad_norm_ says to which norm
         own = OffloadOptimizer(self.engine)
@@ -255,6 +259,7 @@ def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True,
 
 def refuse_others(accelerator: Accelerator) -> None:
     """Raise ConfigError where accelerate is told to do what an engine is there for, or cannot do."""
+    dynamo = accelerator.state.dynamo_plugin
     what = {
         "mixed_precision='fp16'": accelerator.mixed_precision == "fp16",
         "mixed_precision='fp8'": accelerator.mixed_precision == "fp8",
@@ -262,7 +267,8 @@ def refuse_others(accelerator: Accelerator) -> None:
         "FSDP": accelerator.distributed_type.value == "FSDP",
         "Megatron-LM": accelerator.distributed_type.value == "MEGATRON_LM",
         "XLA": accelerator.distributed_type.value == "XLA",
-        "torch.compile (dynamo)": accelerator.state.dynamo_plugin.backend.value != "NO",
+        f"dynamo_backend={dynamo.backend.value.lower()!r}": dynamo.backend.value not in ("NO", "INDUCTOR"),
+        f"dynamo's mode={dynamo.mode!r}": dynamo.mode != "default",
         "parallelism_config": accelerator.parallelism_config is not None,
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
@@ -270,8 +276,9 @@ def refuse_others(accelerator: Accelerator) -> None:
     if wrong:
         raise ConfigError(
             f"accelerate is set up for {', '.join(wrong)}, which does not go with an engine: it shares out the states "
-            "over ranks itself, which save together to a folder that all machines share, and computes in fp32 or bf16. "
-            "Start with torchrun or python, mixed_precision 'no' or 'bf16', and without the others."
+            "over ranks itself, which save together to a folder that all machines share, computes in fp32 or bf16, and "
+            "compiles blocks with inductor as it is. Start with torchrun or python, mixed_precision 'no' or 'bf16', "
+            "and without the others."
         )
 
 

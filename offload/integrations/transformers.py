@@ -24,6 +24,7 @@ from torch import nn
 
 from offload.engine.assemble import leave_off_checkpointing
 from offload.engine.engine import Engine
+from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
@@ -74,6 +75,7 @@ class OffloadMixin(_Base):
         self._dtype: torch.dtype | None = None  # in which the model is saved
         self._dtypes: dict[str, torch.dtype] = {}  # of its parameters, as they were given
         super().__init__(*args, **kwargs)
+        self.model = self.model_wrapped = uncompiled(self.model)
         _put_callback_first(self)
         _adopt(self)
 
@@ -88,6 +90,10 @@ class OffloadMixin(_Base):
                 stacklevel=4,
             )
             self.args._n_gpu = 1
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the Trainer's."""
+        return uncompiled(super().call_model_init(trial))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the engine brings up what the device needs."""
@@ -166,6 +172,7 @@ class OffloadMixin(_Base):
             "precision": precision,
             "device": str(args.device),
             "seed": args.seed,
+            "compile": "auto" if args.torch_compile else "never",
             **settings,
         }
         self._dtype = weights_dtype(self.model)
@@ -370,17 +377,20 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             "model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     give_back(model)
+    trainer, given, model = _calling_trainer(model), model, uncompiled(model)
+    if trainer is not None and model is not given:
+        trainer.model = trainer.model_wrapped = model
     options = _without_rule(settings, model)
     if not options["optimizer"].has_gradients:
         raise ConfigError(
             f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which makes a step of forward "
             "passes alone, and a plain Trainer goes backward: train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
-    trainer = _calling_trainer(model)
     if weights_dtype(model) is None or (trainer is not None and trainer.args.bf16):
         options.setdefault("precision", "bf16")
     if trainer is not None:
         refuse_arguments(trainer.args)
+        options.setdefault("compile", "auto" if trainer.args.torch_compile else "never")
         limit = trainer.args.max_grad_norm
         if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
             raise ConfigError(
@@ -437,7 +447,6 @@ def refuse_arguments(args: Any) -> None:
         "bf16_full_eval": "the weights are in the engine, in what it computes in: leave it out, and set bf16=True",
         "deepspeed": "an engine does what it does: start with torchrun or python",
         "fsdp": "an engine shares out the states over ranks itself: start with torchrun",
-        "torch_compile": "the model is no graph as a whole: set offload=dict(compile='auto'), by which blocks are",
         "auto_find_batch_size": "it trains again with less after running out of memory, which an engine does not do: "
         "set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
         "parallelism_config": "an engine shares out the states over ranks, and rows, not heads or sequences",
@@ -448,6 +457,12 @@ def refuse_arguments(args: Any) -> None:
     for name, reason in why.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name} is {getattr(args, name)!r}, which does not go with an engine: {reason}.")
+    for name, taken in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
+        if getattr(args, name) not in (None, taken):
+            raise ConfigError(
+                f"{name} is {getattr(args, name)!r}, which does not go with an engine: it compiles blocks, with "
+                "inductor as it is. Leave that out; torch_compile=True is enough."
+            )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
             "save_only_model and load_best_model_at_end are set: an engine takes the best weights from its own states "

@@ -38,7 +38,8 @@ class Settings:
     precision: in what the device computes: fp32, or bf16, with fp32 masters unless the optimizer says otherwise.
     max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping. A rule that has a `clip_norm`
         goes by that instead; one without gradients has nothing to clip.
-    clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
+    clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto, for
+        which see `Engine.resolve_clip`.
     on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
     micro_batch_size: rows that a unit computes at a time; None for all of a batch.
     rows: what of a batch has its rows, where it is not all whose first axis has their number. A list of names: these

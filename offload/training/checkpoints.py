@@ -65,10 +65,12 @@ class Saves:
         self._under_way: _UnderWay | None = None
         self._stalled_s = 0.0  # for how long training stood still for saves
 
-    def take_stalled(self) -> float:
-        """Return for how many seconds training stood still for saves since this was called last."""
+    def take_stalled(self) -> dict[str, float]:
+        """Return, as a field of a step, for how many seconds training stood still for saves since this was called last;
+        nothing where it did not.
+        """
         stalled_s, self._stalled_s = self._stalled_s, 0.0
-        return stalled_s
+        return {"checkpoint_seconds": stalled_s} if stalled_s else {}
 
     def begin(self) -> None:
         """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""

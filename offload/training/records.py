@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from offload.machine.environment import describe_environment
 from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
+from offload.training.parts import with_decisions
 from offload.training.run_folder import RunFolder
 
 
@@ -59,6 +61,16 @@ class Records:
         self._loggers = Loggers(config.run.report_to, self._folder.path, last_step, dict(config.items()), self._say)
         path = self._folder.path / "trace.json.gz"
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
+
+    def decide(self, config: Config, engine: Engine) -> Config:
+        """Return the configuration with what steps have decided by now, and write it anew. Where a disk is full the one
+        from before stays, which leaves that to the steps again.
+        """
+        config = with_decisions(config, engine)
+        if self._folder is not None:
+            with suppress(OSError):
+                self._folder.write_config(config)
+        return config
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
         """Note a step for the trace, in seconds of `time.perf_counter`."""
@@ -197,6 +209,6 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
     if result.measured is not None:
         fields |= result.measured.fields()
-    if config.train.clip == "speculative":
+    if config.train.clip != "deferred":
         fields |= {"corrected": result.corrected, "coarse": result.coarse}
     return fields

@@ -136,7 +136,10 @@ class RunFolder:
             self._lock = -1
 
     def write_config(self, config: Config) -> None:
-        (self.path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        """Write what the run is; what was there stays until that is whole."""
+        new = self.path / "config.yaml.new"
+        new.write_text(config.to_yaml(), encoding="utf-8")
+        new.replace(self.path / "config.yaml")
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         (self.path / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

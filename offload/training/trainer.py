@@ -165,10 +165,10 @@ class Trainer:
             end = time.perf_counter()
             if step == stands.first_step:
                 self._open_records(result)
+            elif self.config.train.clip != self._engine.clip:  # the steps up to this one have decided it
+                self.config = self._records.decide(self.config, self._engine)
             fields = step_fields(step, result, end - begin, self._engine, self.config)
-            if stalled_s := self._saves.take_stalled():
-                fields["checkpoint_seconds"] = stalled_s
-            fields |= mark
+            fields |= mark | self._saves.take_stalled()
             stands.step_made(fields, is_coarse=result.coarse)
             self._records.step(fields, begin, end, self._engine)
             if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first

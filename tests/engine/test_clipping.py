@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload import AdamW, Engine
+from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from offload.errors import NonFiniteError, TornError
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, tokens
@@ -126,17 +128,58 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
     assert_same(*found)
 
 
+def train_unevenly(engine: Engine, steps: range, clipped: int | None) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return what steps came to, of which one has a norm above 100, and the weights after them."""
+    found = []
+    for step in steps:
+        engine.model.factor = 1e6 if step == clipped else 1.0
+        result = engine.step(words(step), loss_fn=cross_entropy)
+        found.append((result.loss.item(), result.grad_norm))
+        assert (result.grad_norm > 100.0) == (step == clipped)
+    return found, weights(engine)
+
+
+@pytest.mark.parametrize(
+    ("clipped", "clip"),
+    [
+        (0, "deferred"),
+        (UNCLIPPED_STEPS - 1, "deferred"),
+        (UNCLIPPED_STEPS, "speculative"),
+        pytest.param(None, "speculative", marks=pytest.mark.slow),
+    ],
+)
+def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int | None, clip: str) -> None:
+    """A run that was saved before that was decided, and resumed, too: break: forget the count, or count again."""
+    settings: dict[str, Any] = {"optimizer": RULE, "max_grad_norm": 100.0, "throttle": {"update": "8MiB"}}
+    steps = range(UNCLIPPED_STEPS + 2)
+    auto, fixed = (Engine(build(Spiking), **settings, clip=how) for how in ("auto", clip))
+    assert auto.resolve_clip(1) == "auto"
+    wanted = train_unevenly(fixed, steps, clipped)
+    first, _ = train_unevenly(auto, steps[:5], clipped)
+    auto.save_checkpoint(tmp_path / "states")
+    rest, found = train_unevenly(auto, steps[5:], clipped)
+    assert auto.clip == clip
+    assert first + rest == wanted[0]
+    assert_same(found, wanted[1])
+    for resumed in (Engine(build(Spiking), **settings), auto):
+        resumed.load_checkpoint(tmp_path / "states")
+        assert resumed.clip == "auto" or clipped == 0
+        again, found = train_unevenly(resumed, steps[5:], clipped)
+        assert (resumed.clip, again) == (clip, rest)
+        assert_same(found, wanted[1])
+
+
 @pytest.mark.parametrize(
     ("throttle", "clip"),
     [
         (None, "deferred"),
-        ({"update": "1MiB"}, "speculative"),
+        ({"update": "1MiB"}, "auto"),
         ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
         pytest.param({"h2d": "1MiB"}, "deferred", marks=pytest.mark.slow),
     ],
 )
-def test_auto_is_speculative_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:
-    engine = Engine(build(llama), throttle=throttle)
+def test_auto_is_left_to_the_steps_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:
+    engine = Engine(build(llama), throttle=throttle, max_grad_norm=NO_LIMIT)
     assert engine.clip == "auto"
     engine.step(tokens())
     assert engine.clip == clip

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from tests.engine.compare import assert_same, same_bits
 from tests.engine.device import own_device
 from tests.engine.families import build
@@ -233,6 +234,18 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
     within = CASES[case].within * (20 if mode == "speculative" else 2 if chosen["rows"] == "micro-batches" else 1)
     assert_near(found, plain(case, sum(rows), 3, mode), within)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spiked", "clip"), [(3, "deferred"), (UNCLIPPED_STEPS, "speculative")])
+def test_ranks_decide_alike_how_a_run_clips(spiked: int, clip: str) -> None:
+    """By a gradient that one rank alone has. Break: count by the norm of this rank's gradients."""
+    common = {"case": "spiking", "rows": (1, 2), "num_steps": UNCLIPPED_STEPS + 2, "spike": (spiked, 1, 1e6)}
+    common |= {"max_grad_norm": 100.0, "throttle": {"update": "4MiB"}}
+    auto, *fixed = train(2, common, *({**common, "clip": each} for each in ("deferred", "speculative")))
+    same, other = fixed if clip == "deferred" else reversed(fixed)
+    assert_equal(auto, same)
+    assert any((auto.weights[name] != value).any() for name, value in other.weights.items()), "it says something"
 
 
 @pytest.mark.slow

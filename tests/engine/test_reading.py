@@ -742,48 +742,6 @@ def test_what_stays_and_was_replaced_is_no_part_of_a_state() -> None:
         engine.model.state_dict()
 
 
-# -- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-def compiled_layer(model: nn.Module) -> nn.Module:
-    model.model.layers[1] = torch.compile(model.model.layers[1])
-    return model
-
-
-def compiled_in_place(model: nn.Module) -> nn.Module:
-    model.model.layers[1].compile()
-    return model
-
-
-def compiled_forward(model: nn.Module) -> nn.Module:
-    model.model.layers[1].forward = torch.compile(model.model.layers[1].forward)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [torch.compile, compiled_layer, compiled_in_place, compiled_forward])
-def test_a_compiled_model_is_refused(compiled: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(ConfigError, match=r"(the model|model\.layers\.1) was compiled.*before torch\.compile"):
-        Engine(compiled(build(llama)))
-
-
-def test_a_forward_that_is_never_compiled_is_taken() -> None:
-    model = build(llama)
-    layer = model.model.layers[1]
-    layer.forward = torch.compiler.disable(layer.forward)
-    assert Engine(model).step(tokens()).loss.isfinite()
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_a_model_is_not_compiled_later() -> None:
-    engine = Engine(build(llama))
-    compiled = torch.compile(engine.model)
-    with pytest.raises(ConfigError, match=r"called by torch\.compile"):
-        compiled(**tokens())
-    assert_same(list(compiled.state_dict().values()), list(engine.model.state_dict().values()))
-    engine.step(tokens())
-
-
 # -- engines that are gone --------------------------------------------------------------------------------------------
 
 

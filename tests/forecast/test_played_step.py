@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -152,6 +153,15 @@ def test_corrections_are_a_second_pass_over_what_was_updated_early() -> None:
     plain, corrected = (played(0.1, 0.1, 3.0, clip="speculative", corrects=corrects) for corrects in (False, True))
     assert corrected.busy_s["update"] == pytest.approx(plain.busy_s["update"] * (2 * DEPTH - 1) / DEPTH)
     assert corrected.seconds > plain.seconds
+
+
+def test_speculation_pays_where_nothing_is_clipped_and_deferring_where_all_is() -> None:
+    """By which `clip: auto` goes: see `Updates.decide`."""
+    for update_s, land_s in itertools.product((0.5, 1.0, 2.0, 3.0, 5.0), (0.0, 0.5)):
+        best, worst = (played(0, land_s, update_s, clip="speculative", corrects=corrects) for corrects in (False, True))
+        deferred = played(0, land_s, update_s)
+        assert best.seconds <= deferred.seconds <= worst.seconds
+    assert best.seconds < 0.9 * deferred.seconds < 0.8 * worst.seconds
 
 
 @matrix(strength=1, slots=[2, 4], clip=[None, "deferred"], ratio=[0.25, 1.0, 2.0])

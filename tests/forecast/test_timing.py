@@ -166,6 +166,18 @@ def test_each_run_of_a_use_costs_the_host() -> None:
     assert host_s(1, is_cut=True) > 3.0 * host_s(None, is_cut=True)
 
 
+def test_auto_is_what_the_engine_makes_of_gradients_that_are_clipped_or_not() -> None:
+    """Break: play it as speculative where gradients are clipped, which takes longer than a run."""
+
+    def seconds(clip: str, *, clips: bool) -> float:
+        chosen = Settings(throttle=THROTTLE | {"update": 1e5}, clip=clip)  # type: ignore[arg-type]
+        its, found = planned(Stack(WIDTH, DEPTH), chosen), workload(WIDTH, DEPTH, chosen)
+        return PlannedStep(its, found, MACHINE, clips=clips).play().step_seconds
+
+    assert seconds("auto", clips=True) == seconds("deferred", clips=True) < seconds("speculative", clips=True)
+    assert seconds("auto", clips=False) == seconds("speculative", clips=False) < seconds("deferred", clips=False)
+
+
 def test_a_throttle_stands_for_its_link() -> None:
     def seconds(**settings: Any) -> float:
         chosen = Settings(throttle={"h2d": 1e6, **THROTTLE} | settings.pop("throttle", {}), **settings)

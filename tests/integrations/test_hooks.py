@@ -24,6 +24,7 @@ HOOKS: list[tuple[type, str, str, str]] = [
     (Trainer, "create_accelerator_and_postprocess", "self", "refuses arguments, makes the accelerator ours"),
     (Trainer, "_move_model_to_device", "self model device", "leaves the model on the host"),
     (Trainer, "create_optimizer", "self model", "opens the engine"),
+    (Trainer, "call_model_init", "self trial", "takes torch.compile off"),
     (Trainer, "_wrap_model", "self model training dataloader", "wraps in nothing; opens the engine for an evaluation"),
     (Trainer, "get_decay_parameter_names", "self model", "the weight decay's groups"),
     (Trainer, "save_model", "self output_dir _internal_call", "all ranks export"),

@@ -233,7 +233,8 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
             offload_trainer(tmp_path, llama(), OffloadTrainer, kwargs=settings, **more).train()
 
     refused("auto_find_batch_size is True.*micro_batch_size", auto_find_batch_size=True)
-    refused("torch_compile is True", torch_compile=True)
+    refused("torch_compile_backend is 'aot_eager'.*torch_compile=True is enough", torch_compile_backend="aot_eager")
+    refused("torch_compile_mode is 'max-autotune'", torch_compile_mode="max-autotune")
     refused("optim is 'ademamix_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="ademamix_8bit")
     refused("transformers' takes the learning rate as it is.*adamw_torch, ", optim="adafactor")
     refused("neither dampening nor Nesterov", optim="sgd", optim_args="momentum=0.9,nesterov=true")

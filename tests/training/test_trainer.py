@@ -13,7 +13,7 @@ import transformers
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.engine.gradients import policies
+from offload.engine.gradients import policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
 from offload.forecast import here
@@ -291,6 +291,20 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
     config = Config.load(result.dir / "config.yaml")
     assert config.train.clip == clip
     assert ("coarse" in lines[0]) == (clip == "speculative")
+
+
+@pytest.mark.parametrize(("norm", "clip"), [(1e6, "speculative"), (1e-3, "deferred")])
+def test_how_a_run_clips_is_left_to_its_steps_and_written(
+    run: Any, monkeypatch: pytest.MonkeyPatch, norm: float, clip: str
+) -> None:
+    """What is written runs again with the same losses, whatever it is left to then."""
+    monkeypatch.setattr(updates, "UNCLIPPED_STEPS", 2)
+    settings = {"train__max_grad_norm": norm, "offload__throttle": {"update": 50_000_000}, **STREAMED}
+    result, lines, _ = run("open", **settings)
+    assert f"clip: {clip}  # resolved" in (result.dir / "config.yaml").read_text()
+    _, again, _ = run("again", train__clip=clip, **settings)
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in again] == [line[key] for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,16 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
-from offload.optim.update import total_norm
+from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
 from offload.tiers.due import Due, Work
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+
+UNCLIPPED_STEPS = 8
+"""So many steps, none of which was clipped, have a run go on speculatively where that hides updates. Up to then no bit
+has depended on it.
+"""
 
 
 class Updates:
@@ -64,6 +69,7 @@ class Updates:
         self._is_inline = store.updating is lanes.here
         # Compute itself hides nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
+        self.num_unclipped: int | None = None  # steps, while it is open how the run clips and they are counted
         self._policy = Policy()
 
     @property
@@ -96,9 +102,21 @@ class Updates:
         """True where, in this step, what has landed is updated once and for all."""
         return self._policy.is_final
 
-    def decide(self, clip: str) -> None:
-        """Clip so from now on: deferred or speculative."""
-        self.clip = clip
+    def decide(self, clip: str, num_unclipped: int | None = None) -> None:
+        """Clip so from now on: deferred, speculative, or auto, which leaves it to the steps, of which so many were
+        made: deferred until one is clipped, and then for good; speculative after `UNCLIPPED_STEPS` without one. Steps
+        that are not clipped have the same bits either way, so that all of the run has those of what is decided.
+        """
+        self.clip, self.num_unclipped = clip, num_unclipped
+
+    def _watch(self, norm: float) -> None:
+        """A step's norm is known, and it is open how the run clips."""
+        assert self.num_unclipped is not None
+        self.num_unclipped += 1
+        if clip_coefficient(norm, self._limit) != 1.0:
+            self.decide("deferred")
+        elif self.num_unclipped == UNCLIPPED_STEPS:
+            self.decide("speculative")
 
     def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
         """Let the next updates go by a rule with other settings, and other weight decays of parameters, by their names;
@@ -184,6 +202,8 @@ class Updates:
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):
+            if self.num_unclipped is not None:
+                self._watch(norm)
             return self._policy.finish(norm, self._limit, rank)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, self._policy.arrived)

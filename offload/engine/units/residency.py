@@ -100,19 +100,6 @@ def refuse_sparse(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise ConfigError where torch.compile has a part of the model, which would look into the engine."""
-    for name, module in model.named_modules():
-        forward = vars(module).get("forward")
-        is_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules or is_forward:
-            raise ConfigError(
-                f"{name or 'the model'} was compiled by torch.compile, which cannot look through weights that come and "
-                "go, and calls them otherwise. Give Engine the model as it was before torch.compile (model._orig_mod, "
-                "or without the compiled forward); with compile='auto' the engine compiles its blocks itself."
-            )
-
-
 class Answers(Protocol):
     """What a script may ask of an engine through the model."""
 

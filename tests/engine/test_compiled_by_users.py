@@ -1,0 +1,244 @@
+"""Models that came compiled, or that call what is: each way of it, and what becomes of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import Engine, Placement
+from offload.engine.units import forwards
+from offload.errors import ConfigError
+from tests.engine.compare import assert_same, weights
+from tests.engine.device import own_device
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.reference import Reference
+from tests.engine.test_compiled import backend
+from tests.matrix import quick
+
+BACKEND = backend(1 + 2**-18, 1 + 2**-18)
+"""Whose bits are not those of a forward that is not compiled."""
+FAR = backend(1 + 2**-6, 1 + 2**-6)
+"""Which shows in bf16 too."""
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# -- what is taken off -------------------------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend=BACKEND)  # type: ignore[return-value]
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend=BACKEND)
+    return model
+
+
+def layer(model: nn.Module) -> nn.Module:
+    layers = model.model.layers
+    layers[1] = whole(layers[1])
+    return model
+
+
+def layer_in_place(model: nn.Module) -> nn.Module:
+    model.model.layers[1].compile(backend=BACKEND)
+    return model
+
+
+def parts_of_layers(model: nn.Module) -> nn.Module:
+    for each in model.model.layers:
+        each.mlp, each.self_attn.q_proj = whole(each.mlp), whole(each.self_attn.q_proj)
+    return whole(model)
+
+
+def forward(model: nn.Module) -> nn.Module:
+    layer = model.model.layers[1]
+    layer.forward = torch.compile(layer.forward, backend=BACKEND)
+    return model
+
+
+def foreign_forward(model: nn.Module) -> nn.Module:
+    """One that is no method of the class."""
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = torch.compile(lambda *args, **kwargs: own(*args, **kwargs), backend=BACKEND)
+    return model
+
+
+TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
+    whole: "the model",
+    in_place: "the model",
+    layer: "model.layers.1",
+    layer_in_place: "model.layers.1",
+    parts_of_layers: "the model, model.layers.0.mlp, model.layers.0.self_attn.q_proj and ",
+    forward: "model.layers.1",
+    foreign_forward: "model.layers.1",
+}
+
+
+@pytest.mark.parametrize("how", quick(list(TAKEN_OFF), [whole, layer_in_place, parts_of_layers, forward]))
+def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
+    """Steps, and calls of what was compiled, have the bits of a model that never was; names are its own."""
+    plain, compiled = Engine(build(llama)), how(build(llama))
+    with pytest.warns(UserWarning, match=f"torch.compile was taken off {TAKEN_OFF[how]}.*compile='auto' compiles"):
+        engine = Engine(compiled)
+    for step in range(STEPS):
+        one, other = plain.step(tokens(step)), engine.step(tokens(step))
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    found = []
+    for each, model in ((plain, plain.model), (engine, compiled)):
+        each.backward(model(**tokens()).loss)
+        each.update()
+        found.append(weights(each))
+    assert_same(*found)
+    engine.close(restore=True)
+    assert_same(dict(engine.model.state_dict()), found[0] | {"lm_head.weight": engine.model.lm_head.weight})
+
+
+def test_blocks_that_came_compiled_are_compiled_by_the_engine_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "BACKEND", BACKEND)
+    plain = Engine(build(llama), compile="auto")
+    with pytest.warns(UserWarning, match=r"taken off model\.layers\.1, .*: the engine compiles blocks"):
+        engine = Engine(forward(build(llama)), compile="auto")
+    assert [engine.step(tokens(n)).loss for n in range(STEPS)] == [plain.step(tokens(n)).loss for n in range(STEPS)]
+    assert engine.compiled_graphs == plain.compiled_graphs > 0
+
+
+def test_a_forward_that_is_never_compiled_is_left_as_it_is() -> None:
+    model = build(llama)
+    layer = model.model.layers[1]
+    layer.forward = torch.compiler.disable(layer.forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Engine(model).step(tokens()).loss.isfinite()
+    assert "forward" in vars(layer)
+
+
+# -- what stays compiled -----------------------------------------------------------------------------------------------
+
+
+class CallsAFunction(Block):
+    """That draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.compile(lambda h: functional.dropout(torch.tanh(h), 0.1), backend=FAR)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(self.activation(self.up(self.norm(h))))
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    @torch.compile(backend=FAR)
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(h)))
+
+
+class CallsACompiledClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hidden = nn.LayerNorm(WIDTH), Hidden()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.hidden(self.norm(h))
+
+
+class CompiledClass(Block):
+    """The forward of the unit itself."""
+
+    @torch.compile(backend=FAR)
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(torch.tanh(self.up(self.norm(h))))
+
+
+class GivesWeights(Block):
+    """A function that is given a weight as it lies in a slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.compile(lambda h, weight: functional.linear(h, weight), backend=FAR)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(torch.tanh(self.product(self.norm(h), self.up.weight)))
+
+
+WAYS: list[dict[str, Any]] = [
+    {"recompute": "always"},
+    {"recompute": "never"},
+    {"recompute": "never", "precision": "bf16", "placement": Placement(parameters="cpu", graphs="cpu")},
+]
+
+
+BLOCKS = [CallsAFunction, CallsACompiledClass, CompiledClass, GivesWeights]
+
+
+@pytest.mark.parametrize(
+    ("block", "way"),
+    quick(list(itertools.product(BLOCKS, WAYS)), list(zip(BLOCKS[:3], WAYS, strict=True))),
+)
+def test_what_a_forward_calls_stays_compiled(block: type[nn.Module], way: dict[str, Any]) -> None:
+    """Bit for bit as in plain torch, though the engine calls it first, in its recording: nothing is said of it.
+
+    Break: record without the stance that has compiled functions run as they are (`WatchingMode`).
+    """
+    model = build(lambda: Stack(block))
+    plain, eager = copy.deepcopy(model), Engine(build(lambda: Stack(block)), **way)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch.compile")
+        engine = Engine(model, **way)
+    reference = Reference(plain, precision=way.get("precision", "fp32"))
+
+    def losses(step: Callable[[Any, Any], Any]) -> list[float]:
+        found = []
+        for seed in range(STEPS):
+            torch.manual_seed(seed)
+            found.append(step(words(seed), cross_entropy).item())
+        return found
+
+    found = losses(lambda *batch: engine.step(*batch).loss)
+    assert found == losses(lambda *batch: reference.step(*batch)[0])
+    assert_same(weights(engine), reference.masters)
+    with torch.compiler.set_stance("force_eager"):
+        assert found != losses(lambda *batch: eager.step(*batch).loss), "it says something"
+
+
+def test_a_compiled_loss_is_taken() -> None:
+    compiled = torch.compile(cross_entropy, backend=FAR)
+    engine, plain = Engine(build(Stack)), build(Stack).to(own_device())
+    loss = engine.step(words(), compiled).loss.item()
+    batch = {name: value.to(own_device()) for name, value in words().items()}
+    assert loss == compiled(plain(batch["x"]), batch).item() != cross_entropy(plain(batch["x"]), batch).item()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("how", [whole, in_place], ids=lambda how: how.__name__)
+def test_a_model_is_not_compiled_later(how: Callable[[nn.Module], nn.Module]) -> None:
+    engine = Engine(build(llama))
+    compiled = how(engine.model)
+    with pytest.raises(ConfigError, match=r"called by torch\.compile"):
+        compiled(**tokens())
+    if compiled is not engine.model:
+        engine.step(tokens())
