@@ -21,6 +21,7 @@ from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, Kind
 from offload.hf.names import Shape
+from offload.hf.sources import Again
 from offload.hf.write import Get
 from offload.training.trained import AdapterOverBase, WholeModel, buffers_of
 
