@@ -1,6 +1,6 @@
 """Steps of an adapter over a streamed base on the CPU device, beside PEFT with everything resident.
 
-python -m benchmarks.adapter_steps > benchmarks/results/adapter_steps.json     # ten minutes
+python -m benchmarks.adapter_steps     # ten minutes
 
 A Llama of 33 M parameters with LoRA of rank 16 on all linear layers, as of `offload.bench step`; both contenders begin
 with the same model of PEFT, clip, and use AdamW (torch's fused one in plain PyTorch). The engine has its weights and
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a block (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="blocks of each (default %(default)s)")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-time", action="store_true", help="time of this process: for busy machines, one thread")
     arguments = parser.parse_args()
     threads, batches = step.begin(arguments)
     results: list[Result] = []
@@ -81,7 +83,8 @@ def main() -> None:
         with ExitStack() as opened:
             contenders = [resident(adapted(arguments, precision))]
             contenders += [streamed(adapted(arguments, precision), precision, codec, opened) for codec in CODECS]
-            measure(contenders, batches, arguments.steps, arguments.pairs)
+            clock = time.process_time if arguments.cpu_time else time.perf_counter
+            measure(contenders, batches, arguments.steps, arguments.pairs, clock=clock)
             more = {"group": precision, "threads": threads, "batch": arguments.batch, "sequence": arguments.sequence}
             results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
         for result in results[-1 - len(CODECS) :]:
