@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -93,13 +92,6 @@ class Engine(StateAccess):
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
         self._state.hold.keep(self)
-
-    def answering(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Within, whoever reads one of these parameters from the model is given a copy of these `values`, by the names
-        of `named_parameters`: for another library's code that saves on one rank, where the weights are cut over
-        several. Not collective.
-        """
-        return self._reading.given(values)
 
     # -- a step ----------------------------------------------------------------------------------------------
 

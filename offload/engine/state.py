@@ -66,10 +66,9 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.way = Way()
+        self.way, self.changed = Way(), set[str]()  # changed: frozen parameters that are not as they were given
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
-        self.changed: set[str] = set()  # the frozen parameters that no longer are what the model was made with
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients = keeps_gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from offload.engine.checkpoints import Saving, check_contents, load_states
 from offload.engine.exporting import Made, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.own_loop import OwnLoop
+from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
@@ -47,6 +48,7 @@ class StateAccess:
     _recovery: Recovery
     _steps: Steps
     _own_loop: OwnLoop
+    _reading: Reading
 
     def _settle(self, operation: str) -> None:
         """Let every update that is on its way arrive, before the host reads the states. Collective."""
@@ -110,6 +112,13 @@ class StateAccess:
                 "--offload.frozen_weights exact and --offload.parameters cpu."
             )
         return wanted
+
+    def answering(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Within, whoever reads one of these parameters from the model is given a copy of these `values`, by the names
+        of `named_parameters`: for another library's code that saves on one rank, where the weights are cut over
+        several. Not collective.
+        """
+        return self._reading.given(values)
 
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
         """Return parameters by their names, None for all. Raises ConfigError for a name that there is none of."""
