@@ -253,31 +253,12 @@ class TrialRuns:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
         self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
         if self._state.runner.forwards.looks_at_few:
-            self._record_few(args, kwargs)
+            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record, self._model_on_copies)
         self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
         judge()
         self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
         self.is_complete = True
-
-    def _record_few(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be
-        tried on all of them is known from there.
-        """
-        *few, _ = self.samples.of_call(args, kwargs)
-        failed = False
-        for some, named in few:
-            try:
-                self._record([(0, partial(self._model_on_copies, tuple(some), dict(named)))])
-            except (OffloadError, torch.OutOfMemoryError):
-                raise
-            except Exception:
-                self._state.runner.fail(False)
-                failed = True
-        if self._state.comm.any(failed or not few, "whether a sample of a call runs"):
-            for unit in self._state.units:
-                for variant in unit.known.values():
-                    variant.learn_tiles(None)  # that of another mode
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called where gradients are off, for the first time in this way: find out which weights are read
@@ -369,6 +350,29 @@ class TrialRuns:
     def _unseen(self) -> AbstractContextManager[None]:
         """Leave modules, batch, loss function and generators as they were."""
         return Start(self._state, {"": self._model, **self._roots}).unseen()
+
+
+def _record_few(
+    state: EngineState,
+    samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
+    run: Callable[..., Any],
+) -> None:
+    """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be tried
+    on all of them is known from there.
+    """
+    is_known = bool(samples)
+    for args, kwargs in samples:
+        try:
+            record([(0, partial(run, tuple(args), dict(kwargs)))])
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            state.runner.fail(False)
+            is_known = False
+    if state.comm.any(not is_known, "whether a sample of a call runs"):
+        for variant in (variant for unit in state.units for variant in unit.known.values()):
+            variant.learn_tiles(None)  # that of another mode
 
 
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
