@@ -461,9 +461,7 @@ class LoraSection(Section):
     head. none: PEFT's choice for the family.
     """
     target_parameters: Strings | None = None
-    """Parameters to adapt, by the ends of their names, such as experts that are one tensor. PEFT sets these anew in
-    each forward, which the engine refuses so far: name modules.
-    """
+    """Parameters to adapt, by the ends of their names, such as experts.down_proj, experts that are one tensor."""
     modules_to_save: Strings | None = None
     """Modules that train as a whole and are kept with the adapter, such as lm_head."""
     trainable_tokens: Tokens | None = None

@@ -135,12 +135,6 @@ class Adaptation:
                     )
         if not trains:
             model.requires_grad_(False)
-        parameters = getattr(model.base_model, "targeted_parameter_names", [])
-        if trains and parameters:
-            raise ConfigError(
-                f"the adapter is put over {len(parameters)} parameters, such as {parameters[0]}, which PEFT sets anew "
-                f"in each forward: with weights that stream that cannot be done. Name modules alone. {offer}"
-            )
         bases = dict(reads.names_in(model))
         return replace(
             built,

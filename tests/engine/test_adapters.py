@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vera": {"config": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}},
     "tokens": {"rank": 4, "trainable_tokens": [3, 5, 7]},
     "head": {"rank": 4, "modules_to_save": ["lm_head"]},
+    "parameters": {"rank": 4, "target_parameters": ["v_proj.weight", "down_proj.weight"]},
 }
 PLACES = {
     "device": {},
@@ -197,11 +199,32 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
         adaptation(tmp_path, case).over(load(base), seed=7)
 
 
-def test_adapters_over_parameters_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    families.build(families.mixtral).save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    for case in ({"rank": 2, "target_parameters": ["experts.down_proj"]}, {"rank": 2, "target_modules": "all-linear"}):
-        with pytest.raises(ConfigError, match=r"over \d parameters, such as model.layers.0.*Name modules alone"):
-            adaptation(tmp_path, case).over(load(tmp_path / "base"), seed=7)
+@matrix(
+    strength=1,
+    make={make.__name__: make for make in (families.mixtral, families.qwen3_moe, families.gpt_oss)},
+    how={
+        "all-linear, cpu": {"case": {"target_modules": "all-linear"}, "place": "cpu"},
+        "parameters, nvme, recomputed": {"place": "nvme", "recompute": "always"},
+        "parameters, device, kept": {"place": "device", "recompute": "never"},
+        "parameters, cpu, micro-batches": {"place": "cpu", "micro_batch_size": 2, "within": 2e-6},
+    },
+)
+def test_experts_that_are_one_parameter_are_adapted(
+    make: Callable[[], nn.Module], how: dict[str, Any], tmp_path: Path
+) -> None:
+    """PEFT moves such a parameter to another name while it is in use, by a parametrization."""
+    families.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
+    adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
+    place = {"placement": Placement(**PLACES[settings.pop("place")], nvme_dir=str(tmp_path))}
+    built, plain = adapter.over(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
+    assert any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
+    before = set(dict(built.model.named_parameters()))
+    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, **place, **settings)
+    assert dict(engine.named_parameters()).keys() == before
+    engine.close(restore=True)
+    assert dict(built.model.named_parameters()).keys() == before
+    assert not any(hasattr(module, "parametrizations") for module in built.model.modules())
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,11 @@ HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A folder of a model with weights and a tokenizer."""
-    folder = tmp_path / "base"
+def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder of a model with weights and a tokenizer: of a Llama, or of what the test asks for."""
+    folder, family = tmp_path / "base", getattr(request, "param", "llama")
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"])).save_pretrained(
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])).save_pretrained(
         folder
     )
     train_bpe(["a number, the next one, 1 2 3 4 5 6 7 8 9 0 is"] * 20, vocab_size=300).save_pretrained(folder)
@@ -133,6 +133,26 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     for name in ("model.safetensors", "config.json"):
         assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
     assert verify_command([str(merged)]) == 0
+
+
+@pytest.mark.parametrize("base", ["mixtral"], indirect=True)
+def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
+    experts = {"lora__rank": 2, "lora__target_modules": ["q_proj"], "lora__target_parameters": ["down_proj"]}
+    more = {"model__path": str(base), "checkpoint__every": 2, **experts, **HOST}
+    whole, lines, said = run("whole", train__steps=4, **more)
+    assert "over 4 modules (2 q_proj, 2 experts)" in said
+    assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    half, again, _ = run("half", train__steps=4, **more)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    assert_same(half.export, whole.export)
+    merged, wanted = tmp_path / "merged", tmp_path / "wanted"
+    assert export_command([str(whole.dir), str(merged), "--merge"]) == 0
+    over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    PeftModel.from_pretrained(over, whole.export).merge_and_unload().save_pretrained(wanted)
+    for name in ("model.safetensors", "config.json"):
+        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
