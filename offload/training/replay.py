@@ -18,6 +18,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.hf.adapters import write_adapter
 from offload.hf.models import BuiltModel, build_model, load_model_config, model_kind, quiet_transformers
+from offload.hf.sources import Removed
 from offload.planning.from_config import update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement

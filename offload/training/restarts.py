@@ -21,6 +21,7 @@ from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, Kind
 from offload.hf.names import Shape
+from offload.hf.sources import Again
 from offload.hf.write import Get
 from offload.training.trained import AdapterOverBase, WholeModel, buffers_of
 
@@ -144,3 +145,7 @@ class _Piece:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return its elements, fp32."""
         return self.get(self.name, begin, end)
+
+    def over(self, again: Again) -> _Piece:  # noqa: ARG002
+        """Return the parameter: an engine has no other files."""
+        return self
