@@ -17,16 +17,17 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored import Stored
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
-from offload.hf.adapters import CONFIG, Adaptation, write_adapter
+from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
 from offload.hf.base_mark import base_config, mark_base
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
+from offload.hf.residual import residual_of
 from offload.hf.write import SHARD_BYTES, Exported, write_model
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
 from offload.telemetry.byte_progress import byte_progress
 
-_NOT_THE_TOKENIZERS = (CONFIG, "config.json", "generation_config.json")
+_NOT_THE_TOKENIZERS = (CONFIG, INITIAL, "config.json", "generation_config.json")
 
 
 def has_adapter(folder: Path) -> bool:
@@ -44,8 +45,9 @@ def export_adapter(folder: Path, out: Path) -> int:
                 f"{folder} has an adapter over a base of which {len(changed)} weights have been changed "
                 "(lora.restart_every): over the base's files it would be another model. Export it with --merge."
             )
-        model = Adaptation.stored(folder).over_shapes(empty_model(ModelSection(), configuration(folder)))
-        return write_adapter(model, _values(reader), out, _tokenizer(reader))
+        adaptation = Adaptation.stored(folder)
+        model = adaptation.over_shapes(empty_model(ModelSection(), configuration(folder)))
+        return write_adapter(model, _values(reader), out, _tokenizer(reader), adaptation.removed)
 
 
 def export_merged(
@@ -74,7 +76,8 @@ def export_merged(
         opened.callback(plain.close)
         opened.callback(beneath.close)
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-        adapted = Adaptation.stored(folder).over(beneath, seed=0)
+        adaptation = Adaptation.stored(folder)
+        adapted, plain = adaptation.over(beneath, seed=0), residual_of(plain, adaptation.removed)
         own = fill_adapter(adapted.model, names, _values(reader))
         changed = {names[id(adapted.model.get_parameter(name))]: name for name in _changed(reader)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -448,6 +449,15 @@ class OptimizerSection(Section):
     """Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most 100."""
 
 
+def _as_init(value: Any) -> Any:
+    if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?", str(value)):
+        raise ValueError("should be default, gaussian, orthogonal, olora, pissa, or pissa_niter_16 (iterations)")
+    return value
+
+
+LoraInit = Annotated[str, BeforeValidator(_as_init)]
+
+
 class LoraSection(Section):
     """An adapter of PEFT, which trains over the model's own weights, frozen. Names and defaults are PEFT's."""
 
@@ -462,15 +472,15 @@ class LoraSection(Section):
     head. none: PEFT's choice for the family.
     """
     target_parameters: Strings | None = None
-    """Parameters to adapt, by the ends of their names, such as experts that are one tensor. PEFT sets these anew in
-    each forward, which the engine refuses so far: name modules.
-    """
+    """Parameters to adapt, by the ends of their names, such as experts.down_proj, experts that are one tensor."""
     modules_to_save: Strings | None = None
     """Modules that train as a whole and are kept with the adapter, such as lm_head."""
     trainable_tokens: Tokens | None = None
     """Numbers of tokens whose rows of the embedding train (trainable_token_indices)."""
-    init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """Initial values of the matrices (init_lora_weights)."""
+    init: LoraInit = "default"
+    """Initial values of the matrices (init_lora_weights): default, gaussian, orthogonal; olora, pissa or pissa_niter_16
+    (of so many iterations) begin as a part of the weights, which the frozen ones lack from then on.
+    """
     use_rslora: bool = False
     """Scale by 1/sqrt(rank) instead of 1/rank."""
     use_dora: bool = False

@@ -7,23 +7,23 @@ import importlib.util
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from offload.config.sections import LoraSection
 from offload.errors import ConfigError, MissingLibraryError, OffloadError, nearest, shorten
+from offload.hf.base_reads import BaseReads
 from offload.hf.models import BuiltModel
-from offload.hf.sources import Held, Source
+from offload.hf.residual import as_plain_lora, from_bytes
+from offload.hf.sources import Held, Removed, Source
 from offload.hf.write import check_place, made_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -31,14 +31,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 """PEFT's words for kinds of models; it has none for masked ones."""
 _NUM_NAMES = 12  # of modules, in an error
-# What may be asked of a parameter that has no values yet.
-# fmt: off
-_OF_SHAPE = frozenset((
-    "dim", "size", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device", "is_floating_point",
-    "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty", "new_zeros", "new_ones", "new_full",
-    "empty_like", "zeros_like", "ones_like", "full_like",
-))
-# fmt: on
+INITIAL = "adapter_initial.safetensors"
+"""Beside the states in a checkpoint: what the adapter's initialisation has taken out of the base."""
+_OF_DATA = ("eva", "corda", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,8 @@ class Adaptation:
     """The PeftConfig."""
     folder: Path | None = None
     """The folder with the adapter's first weights; None to begin as the configuration says."""
+    removed: Mapping[str, Removed] = field(default_factory=dict)
+    """What the initialisation has taken out of the base's weights, where that is known: it is not run again."""
 
     @classmethod
     def of(cls, section: LoraSection, kind: str) -> Adaptation:
@@ -67,6 +64,7 @@ class Adaptation:
         targets: Any = section.target_modules and list(section.target_modules)
         if not targets and section.target_parameters:
             targets = []
+        init: Any = True if section.init == "default" else section.init
         return cls(
             LoraConfig(
                 r=section.rank,
@@ -76,7 +74,7 @@ class Adaptation:
                 target_parameters=_listed(section.target_parameters),
                 modules_to_save=_listed(section.modules_to_save),
                 trainable_token_indices=_listed(section.trainable_tokens),
-                init_lora_weights=True if section.init == "default" else section.init,
+                init_lora_weights=init,
                 use_rslora=section.use_rslora,
                 use_dora=section.use_dora,
                 task_type=_TASKS.get(kind),
@@ -91,23 +89,41 @@ class Adaptation:
             lacking = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
             what = f"has no {lacking}" if folder.is_dir() else "is no folder"
             raise ConfigError(f"{said} is {folder}, which {what}: give a folder of an adapter as PEFT saves it.")
-        return cls(_read_config(folder / CONFIG, said), folder)
+        config = _read_config(folder / CONFIG, said)
+        if (init := str(getattr(config, "init_lora_weights", ""))) in ("corda", "lora_ga") or "niter" in init:
+            raise ConfigError(
+                f"{said} is {folder}, over a base that {init} has changed by random numbers or data, which are not "
+                "known: convert it (path_initial_model_for_weight_conversion of PEFT's save_pretrained)."
+            )
+        return cls(config, folder)
 
     @classmethod
     def stored(cls, checkpoint: Path) -> Adaptation:
         """Return the adapter of a checkpoint, whose weights its states are. Raises ConfigError, MissingLibraryError."""
         _need_peft()
-        return cls(_read_config(checkpoint / CONFIG, "the checkpoint's adapter"))
+        config, initial = _read_config(checkpoint / CONFIG, "the checkpoint's adapter"), checkpoint / INITIAL
+        return cls(config, removed=from_bytes(initial.read_bytes()) if initial.is_file() else {})
 
     def over(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
         """Put the adapter over a model, whose weights need not be filled: what the adapter's first values depend on,
         such as the norms of DoRA, is read for them, a parameter at a time. The base is frozen, and keeps its names for
-        `source`. `trains`: without it the adapter is frozen too.
+        `source`; what the first values take out of its weights, it comes without. `trains`: without it the adapter is
+        frozen too.
 
-        Raises ConfigError where the adapter has nothing to adapt, or would change the base.
+        Raises ConfigError where the adapter has nothing to adapt, or would change the base in another way.
         """
         config = copy.deepcopy(self.config)
         config.inference_mode = False  # what is lacking of what trains is looked for
+        init = getattr(config, "init_lora_weights", None)
+        if init in _OF_DATA and self.folder is None:
+            raise ConfigError(
+                f"lora.config asks for init_lora_weights {init}, which PEFT makes of rows of data by a function of "
+                "its own, before a run: use pissa or olora, which need the weights alone."
+            )
+        if init in _OF_DATA:
+            init = True
+        if self.removed or init is True:  # the values are known, or PEFT's usual ones
+            config.init_lora_weights = True
         if trains and (config.is_prompt_learning or config.peft_type == "ADALORA"):
             raise ConfigError(
                 f"lora.config asks for {getattr(config.peft_type, 'value', config.peft_type)}: kinds that learn a "
@@ -115,15 +131,18 @@ class Adaptation:
             )
         offer = _offer(built.model)
         _check_targets(built.model, config, offer)
-        with torch.random.fork_rng(devices=[]), _BaseReads(built) as reads, warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), BaseReads(built, self.removed) as reads, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of ties that are kept, of names that are empty
             torch.manual_seed(seed)
             model = _wrapped(built.model, config, offer)
+            if init is not None:
+                config_of(model).init_lora_weights = init
             if changed := reads.changed:
                 raise ConfigError(
-                    f"the adapter's initial values change weights of the base ({changed[0]}), which stay as their "
-                    "files have them: set --lora.init default, gaussian or orthogonal, or leave init_lora_weights out "
-                    "of the file of lora.config."
+                    f"the adapter's initial values change weights of the base ({changed[0]}), and not by a product "
+                    "that is taken out of weights in files, as pissa and olora do where --model.path has weights: set "
+                    "--lora.init default, gaussian or orthogonal, or leave init_lora_weights out of the file of "
+                    "lora.config."
                 )
             if self.folder is not None:
                 _load(model, self.folder)
@@ -135,23 +154,25 @@ class Adaptation:
                     )
         if not trains:
             model.requires_grad_(False)
-        parameters = getattr(model.base_model, "targeted_parameter_names", [])
-        if trains and parameters:
-            raise ConfigError(
-                f"the adapter is put over {len(parameters)} parameters, such as {parameters[0]}, which PEFT sets anew "
-                f"in each forward: with weights that stream that cannot be done. Name modules alone. {offer}"
-            )
         bases = dict(reads.names_in(model))
         return replace(
             built,
             model=model,
             fill=reads.fill,
-            source=lambda name: built.source(bases[name]) if name in bases else None,
+            source=lambda name: reads.source(bases[name]) if name in bases else None,
+            removed=reads.removed,
         )
 
     def over_shapes(self, model: nn.Module) -> nn.Module:
         """Put the adapter over a model of shapes alone, on `meta`. Raises ConfigError."""
-        return self.over(BuiltModel(model, lambda _name, _module: None, None), seed=0).model
+        shapes = BuiltModel(model, lambda _name, _module: None, None)
+        if not hasattr(self.config, "init_lora_weights"):
+            return self.over(shapes, seed=0).model
+        config = copy.deepcopy(self.config)
+        config.init_lora_weights = True
+        adapted: Any = replace(self, config=config).over(shapes, seed=0).model
+        config_of(adapted).init_lora_weights = self.config.init_lora_weights
+        return cast(nn.Module, adapted)
 
 
 def config_bytes(model: nn.Module) -> bytes:
@@ -214,11 +235,18 @@ def put_over(
 
 
 def write_adapter(
-    model: Any, values: Mapping[str, torch.Tensor], folder: Path, files: Mapping[str, bytes], *, replace: bool = False
+    model: Any,
+    values: Mapping[str, torch.Tensor],
+    folder: Path,
+    files: Mapping[str, bytes],
+    removed: Mapping[str, Removed],
+    *,
+    replace: bool = False,
 ) -> int:
     """Write an adapter as PEFT saves it; return the bytes of its weights. `values`: by the names in `model`, whose own
-    are not read. `files`, by name, go with it. `replace`: an earlier export gives way. Raises ConfigError, DiskError,
-    and OffloadError where what is read back is not what was written.
+    are not read. `files`, by name, go with it. `removed`: what the base has lacked; where that is anything, a LoRA of
+    twice the rank is written, which is over the whole base. `replace`: an earlier export gives way. Raises ConfigError,
+    DiskError, and OffloadError where what is read back is not what was written.
     """
     import peft
 
@@ -231,92 +259,16 @@ def write_adapter(
         warnings.simplefilter("ignore")
         model.save_pretrained(made, state_dict=state, save_embedding_layers=False)
         wanted = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+        if removed:
+            config, wanted = as_plain_lora(model, config_of(model), wanted, removed)
+            config.save_pretrained(made)
+            save_file({name: value.contiguous() for name, value in wanted.items()}, made / WEIGHTS, {"format": "pt"})
         found = load_file(made / WEIGHTS)
         if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
             raise OffloadError(f"{made / WEIGHTS} is not what was written when it is read back: use another disk.")
         for name, data in files.items():
             (made / name).write_bytes(data)
         return sum(value.nbytes for value in found.values())
-
-
-class _BaseReads(TorchFunctionMode):
-    """While active, gives a parameter of a base that is not filled its values as soon as they are read, and takes them
-    away when another one's are. What is written instead stays.
-    """
-
-    def __init__(self, built: BuiltModel) -> None:
-        super().__init__()
-        self._built = built
-        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
-        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
-        self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
-        self._left: dict[nn.Parameter, Source] = {}
-        self._written: dict[int, torch.Tensor] = {}  # as `_open`
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._close()
-
-    @property
-    def changed(self) -> list[str]:
-        """The names of the frozen parameters that were written."""
-        return [self._names[key] for key in self._written if not self._alive[key].requires_grad]
-
-    def take_back(self) -> None:
-        """Forget what was written with the values that it had."""
-        for key, parameter in self._alive.items():
-            source = self._built.source(self._names[key]) if key in self._written else None
-            with torch._C.DisableTorchFunction():
-                if source is not None and torch.equal(parameter.data.view(-1), source.read(0, parameter.numel())):
-                    parameter.data = self._written.pop(key)
-
-    def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
-        """Do as the base's own `fill`: what the adapter adds has its values."""
-        found = dict(self._built.fill(name, module) or {})
-        for parameter in module.parameters():
-            if parameter in self._left:
-                found[parameter] = self._left.pop(parameter)
-            if id(parameter) in self._written:
-                found.pop(parameter, None)
-        return found
-
-    def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names in the adapted model of what the base has, and its own names."""
-        for name, parameter in model.named_parameters():
-            if id(parameter) in self._names and id(parameter) not in self._written:
-                yield name, self._names[id(parameter)]
-
-    def _close(self, but: Collection[int] = ()) -> None:
-        for key in self._open.keys() - set(but):
-            self._alive[key].data = self._open.pop(key)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        is_attribute = name in ("__get__", "__set__") and owner != "data"
-        if is_attribute or name in _OF_SHAPE:
-            return func(*args, **kwargs)
-        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
-        read = [id(each) for each in given if id(each) in self._names]
-        is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
-        if read:
-            self._close(but=read)
-        for key in read:
-            if key not in self._open and key not in self._written:
-                self._read(key)
-        if read and is_write and id(given[0]) == read[0]:
-            self._written.setdefault(read[0], self._open.pop(read[0], given[0].data))
-        return func(*args, **kwargs)
-
-    def _read(self, key: int) -> None:
-        source, parameter = self._built.source(self._names[key]), self._alive[key]
-        if source is not None:
-            self._open[key] = parameter.data
-            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
-            return
-        for owner in self._built.model.modules():  # what no file has is made, once, and stays
-            if any(each is parameter for each in owner._parameters.values()):
-                self._left.update(self._built.fill("", owner) or {})
 
 
 def _need_peft() -> None:
@@ -346,6 +298,11 @@ def _read_config(path: Path, said: str) -> Any:
     if not isinstance(values, dict) or "peft_type" not in values:
         raise ConfigError(
             f"{said} is {path}, which names no peft_type, such as LORA: give a file as save_pretrained of PEFT writes."
+        )
+    if values.get("init_lora_weights") == "loftq":
+        raise ConfigError(
+            f"{said} is {path}, with init_lora_weights loftq, which PEFT computes with bitsandbytes, on a GPU, over "
+            "codes of its own: use pissa, with --offload.frozen_weights nf4."
         )
     values.pop("runtime_config", None)
     try:

@@ -10,7 +10,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -28,7 +28,7 @@ from offload.errors import ConfigError, OffloadError, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.read import LoadReport, conversion, read_model, weight_files
-from offload.hf.sources import Fill, Source
+from offload.hf.sources import Fill, Removed, Source
 
 _NUM_NAMES = 3  # of parameters, in a note
 
@@ -41,6 +41,7 @@ class BuiltModel:
     values, or returns from where these are to be read. `folder` is where a tokenizer may be; None for a preset.
     `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
     `source(name)`: where the values of a parameter can be read, again and again; None where no file has them.
+    `removed`: the names of weights out of which an adapter's first values were taken, and what that was.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class BuiltModel:
     notes: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
+    removed: Mapping[str, Removed] = field(default_factory=dict)
 
 
 def configuration(folder: Path) -> PreTrainedConfig:

@@ -174,6 +174,61 @@ def _again(files: Mapping[str, TensorFile], conversion: Conversion, again: Again
     return {key: again(files[key]) for key in conversion.sources}
 
 
+@dataclass(frozen=True)
+class Removed:
+    """What was taken out of a weight: the product of two matrices."""
+
+    left: torch.Tensor
+    """The scaled B, fp32, [out, rank]."""
+    right: torch.Tensor
+    """The A, fp32, [rank, in]."""
+    transposed: bool
+    """True where the weight is [in, out]."""
+
+    def product(self) -> torch.Tensor:
+        """Return what was taken out, fp32, in the shape of the weight."""
+        product = self.left @ self.right
+        return product.T if self.transposed else product
+
+    def out_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what is left of a weight, in its dtype: by PEFT's operations, so that the bits are PEFT's."""
+        return (weight.to(torch.float32) - self.product()).to(weight.dtype)
+
+
+@dataclass
+class Residual:
+    """What is left of a parameter. A range of it is read out of the whole, since parts of a product may have other last
+    bits; the whole stays until its end was read.
+    """
+
+    base: Source
+    removed: Removed
+    _made: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        self.base.dtype = dtype
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        numel = math.prod(self.shape)
+        made, self._made = self._made, None
+        if made is None:
+            made = self.removed.out_of(self.base.read(0, numel).view(self.shape)).reshape(-1)
+        if end < numel:
+            self._made = made
+        return made[begin:end].clone()
+
+    def over(self, again: Again) -> Residual:
+        return Residual(self.base.over(again), self.removed)
+
+
 def _tensor(file: TensorFile, key: str, dtype: torch.dtype) -> torch.Tensor:
     return file.read(key).view(file.entries[key].shape).to(dtype)
 

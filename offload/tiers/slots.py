@@ -125,7 +125,8 @@ class Slots(Cargoes):
         for region, flat in self.place(regions).items():
             for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
                 view = flat[offset : offset + size].view(self._infos[index].shape)
-                made[index] = nn.Parameter(view, requires_grad=region.trainable)
+                # `data`: a version of its own, as a Parameter has that shares its memory with no other.
+                made[index] = nn.Parameter(view.data, requires_grad=region.trainable)
         return made
 
     def extend(self, memory: torch.Tensor) -> None:

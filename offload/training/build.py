@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
 from offload.checkpoint.stored import rebuild_model
@@ -154,7 +155,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name, told = trained.name(built.model), list(trained.told(built.model))
-    beside_states = {**files, **trained.files(built.model)}
+    own_files = trained.files(built.model)
+    comm.agree("what lies beside the states", {name: xxh3_64_hexdigest(data) for name, data in own_files.items()})
+    beside_states = {**files, **own_files}
     needs = DiskNeeds.of(config, trained, built.model)
     made = engine(config, built, comm)
     trained.check(made)
@@ -205,7 +208,8 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     if first is not None:
         base.check(start.base, first)
     adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    own = adaptation, base, config.run.seed, str(config.train.precision), config.offload.frozen_weights
+    rests, in_files = config.offload.frozen_weights, config.offload.parameters == "files"
+    own = adaptation, base, config.run.seed, str(config.train.precision), rests, in_files
     return RestartedAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
 
 

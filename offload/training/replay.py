@@ -18,6 +18,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.hf.adapters import write_adapter
 from offload.hf.models import BuiltModel, build_model, load_model_config, model_kind, quiet_transformers
+from offload.hf.sources import Removed
 from offload.planning.from_config import update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -48,7 +49,8 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     if config.adapts and dtype != "auto":
         raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out.")
     lines = _lines(folder.metrics)
-    with _open(base, config, is_marked=any("weights" in line for line in lines)) as engine:
+    engine, removed = _open(base, config, is_marked=any("weights" in line for line in lines))
+    with engine:
         first = engine.num_steps
         records = [line for line in lines if line["step"] > first]
         num_made = sum("projected_grad" in line for line in records)
@@ -62,7 +64,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             engine.replay(part)
         if config.adapts:
             values = dict(engine.named_parameters(trained_only=True))
-            write_adapter(engine.model, {**buffers_of(engine.model), **values}, out, {})
+            write_adapter(engine.model, {**buffers_of(engine.model), **values}, out, {}, removed)
         else:
             engine.export(out, DTYPES[dtype])
         return records[-1]["step"] if records else first
@@ -77,9 +79,10 @@ def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Pat
         )
 
 
-def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
-    """Return an engine over the weights of a folder, on the host, with the rule of the run. `is_marked`: its log tells
-    the weights that it began at, so that they may be those of another rule.
+def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mapping[str, Removed]]:
+    """Return an engine over the weights of a folder, on the host, with the rule of the run, and what an adapter's first
+    values have taken out of the base. `is_marked`: its log tells the weights that it began at, so that they may be
+    those of another rule.
     """
     settings = Settings(
         optimizer=update_rule(config),
@@ -94,7 +97,7 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
     built.close()
     if is_checkpoint(base):
         engine.load_checkpoint(base, reset=is_marked)
-    return engine
+    return engine, built.removed
 
 
 def _whole(base: Path, config: Config) -> BuiltModel:

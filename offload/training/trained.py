@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
@@ -21,9 +21,11 @@ from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
-from offload.hf.adapters import CONFIG, Adaptation, config_bytes, summary, write_adapter
+from offload.hf.adapters import CONFIG, INITIAL, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
+from offload.hf.residual import to_bytes
+from offload.hf.sources import Removed
 from offload.hf.write import write_configuration
 from offload.optim.adamw import AdamW
 from offload.training.resident import as_computed, master_of
@@ -157,13 +159,25 @@ class AdapterOverBase(Trained):
     """In which the run computes."""
     frozen_weights: str
     """How the base rests."""
+    in_files: bool
+    """True where the base rests in its own files."""
+    removed: dict[str, Removed] = field(default_factory=dict, kw_only=True)
+    """What the adapter's first values have taken out of the base's weights, by their names, once it was put `over`."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
 
     def over(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
-        return self.adaptation.over(built, self.seed)
+        adapted = self.adaptation.over(built, self.seed)
+        if adapted.removed and self.in_files:
+            raise ConfigError(
+                f"the adapter's initial values change {len(adapted.removed)} weights of the base, such as "
+                f"{min(adapted.removed)}, and with --offload.parameters files the base stays as its files have it: set "
+                "--offload.parameters cpu or nvme, or --lora.init default, gaussian or orthogonal."
+            )
+        self.removed.update(adapted.removed)
+        return adapted
 
     def name(self, model: Any) -> str:
         """Return the name of the base's class."""
@@ -190,11 +204,12 @@ class AdapterOverBase(Trained):
         return {"base": self.base.to_dict()}
 
     def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return the configurations of base and adapter."""
+        """Return the configurations of base and adapter, and what was taken out of the base."""
         with TemporaryDirectory() as folder:
             write_configuration(model.get_base_model(), Path(folder))
             found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
-        return {**found, CONFIG: config_bytes(model)}
+        initial = {INITIAL: to_bytes(self.removed)} if self.removed else {}
+        return {**found, CONFIG: config_bytes(model), **initial}
 
     def write(
         self,
@@ -207,8 +222,9 @@ class AdapterOverBase(Trained):
         values = dict(engine.named_parameters(trained_only=True))
         with as_one(engine.comm, "export"):
             if engine.rank == 0:
+                values = {**buffers_of(engine.model), **values}
                 with engine.answering(values):
-                    write_adapter(engine.model, {**buffers_of(engine.model), **values}, folder, files, replace=True)
+                    write_adapter(engine.model, values, folder, files, self.removed, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
         """Load the adapter with PEFT over the base, as the run has used that."""
@@ -224,10 +240,21 @@ class AdapterOverBase(Trained):
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
+        taken = {id(model.get_base_model().get_parameter(name)): each for name, each in self._taken_in(model)}
         for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
-            master = master_of(info, parameter.detach()).to(torch.float32).reshape(-1)
-            parameter.data = as_computed(info, master).view(parameter.shape)
+            removed, value = taken.get(id(parameter)), parameter.detach()
+            value = value if removed is None else removed.out_of(value)
+            master = master_of(info, value).to(torch.float32).reshape(-1)
+            value = as_computed(info, master).view(parameter.shape)
+            parameter.data = value if removed is None else (value + removed.product()).to(value.dtype)
         return model
+
+    def _taken_in(self, model: Any) -> Iterator[tuple[str, Removed]]:
+        """Yield what was taken out of weights, by their names beneath an adapter."""
+        found = dict(model.get_base_model().named_parameters())
+        for name, each in self.removed.items():
+            below = f"{name.rpartition('.')[0]}.base_layer.weight"
+            yield below if below in found else name, each
 
 
 def begun_architecture(start: ResumePoint) -> PreTrainedConfig:

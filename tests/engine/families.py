@@ -63,6 +63,17 @@ def mixtral(**settings: Any) -> nn.Module:
     return t.MixtralForCausalLM(t.MixtralConfig(**GROUPED | settings, num_local_experts=4))
 
 
+def qwen3_moe() -> nn.Module:
+    """Experts that are one parameter, [experts, out, in]."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**GROUPED, **experts, head_dim=8))
+
+
+def gpt_oss() -> nn.Module:
+    """Experts that are one parameter, [experts, in, out], and their biases."""
+    return t.GptOssForCausalLM(t.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2))
+
+
 def llama4() -> nn.Module:
     experts = {"intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2}
     return t.Llama4ForCausalLM(t.Llama4TextConfig(**GROUPED, **SPECIAL, **experts, head_dim=8))

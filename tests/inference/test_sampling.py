@@ -100,14 +100,15 @@ def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
     assert len(set(reference(folder, DRAWN))) > 3  # no loop: a wrong weight would show
 
 
-@pytest.mark.parametrize("name", quick(["llama", "gemma2"], ["llama"]))
+@pytest.mark.parametrize("name", quick(["llama", "gemma2", "mixtral"], ["llama", "mixtral"]))
 def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
     folder, checkpoint = models(name)
     base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    config = peft.LoraConfig(
-        r=4, use_dora=True, target_modules=["q_proj", "down_proj"], trainable_token_indices=[7, 31]
-    )
+    how: dict[str, Any] = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
+    if name == "mixtral":
+        how = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    config = peft.LoraConfig(r=4, trainable_token_indices=[7, 31], **how)
     over = peft.get_peft_model(base, config)
     torch.manual_seed(1)
     with torch.no_grad():

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from offload import Engine
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError
 from tests.engine import families
 from tests.engine.compare import train_both
 from tests.engine.reference import count_labels
@@ -48,10 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora, dropout": {"use_dora": True, "lora_dropout": 0.1},
     "a whole head": {"modules_to_save": ["lm_head"]},
+    "parameters": {"target_parameters": ["down_proj.weight"]},
 }
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["dora, dropout", "a whole head"]))
+@pytest.mark.parametrize("name", quick(CASES, ["dora, dropout", "a whole head", "parameters"]))
 def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, name: str) -> None:
     how: dict[str, Any] = {
         "save_strategy": "steps",
@@ -112,10 +111,3 @@ def test_a_prefix_is_seen_and_trained(make: Callable[[], nn.Module], task: str, 
     model = get_peft_model(families.build(make), PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
     count = count_labels if make is families.t5 else None
     train_both(model, [families.tokens(seed) for seed in range(2)], count=count, within=1e-4, **settings)
-
-
-def test_lora_over_parameters_is_refused() -> None:
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
-    engine = Engine(get_peft_model(families.build(families.mixtral), config))
-    with pytest.raises(ConfigError, match=r"LoRA over parameters .* target_modules"):
-        engine.step(families.tokens())

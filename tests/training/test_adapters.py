@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.checkpoint.reader import Reader
+from offload.config.sections import LoraSection
 from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
 from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
+from offload.hf.adapters import Adaptation
 from offload.layout.codecs import CODECS, decoded
 from offload.replay import main as replay_command
 from offload.training import disk_needs
@@ -31,18 +33,19 @@ from tests.training.conftest import SHAPES
 
 needs("peft")
 
-from peft import PeftModel  # noqa: E402
+from peft import PeftModel, get_peft_model  # noqa: E402
+from peft.tuners.lora.layer import LoraLayer  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "down_proj"], "lora__dropout": 0.1}
 HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A folder of a model with weights and a tokenizer."""
-    folder = tmp_path / "base"
+def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder of a model with weights and a tokenizer: of a Llama, or of what the test asks for."""
+    folder, family = tmp_path / "base", getattr(request, "param", "llama")
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"])).save_pretrained(
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])).save_pretrained(
         folder
     )
     train_bpe(["a number, the next one, 1 2 3 4 5 6 7 8 9 0 is"] * 20, vocab_size=300).save_pretrained(folder)
@@ -56,7 +59,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same(one: Path, other: Path) -> None:
     mine, its = adapter(one), adapter(other)
     assert mine.keys() == its.keys()
-    assert all(torch.equal(mine[name], its[name]) for name in its)
+    assert not [(name, (mine[name] - its[name]).abs().max()) for name in its if not torch.equal(mine[name], its[name])]
 
 
 def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
@@ -133,6 +136,77 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     for name in ("model.safetensors", "config.json"):
         assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
     assert verify_command([str(merged)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("init", "codec"),
+    quick([("pissa", "exact"), ("pissa_niter_4", "nf4"), ("olora", "exact")], [("pissa_niter_4", "nf4")]),
+)
+def test_a_base_lacks_what_its_adapter_begins_as(
+    run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str
+) -> None:
+    monkeypatch.setattr(find, "LEAST_NUMEL", 64)
+    adapts = {"rank": 4, "init": init, "target_modules": ["q_proj", "down_proj"]}
+    more = {"model__path": str(base), "checkpoint__every": 2, "train__steps": 4, "offload__frozen_weights": codec}
+    more |= {f"lora__{key}": value for key, value in adapts.items()} | HOST
+    whole, lines, said = run("whole", **more)
+    assert f"reloaded: by peft, from {whole.export}: logits equal within" in said
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()  # last bits of products may go by where in memory a matrix begins
+    torch.manual_seed(0)
+    plain = get_peft_model(model, Adaptation.of(LoraSection(**adapts), "causal").config)
+    plain.save_pretrained(tmp_path / "initial")
+    for name in ("pissa_init", "olora_init"):
+        monkeypatch.delattr(LoraLayer, name)  # a run that goes on has what was taken out, and takes out nothing
+    half, again, _ = run("half", **more)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    assert_same(half.export, whole.export)
+
+    trained = {name.replace(".weight", ".default.weight"): value for name, value in adapter(whole.export).items()}
+    for name, parameter in plain.named_parameters():
+        if codec != "exact" and ".layers." in name and parameter.dim() > 1 and "lora" not in name:
+            flat = decoded(CODECS[codec], parameter.detach().reshape(-1), torch.float32)
+            parameter.data = flat.view(parameter.shape)
+        if name in trained:
+            parameter.data = trained[name][:4].clone() if "lora_A" in name else trained[name][:, :4].clone()
+    plain.save_pretrained(tmp_path / "wanted", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    assert_same(whole.export, tmp_path / "wanted")
+    config = json.loads((whole.export / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
+    assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
+    assert_same(tmp_path / "adapter", whole.export)
+    assert export_command([str(whole.dir), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = plain.merge_and_unload().state_dict()
+    for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(value, merged[name]), name
+
+
+def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path) -> None:
+    with pytest.raises(ConfigError, match="change 6 weights of the base, .* set --offload.parameters cpu"):
+        run("run", model__path=str(base), offload__parameters="files", lora__init="pissa", **ADAPTER)
+
+
+@pytest.mark.parametrize("base", ["mixtral"], indirect=True)
+def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
+    experts = {"lora__rank": 2, "lora__target_modules": ["q_proj"], "lora__target_parameters": ["down_proj"]}
+    more = {"model__path": str(base), "checkpoint__every": 2, **experts, **HOST}
+    whole, lines, said = run("whole", train__steps=4, **more)
+    assert "over 4 modules (2 q_proj, 2 experts)" in said
+    assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    half, again, _ = run("half", train__steps=4, **more)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    assert_same(half.export, whole.export)
+    merged, wanted = tmp_path / "merged", tmp_path / "wanted"
+    assert export_command([str(whole.dir), str(merged), "--merge"]) == 0
+    over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    PeftModel.from_pretrained(over, whole.export).merge_and_unload().save_pretrained(wanted)
+    for name in ("model.safetensors", "config.json"):
+        assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(

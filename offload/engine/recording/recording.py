@@ -64,10 +64,11 @@ class Recording:
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._variants: set[int] = set()
         self._streaming = {index: unit.name for unit in units if not unit.resident for index in unit.resting}
+        self._num_set_to_itself: Counter[int] = Counter()
 
     def reads(self) -> WatchingMode:
         """Return a mode under which reads of resting parameters are noticed."""
-        return _Reads(self._streaming, self.outside_readers)
+        return _Reads(self._streaming, self.outside_readers, self._num_set_to_itself)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
@@ -89,7 +90,7 @@ class Recording:
             forward = self._runner.forwards.record(unit, self._runner, arguments, rows)
             without = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
-            fetched, next_hook = [weight._version for weight in live], RemovableHandle.next_id
+            fetched, next_hook = self._num_writes(live), RemovableHandle.next_id
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             self._refuse_changed_weights(unit, live, fetched)
@@ -208,13 +209,17 @@ class Recording:
         one = before[len(uses) - 1] if len(before) >= len(uses) else None
         traits.learn_rows(one, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
-    def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        if _moved(weights, versions):
+    def _num_writes(self, weights: Sequence[torch.Tensor]) -> list[int]:
+        """Return how often weights were changed in place. A parametrization of torch moves a parameter to another name,
+        and sets the parameter to itself there, which counts as a version and changes nothing.
+        """
+        return [weight._version - self._num_set_to_itself[id(weight)] for weight in weights]
+
+    def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+        if self._num_writes(weights) != before:
             raise ConfigError(
                 f"unit {unit.name} writes to its own weights in forward: the change would stay on the device and be "
-                "lost. nn.Embedding's max_norm does so: build the module without it. So does LoRA over parameters "
-                "(PEFT's target_parameters, for experts that are one), which sets them anew in each forward: name "
-                "modules alone, in target_modules."
+                "lost. nn.Embedding's max_norm does so: build the module without it."
             )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
@@ -251,16 +256,18 @@ class Recording:
 
 
 class _Reads(WatchingMode):
-    """Notices operations on what stands for a parameter at rest."""
+    """Notices operations on what stands for a parameter at rest, and counts, by tensor, what is set to itself."""
 
-    def __init__(self, streaming: dict[int, str], found: set[str]) -> None:
+    def __init__(self, streaming: dict[int, str], found: set[str], num_set_to_itself: Counter[int]) -> None:
         super().__init__()
-        self._streaming, self._found = streaming, found
+        self._streaming, self._found, self._num_set_to_itself = streaming, found, num_set_to_itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _operands(args, kwargs):
             if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
                 self._found.add(self._streaming[leaf.info.index])
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
+            self._num_set_to_itself[id(args[0])] += 1
         return func(*args, **(kwargs or {}))
 
 

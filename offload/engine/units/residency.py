@@ -298,7 +298,8 @@ class Snapshot:
     ) -> None:
         self._infos, self._units, self._hold = infos, units, hold
         self._names = {module: name for name, module in model.named_modules()}
-        self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]
+        # Which parameters, in any order: one that a forward takes away, and puts back, is the last from then on.
+        self._tree = [(m, tuple(m._modules.items()), frozenset(m._parameters)) for m in self._names]
         self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
 
@@ -313,7 +314,7 @@ class Snapshot:
     def _check(self, trains: bool) -> None:
         frozen: set[int] = set()
         for module, children, keys in self._tree:
-            if tuple(module._modules.items()) != children or tuple(module._parameters) != keys:
+            if tuple(module._modules.items()) != children or module._parameters.keys() != keys:
                 self._refuse_tree(module, dict(children), keys)
         for unit in self._units:
             for place in unit.places:
@@ -334,12 +335,11 @@ class Snapshot:
             for unit in self._units:
                 unit.freeze(self.frozen)
 
-    def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: Sequence[str]) -> NoReturn:
+    def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: frozenset[str]) -> NoReturn:
         for key in {**children, **module._modules}:
             if (found := module._modules.get(key)) is not children.get(key):
                 self._refuse(module, key, "was removed" if found is None else f"became another {type(found).__name__}")
-        changed = sorted(set(keys) ^ set(module._parameters)) or keys
-        self._refuse(module, changed[0], "was added or removed")
+        self._refuse(module, min(keys ^ module._parameters.keys()), "was added or removed")
 
     def _refuse(self, module: nn.Module, key: str, what: str) -> NoReturn:
         refuse_change(f"{self._names[module]}.{key}".lstrip("."), what)

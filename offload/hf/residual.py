@@ -1,0 +1,88 @@
+"""A base that lacks what its adapter begins as: W - B0 A0, made of the files' W whenever that is read. (PiSSA,
+arXiv:2404.02948, equation 4; OLoRA, arXiv:2406.01775, algorithm 1.)
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.hf.models import BuiltModel
+from offload.hf.sources import Removed, Residual, Source
+
+_MATRIX = re.compile(r"base_model\.model\.(?P<module>.*)\.lora_(embedding_)?(?P<key>[AB])(\.weight)?")
+"""The name of a matrix of a LoRA in PEFT's files."""
+
+
+def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel:
+    """Return a model that is not filled, whose weights come without what is `removed` by then, by their names."""
+    names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+
+    def source(name: str) -> Source | None:
+        found = built.source(name)
+        return Residual(found, removed[name]) if found is not None and name in removed else found
+
+    def fill(name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
+        found = dict(built.fill(name, module) or {})
+        for parameter in module.parameters():
+            own = source(key) if (key := names.get(id(parameter))) in removed else None  # type: ignore[arg-type]
+            if own is not None:
+                found[parameter] = own
+        return found
+
+    return replace(built, fill=fill, source=source)
+
+
+def to_bytes(removed: Mapping[str, Removed]) -> bytes:
+    """Return what was removed as a file of safetensors."""
+    tensors = {f"{name}.{key}": getattr(each, key) for name, each in removed.items() for key in ("left", "right")}
+    tensors |= {f"{name}.transposed": torch.tensor(each.transposed) for name, each in removed.items()}
+    return safetensors.torch.save(tensors)
+
+
+def from_bytes(data: bytes) -> dict[str, Removed]:
+    """Return what `to_bytes` was given, each in memory of its own, by whose begin products may differ in last bits."""
+    tensors = {key: value.clone() for key, value in safetensors.torch.load(data).items()}
+    names = [key.removesuffix(".left") for key in tensors if key.endswith(".left")]
+    return {
+        name: Removed(tensors[f"{name}.left"], tensors[f"{name}.right"], bool(tensors[f"{name}.transposed"]))
+        for name in names
+    }
+
+
+def as_plain_lora(
+    model: Any, config: Any, values: Mapping[str, torch.Tensor], removed: Mapping[str, Removed]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the configuration and the values of a LoRA of twice the rank over the whole base, which does what an
+    adapter does over what is left of it: B A - B0 A0 = [B, -B0] [A; A0], as PEFT converts them
+    (`path_initial_model_for_weight_conversion`). `values`: by PEFT's names in an adapter's file. Raises ConfigError.
+    """
+    if config.use_rslora and (config.rank_pattern or config.alpha_pattern):
+        raise ConfigError(
+            "the adapter cannot be exported for the base's own weights: PEFT does not convert use_rslora with "
+            "rank_pattern or alpha_pattern. Merge it (offload export RUN OUT --merge)."
+        )
+    found, beneath = dict(values), model.get_base_model()
+    for name, value in values.items():
+        match = _MATRIX.fullmatch(name)
+        if match is not None:
+            taken, is_b = removed.get(f"{match['module']}.weight"), match["key"] == "B"
+            beside = torch.zeros_like(value)
+            if taken is not None:
+                scale = beneath.get_submodule(match["module"]).scaling[model.active_adapter]
+                beside = (taken.left / -scale if is_b else taken.right).to(value.dtype)
+            found[name] = torch.cat([value, beside], dim=int(is_b))
+    plain = copy.deepcopy(config)
+    plain.init_lora_weights, plain.inference_mode = True, True
+    plain.r, plain.lora_alpha = 2 * config.r, (2**0.5 if config.use_rslora else 2) * config.lora_alpha
+    plain.rank_pattern = {key: 2 * value for key, value in (config.rank_pattern or {}).items()}
+    plain.alpha_pattern = {key: 2 * value for key, value in (config.alpha_pattern or {}).items()}
+    return plain, found
