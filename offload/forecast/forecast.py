@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -30,6 +31,8 @@ from offload.hf.models import (
     max_positions,
     model_kind,
 )
+from offload.hf.read import quantized_parameters
+from offload.layout.codecs import Codec
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
@@ -186,13 +189,26 @@ class Forecaster:
         return self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
 
     @cached_property
-    def _model(self) -> nn.Module:
+    def _base(self) -> nn.Module:
         section, dtype = self.config.model, self._architecture.dtype
         model = empty_model(section, self._architecture)
+        if self.config.adapts and dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
+            model.to(dtype)  # a frozen weight takes what its files have
+        return model
+
+    @cached_property
+    def _quantized(self) -> Mapping[nn.Parameter, Codec]:
+        """What of the base its files have in few bits."""
+        folder = locate(self.config.model)
+        if folder is None or not is_pretrained(self.config.model, folder):
+            return {}
+        return quantized_parameters(self._base, folder, self._architecture)
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        model = self._base
         if not self.config.adapts:
             return model
-        if dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
-            model.to(dtype)  # a frozen weight takes what its files have
         return Adaptation.of(self.config.lora, model_kind(self._architecture).name).over_shapes(model)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
@@ -257,7 +273,7 @@ class Forecaster:
     def _structure(self, told: Settings) -> Structure:
         key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, told, self.num_ranks)
+            self._structures[key] = Structure.of(self._model, told, self.num_ranks, self._quantized)
         return self._structures[key]
 
     def _work(self, config: Config, prepared: EnginePlan) -> Workload | str:
