@@ -157,8 +157,8 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def refuse_training(name: str, how: str) -> ConfigError:
     """Return the error for weights in few bits that would be trained."""
     return ConfigError(
-        f"{name} is in few bits in the model's folder ({how}), and would be trained: a step is mostly smaller than what "
-        "codes tell apart. Train an adapter over it (--lora.rank 16, or requires_grad=False before Engine()), "
+        f"{name} is in few bits in the model's folder ({how}), and would be trained: a step is mostly smaller than "
+        "what its codes tell apart. Train an adapter over it (--lora.rank 16, or requires_grad=False before Engine()), "
         "or give the folder of the model that it was made from."
     )
 

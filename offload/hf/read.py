@@ -259,13 +259,12 @@ def in_codes(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Paramet
     return {state[name]: each.codec for name, each in sources.items() if isinstance(each, SourceInCodes)}
 
 
-def quantized_parameters(model: nn.Module, folder: Path, config: PreTrainedConfig) -> dict[nn.Parameter, Quantized]:
+def quantized_parameters(
+    model: nn.Module, folder: Path, quantization: Mapping[str, Any]
+) -> dict[nn.Parameter, Quantized]:
     """Return which parameters of a model, which may be on `meta`, a folder has in few bits, and how. No weights are
-    read. `config`: of the folder. Raises ConfigError, DiskError.
+    read. `quantization`: as the configuration says it. Raises ConfigError, DiskError.
     """
-    quantization = quantization_of(config)
-    if quantization is None:
-        return {}
     files = open_folder(weight_files(folder), folder, quantization)
     try:
         return in_codes(model, find_sources(model, folder, files)[0])
