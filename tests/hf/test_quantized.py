@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.models import BuiltModel, build_model, fill_all
 from offload.hf.sources import StackedInCodes
 from tests.hf.quantized import FORMATS, deepseek, quantized
+from tests.integrations.plain import needs
 
 
 def load(folder: Path) -> BuiltModel:
@@ -57,6 +59,17 @@ def test_weights_are_what_they_are_dequantised_to(kind: str, dtype: torch.dtype,
                 found = codec.read(records, slice(0, numel), used)
                 assert torch.equal(found.view(parameter.shape), wanted[name].to(used)), name
     built.close()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_they_are_what_from_pretrained_dequantises_them_to(kind: str, tmp_path: Path) -> None:
+    """transformers does that by itself where there is no GPU."""
+    needs("accelerate")
+    folder = quantized(tmp_path / "base", kind)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    ours = fill_all(load(folder)).state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:
