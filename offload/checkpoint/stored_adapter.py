@@ -75,6 +75,12 @@ def export_merged(
         plain, beneath = build(), build()
         opened.callback(plain.close)
         opened.callback(beneath.close)
+        if plain.quantized and onto_original:
+            raise ConfigError(
+                f"--onto is original, and {plain.folder} has its weights in few bits "
+                f"({next(iter(plain.quantized.values())).name}): there are no others that it could be merged into. "
+                "Merge --onto trained, or put the adapter alone (no --merge) over the model that those are made of."
+            )
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adaptation = Adaptation.stored(folder)
         adapted, plain = adaptation.over(beneath, seed=0), residual_of(plain, adaptation.removed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from offload.engine.take_over import share_buffers, take_over
 from offload.engine.units.find import Candidate, describe_parameters, find_units
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
+from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
@@ -42,10 +43,14 @@ class Structure:
     """What the plan knows of each unit."""
 
     @classmethod
-    def of(cls, model: nn.Module, settings: Settings, num_ranks: int) -> Structure:
-        """Find the units of a model, which may be on `meta`, and lay out their parameters. Raises ConfigError."""
+    def of(
+        cls, model: nn.Module, settings: Settings, num_ranks: int, quantized: Mapping[nn.Parameter, Codec]
+    ) -> Structure:
+        """Find the units of a model, which may be on `meta`, and lay out their parameters. `quantized`: the codecs of
+        what its files have in few bits. Raises ConfigError.
+        """
         leave_off_checkpointing(model)
-        infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights)
+        infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights, quantized)
         candidates = find_units(model, infos)
         rules = settings.optimizer.parts
         regions = build_regions(
@@ -95,12 +100,18 @@ class EnginePlan:
         return self.settings.chunk_bytes(self.plan.device_bytes)
 
 
-def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None) -> EnginePlan:
-    """Find the units, and plan for a machine (None: this one), as all ranks do. The model may be on `meta`. Collective.
-    Raises ConfigError and DoesNotFitError.
+def prepare(
+    model: nn.Module,
+    settings: Settings,
+    comm: Comm,
+    machine: Machine | None = None,
+    quantized: Mapping[nn.Parameter, Codec] | None = None,
+) -> EnginePlan:
+    """Find the units, and plan for a machine (None: this one), as all ranks do. The model may be on `meta`.
+    `quantized`: as of `Structure.of`. Collective. Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
-    structure = Structure.of(model, settings, comm.size)
+    structure = Structure.of(model, settings, comm.size, quantized or {})
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
     comm.agree("the model", shown)
@@ -112,12 +123,19 @@ def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine |
     return prepared
 
 
-def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
-    """Prepare, and only then allocate. Collective."""
+def assemble(
+    model: nn.Module,
+    settings: Settings,
+    counters: Counters,
+    fill: Fill | None,
+    comm: Comm,
+    quantized: Mapping[nn.Parameter, Codec],
+) -> EngineState:
+    """Prepare, and only then allocate. `quantized`: as of `Structure.of`. Collective."""
     # Weights that are there go as the engine takes them; those to be filled take no memory yet.
     given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
-    prepared = prepare(model, settings, comm, machine)
+    prepared = prepare(model, settings, comm, machine, quantized)
     if prepared.plan.layout.files and fill is None:
         raise ConfigError(
             "offload.parameters is files, and Engine() was given a model that has its weights already, from no files: "

@@ -30,6 +30,7 @@ from offload.hf.write import write_configuration
 from offload.lanes.ticket import Ticket
 from offload.layout.codecs import EXACT
 from offload.layout.planes import MASTER, STALE
+from offload.layout.quantized import Quantized
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
@@ -85,7 +86,7 @@ class Saving:
         own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
         if codec != EXACT.name:
             own["frozen_weights"] = codec
-            own["coded"] = {info.name: info.compute for info in engine.infos if info.codec != EXACT.name}
+            own["coded"] = {info.name: info.compute for info in engine.infos if info.codec is not EXACT}
         if trained_only:
             own[_TRAINED_ONLY] = True
         if engine.changed:
@@ -275,14 +276,22 @@ def _changed(reader: Reader) -> set[str]:
 
 
 def _codec(engine: EngineState) -> str:
-    """Return how the frozen weights rest that need not rest as they are."""
-    return next((info.codec for info in engine.infos if info.codec != EXACT.name), EXACT.name)
+    """Return in which of the codecs of the settings frozen weights rest, that need not."""
+    names = (info.codec.name for info in engine.infos if info.codec not in (EXACT, *_in_few_bits(engine)))
+    return next(names, EXACT.name)
+
+
+def _in_few_bits(engine: EngineState) -> list[Quantized]:
+    """Return the codecs of what the model's files have in few bits, and for which there is nothing to choose."""
+    return [info.codec for info in engine.infos if isinstance(info.codec, Quantized)]
 
 
 def _why_trained_only(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty where all can."""
     if (codec := _codec(engine)) != EXACT.name:
         return f"offload.frozen_weights is {codec}, and what rests in codes"
+    if found := _in_few_bits(engine):
+        return f"the model's files have frozen weights in {found[0].name}, and what rests in their codes"
     return "offload.parameters is files, and what rests in the model's own files" if engine.files is not None else ""
 
 

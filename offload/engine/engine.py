@@ -27,6 +27,7 @@ from offload.engine.units.residency import refuse_copy, refuse_held, refuse_spar
 from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
+from offload.layout.codecs import Codec
 from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings, with_settings
@@ -42,7 +43,8 @@ class Engine(StateAccess):
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
     piece (so that neither a model nor a parameter need ever be whole in memory); over several ranks it is called on one
-    of them for each unit. Without it all ranks get rank 0's weights.
+    of them for each unit. Without it all ranks get rank 0's weights. `quantized` says which frozen parameters the files
+    behind `fill` have in few bits, and how (`BuiltModel.quantized`): these rest and stream in the bytes of the files.
 
     Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
     all ranks make the same calls in the same order, each on its own rows.
@@ -56,11 +58,14 @@ class Engine(StateAccess):
         placement: Placement | None = None,
         *,
         fill: Fill | None = None,
+        quantized: Mapping[nn.Parameter, Codec] | None = None,
         comm: Comm | None = None,
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
-        check_types(Engine.__init__, {"model": model, "fill": fill, "comm": comm, "settings": settings})
+        check_types(
+            Engine.__init__, {"model": model, "fill": fill, "quantized": quantized, "comm": comm, "settings": settings}
+        )
         given = {"optimizer": optimizer, "placement": placement}
         options |= {key: value for key, value in given.items() if value is not None}
         settings = replace(settings or Settings(), **options)
@@ -76,7 +81,7 @@ class Engine(StateAccess):
         use_share_of_cores(self.comm.local_rank, self.comm.local_gpus)
         self.comm.claim(self)
         try:
-            self._state = assemble(model, settings, self.counters, fill, self.comm)
+            self._state = assemble(model, settings, self.counters, fill, self.comm, quantized or {})
         except BaseException as error:
             self.comm.release()
             if self._owned_comm is not None:

@@ -104,7 +104,7 @@ class StateAccess:
         """
         wanted = self._infos_of("engine.edit", names)
         has_files = self._state.files is not None
-        fixed = (info for info in wanted if info.codec != EXACT.name or (has_files and not info.trainable))
+        fixed = (info for info in wanted if info.codec is not EXACT or (has_files and not info.trainable))
         if (info := next(fixed, None)) is not None:
             raise ConfigError(
                 f"engine.edit was asked for {info.name}, which is not written: it rests in few bits, where other "

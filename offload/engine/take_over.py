@@ -9,8 +9,9 @@ from torch import nn
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.hf.safetensors_file import TensorFile, reader
-from offload.hf.sources import Fill, Source
+from offload.hf.safetensors_file import Read, TensorFile, reader
+from offload.hf.sources import Fill, Source, SourceInCodes
+from offload.layout.quantized import Quantized
 from offload.layout.regions import ParameterInfo
 from offload.tiers.host import trim_heap
 from offload.tiers.model_files import ModelFiles
@@ -58,12 +59,13 @@ def _take(state: EngineState, fill: Fill | None) -> None:
             assert parameter is not None
             if place.parameter not in taken:
                 taken.add(place.parameter)
-                found = given.pop(parameter, None)
-                if files is not None and again is not None and not state.infos[place.parameter].trainable:
-                    files.give(place.parameter, _of_files(found, state.infos[place.parameter]).over(again).read)
+                found, info = given.pop(parameter, None), state.infos[place.parameter]
+                is_asked = source == state.comm.rank
+                if files is not None and again is not None and not info.trainable:
+                    files.give(info.index, _as_it_rests(_of_files(found, info).over(again), info))
                 else:
-                    read = reader(parameter) if found is None else found.read
-                    state.store.values.write(place.parameter, read, parameter.dtype, source)
+                    read = _to_be_taken(found, parameter, info) if is_asked else reader(parameter)
+                    state.store.values.write(info.index, read, parameter.dtype, source)
             unit.resting[place.parameter] = state.hold.resting[place.parameter]
         unit.install(unit.resting)
 
@@ -88,6 +90,22 @@ def _of_files(source: Source | None, info: ParameterInfo) -> Source:
             "is: it is made of several tensors of theirs, or in none. Set --offload.parameters cpu (or nvme)."
         )
     return source
+
+
+def _to_be_taken(source: Source | None, parameter: nn.Parameter, info: ParameterInfo) -> Read:
+    """Return how a parameter is read that is to rest elsewhere. Raises ConfigError."""
+    if source is None and isinstance(info.codec, Quantized):
+        raise ConfigError(
+            f"{info.name} is in few bits in the model's files ({info.codec.name}), and has values in memory, which "
+            "rest in no codes: something has written it, such as the first values of an adapter that change the base. "
+            "Leave it as the files have it (fill= of the same model), or leave quantized= out."
+        )
+    return reader(parameter) if source is None else _as_it_rests(source, info)
+
+
+def _as_it_rests(source: Source, info: ParameterInfo) -> Read:
+    """Return what reads the records of a parameter, or the weights of one that rests in no codes of its files."""
+    return source.records if isinstance(source, SourceInCodes) and info.codec == source.codec else source.read
 
 
 def share_buffers(model: nn.Module, comm: Comm) -> None:

@@ -23,6 +23,7 @@ from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
 from offload.hf.adapters import Adaptation
 from offload.hf.models import (
+    BuiltModel,
     empty_model,
     is_pretrained,
     load_model_config,
@@ -30,6 +31,9 @@ from offload.hf.models import (
     max_positions,
     model_kind,
 )
+from offload.hf.quantized import quantization_of
+from offload.hf.read import quantized_parameters
+from offload.layout.quantized import Quantized
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
@@ -187,13 +191,22 @@ class Forecaster:
 
     @cached_property
     def _model(self) -> nn.Module:
-        section, dtype = self.config.model, self._architecture.dtype
-        model = empty_model(section, self._architecture)
-        if not self.config.adapts:
-            return model
-        if dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
-            model.to(dtype)  # a frozen weight takes what its files have
-        return Adaptation.of(self.config.lora, model_kind(self._architecture).name).over_shapes(model)
+        return self._built.model
+
+    @cached_property
+    def _built(self) -> BuiltModel:
+        """The model that is trained, on `meta`, with what of it its files have in few bits."""
+        section, architecture = self.config.model, self._architecture
+        model, quantized = empty_model(section, architecture), dict[nn.Parameter, Quantized]()
+        if self.config.adapts and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
+            model.to(architecture.dtype)  # a frozen weight takes what its files have
+        quantization = quantization_of(architecture)
+        folder = None if quantization is None else locate(section)
+        if quantization is not None and folder is not None and is_pretrained(section, folder):
+            quantized |= quantized_parameters(model, folder, quantization)
+        if self.config.adapts:
+            model = Adaptation.of(self.config.lora, model_kind(architecture).name).over_shapes(model)
+        return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return what a configuration comes to on a machine; without the `times` if told so. Raises ConfigError."""
@@ -257,7 +270,7 @@ class Forecaster:
     def _structure(self, told: Settings) -> Structure:
         key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, told, self.num_ranks)
+            self._structures[key] = Structure.of(self._model, told, self.num_ranks, self._built.quantized)
         return self._structures[key]
 
     def _work(self, config: Config, prepared: EnginePlan) -> Workload | str:

@@ -27,8 +27,10 @@ from offload.config.sections import ModelSection
 from offload.errors import ConfigError, OffloadError, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
+from offload.hf.quantized import quantization_of, unquantized
 from offload.hf.read import LoadReport, conversion, read_model, weight_files
 from offload.hf.sources import Fill, Removed, Source
+from offload.layout.quantized import Quantized
 
 _NUM_NAMES = 3  # of parameters, in a note
 
@@ -42,6 +44,8 @@ class BuiltModel:
     `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
     `source(name)`: where the values of a parameter can be read, again and again; None where no file has them.
     `removed`: the names of weights out of which an adapter's first values were taken, and what that was.
+    `quantized`: the parameters that the files have in few bits, and how; `fill` returns from where their records are
+    read, and `source` has what these stand for.
     """
 
     model: nn.Module
@@ -51,6 +55,7 @@ class BuiltModel:
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
     removed: Mapping[str, Removed] = field(default_factory=dict)
+    quantized: Mapping[nn.Parameter, Quantized] = field(default_factory=dict)
 
 
 def configuration(folder: Path) -> PreTrainedConfig:
@@ -259,7 +264,7 @@ def build_model(
             built = _load(kind.auto, section, path, config, seed=seed, grow=grow, **options)
         else:
             with DeferredInit(seed) as deferred:
-                model = kind.auto.from_config(config, dtype=torch.float32, **options)
+                model = kind.auto.from_config(unquantized(config), dtype=torch.float32, **options)
             built = BuiltModel(model, deferred.bind(model), folder)
     except OffloadError:
         raise
@@ -285,7 +290,7 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
     """Return the model of an architecture on `meta`, fp32, in train mode: its shapes alone. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            own = copy.deepcopy(config)  # which is told the dtype
+            own = unquantized(copy.deepcopy(config))  # which is told the dtype
             model = model_kind(config).auto.from_config(own, dtype=torch.float32, **attention_options(section))
     except OffloadError:
         raise
@@ -323,6 +328,11 @@ def _load(
     try:
         model, weights = read_model(auto, path, config, seed=seed, grow=grow, **options)
     except CannotStream as error:
+        if quantization_of(config) is not None:
+            raise ConfigError(
+                f"the weights of {path} are in few bits, and cannot be read part by part: {error} Give the folder of "
+                "the model that it was made from."
+            ) from error
         warnings.warn(
             f"the weights of {path} are read by transformers, which holds all of them in memory at once "
             f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}",
@@ -330,7 +340,8 @@ def _load(
         )
         return _load_whole(auto, path, config, options)
     _check_complete(model, path, weights.report.missing)
-    return BuiltModel(model, weights.fill, path, tuple(_notes(weights.report)), weights.close, weights.source)
+    notes = tuple(_notes(weights.report))
+    return BuiltModel(model, weights.fill, path, notes, weights.close, weights.source, quantized=weights.quantized)
 
 
 def _load_whole(auto: Any, path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> BuiltModel:

@@ -88,6 +88,12 @@ class Conversion:
         """Return the sources of one row of a stack that is made."""
         return tuple(self.sources[number] for number in self._rows_of[row])
 
+    @property
+    def joins_rows(self) -> bool:
+        """True where a row of the stack that is made is whole matrices, one below the other."""
+        _, *rest = self._rule.operations
+        return all(type(each).__name__ == "Concatenate" and each.dim == 1 for each in rest)
+
     def make_row(self, row: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row of the stack, from the tensors of `row_sources`."""
         (value,) = self._convert(self._rows_of[row], tensors).values()

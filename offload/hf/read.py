@@ -24,7 +24,6 @@ from offload.errors import ConfigError
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import (
     CannotStream,
-    Conversion,
     Shape,
     expected,
     plan_reading,
@@ -33,11 +32,26 @@ from offload.hf.names import (
     stays_fp32,
     tied_names,
 )
-from offload.hf.safetensors_file import TensorFile
-from offload.hf.sources import Fused, Grown, Source, Stacked, Whole, are_equal
+from offload.hf.quantized import (
+    TensorInCodes,
+    first_dtype,
+    open_folder,
+    quantization_of,
+    unquantized,
+)
+from offload.hf.sources import (
+    Fused,
+    Grown,
+    Source,
+    SourceInCodes,
+    Stacked,
+    StackedInCodes,
+    Whole,
+    WholeInCodes,
+    are_equal,
+)
+from offload.layout.quantized import Quantized
 from offload.tiers.host import trim_heap
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -57,10 +71,17 @@ class FolderWeights:
     """
 
     def __init__(
-        self, model: nn.Module, folder: Path, deferred: DeferredInit | None = None, *, grow: bool = False
+        self,
+        model: nn.Module,
+        folder: Path,
+        deferred: DeferredInit | None = None,
+        *,
+        files: Mapping[str, Any] | None = None,
+        grow: bool = False,
     ) -> None:
         """Plan for `model`, whose parameters are not filled and have the dtype wanted; its buffers are read at once.
 
+        `files`: of the folder, as `open_folder` has them; None to open them, of weights that are not quantized.
         `deferred` is what the model was built under: it initialises what no file has. With `grow`, embeddings may have
         more rows than the files: the added ones are the mean of the others (transformers' resize draws them from a
         normal distribution around it, a billionth as wide as that of the others).
@@ -68,32 +89,23 @@ class FolderWeights:
         Raises ConfigError, DiskError, CannotStream.
         """
         self._model, self._folder = model, folder
-        self._files = _open_files(folder, model)
+        self._files = open_folder(weight_files(folder), folder, None) if files is None else files
         state = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CannotStream(f"{type(model).__name__} keeps more than tensors in its state.")
-        metas = {
-            name: torch.empty(file.entries[name].shape, dtype=torch.float32, device="meta")
-            for name, file in self._files.items()
-        }
-        try:
-            plan = plan_reading(model, metas)
-        except ValueError as error:
-            raise ConfigError(f"the weights in {folder} do not fit {type(model).__name__}: {error}.") from error
-        shapes = {name: self._files[name].entries[name].shape for name in plan.unexpected}
-        self._sources = self._find_sources(state, plan.conversions, plan.unexpected, shapes)
+        self._sources, unexpected, shapes = find_sources(model, folder, self._files)
         grown = self._check_shapes(state, _embeddings(model) if grow else set())
         self._settle_dtypes(state)
         tied, untied = self._settle_ties(state)
         state = model.state_dict(keep_vars=True)
         found = {id(state[name]) for name in self._sources}
         absent = {name for name, value in state.items() if id(value) not in found}
-        missing, unexpected = expected(model, absent, plan.unexpected)
+        missing, unread = expected(model, absent, unexpected)
         self.report = LoadReport(
             tied,
             untied,
             {name: tuple(state[name].shape) for name in sorted(missing)},
-            {name: shapes[name] for name in sorted(unexpected)},
+            {name: shapes[name] for name in sorted(unread)},
             grown,
         )
         first = {id(state[name]): name for name in reversed(list(self._sources))}  # of tied names, one is read
@@ -106,6 +118,8 @@ class FolderWeights:
         self._pending: dict[str, weakref.ref[nn.Parameter]] = {
             name: weakref.ref(state[name]) for name in self._places.values() if name is not None
         }
+        self.quantized = in_codes(model, self._sources)
+        """The parameters that the files have in few bits, and how."""
         self._initial: Callable[[str, nn.Module], None] | None = None
         if deferred is not None:
             self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
@@ -150,28 +164,6 @@ class FolderWeights:
         """Close the files."""
         for file in self._files.values():
             file.close()
-
-    def _find_sources(
-        self,
-        state: Mapping[str, torch.Tensor],
-        conversions: list[Conversion],
-        unexpected: dict[str, str],
-        shapes: dict[str, Shape],
-    ) -> dict[str, Any]:
-        """Return a source for every tensor of the model that the files have; add what has no place to `unexpected`."""
-        sources: dict[str, Any] = {}
-        for conversion in conversions:
-            for name, shape in conversion.outputs.items():
-                if name not in state:
-                    unexpected[name], shapes[name] = name, shape
-                elif conversion.is_identity:
-                    key = conversion.sources[0]
-                    sources[name] = Whole(self._files[key], key, shape, state[name].dtype)
-                elif conversion.is_stacked:
-                    sources[name] = Stacked(self._files, conversion, shape, state[name].dtype)
-                else:
-                    sources[name] = Fused(self._files, conversion, name, shape, state[name].dtype)
-        return sources
 
     def _check_shapes(self, state: Mapping[str, torch.Tensor], may_grow: set[int]) -> dict[str, tuple[Shape, Shape]]:
         """Let embeddings grow that may. Raises ConfigError for any other shape that is not the model's."""
@@ -229,6 +221,58 @@ class FolderWeights:
                 self._model.get_submodule(owner)._buffers[key] = value
 
 
+def find_sources(
+    model: nn.Module, folder: Path, files: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Shape]]:
+    """Return a source for every tensor of a model that files have, of the dtype that it has there; and of what has no
+    place in the model the names that it would have, and its shapes. Raises ConfigError, CannotStream.
+    """
+    state = model.state_dict(keep_vars=True)
+    metas = {
+        name: torch.empty(file.entries[name].shape, dtype=torch.float32, device="meta") for name, file in files.items()
+    }
+    try:
+        plan = plan_reading(model, metas)
+    except ValueError as error:
+        raise ConfigError(f"the weights in {folder} do not fit {type(model).__name__}: {error}.") from error
+    sources, unexpected = dict[str, Any](), dict(plan.unexpected)
+    shapes = {name: files[name].entries[name].shape for name in unexpected}
+    for conversion in plan.conversions:
+        for name, shape in conversion.outputs.items():
+            if name not in state:
+                unexpected[name], shapes[name] = name, shape
+            elif conversion.is_identity:
+                key = conversion.sources[0]
+                kind = WholeInCodes if isinstance(files[key], TensorInCodes) else Whole
+                sources[name] = kind(files[key], key, shape, state[name].dtype)
+            elif conversion.is_stacked:
+                stacked = Stacked(files, conversion, shape, state[name].dtype)
+                sources[name] = StackedInCodes.of(stacked) or stacked
+            else:
+                sources[name] = Fused(files, conversion, name, shape, state[name].dtype)
+    return sources, unexpected, shapes
+
+
+def in_codes(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, Quantized]:
+    """Return the parameters of a model whose sources have them in few bits, and how."""
+    state = model.state_dict(keep_vars=True)
+    return {state[name]: each.codec for name, each in sources.items() if isinstance(each, SourceInCodes)}
+
+
+def quantized_parameters(
+    model: nn.Module, folder: Path, quantization: Mapping[str, Any]
+) -> dict[nn.Parameter, Quantized]:
+    """Return which parameters of a model, which may be on `meta`, a folder has in few bits, and how. No weights are
+    read. `quantization`: as the configuration says it. Raises ConfigError, DiskError.
+    """
+    files = open_folder(weight_files(folder), folder, quantization)
+    try:
+        return in_codes(model, find_sources(model, folder, files)[0])
+    finally:
+        for file in files.values():
+            file.close()
+
+
 def _embeddings(model: nn.Module) -> set[int]:
     """Return the ids of the parameters that have a row for each token."""
     modules = []
@@ -244,33 +288,24 @@ def read_model(
     auto: Any, folder: Path, config: PreTrainedConfig, *, seed: int = 0, grow: bool = False, **options: Any
 ) -> tuple[nn.Module, FolderWeights]:
     """Build the model of a folder as `auto.from_pretrained(folder, dtype="auto")` would, in eval mode, without its
-    weights: `FolderWeights.fill` gives them.
+    weights: `FolderWeights.fill` gives them. Of weights in few bits it is the model that they are dequantised to.
 
     `auto`: transformers' Auto class; `options`: for its `from_config`, such as attn_implementation. Raises ConfigError,
     DiskError, and CannotStream where only `from_pretrained` itself can do it.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"the model in {folder} is quantized ({_quantization(config)}): only bf16, fp16 and fp32 weights are "
-            "trained. Give the folder of the model that it was made from."
-        )
     if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
         raise CannotStream(f"the configuration in {folder} names files of its own for the weights.")
-    dtype = config.dtype or _first_dtype(folder)
+    config = copy.deepcopy(config)
+    files = open_folder(weight_files(folder), folder, quantization_of(config))
+    dtype = config.dtype or first_dtype(folder, files)
     with DeferredInit(seed) as deferred:
-        model = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
+        model = auto.from_config(unquantized(config), dtype=dtype, **options)
         settle_buffers(model)
-    weights = FolderWeights(model, folder, deferred, grow=grow)
+    weights = FolderWeights(model, folder, deferred, files=files, grow=grow)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = str(folder)
     return model.eval(), weights
-
-
-def _quantization(config: PreTrainedConfig) -> str:
-    given: Any = config.quantization_config
-    found = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-    return str(getattr(found, "value", found) or "quantization_config")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -314,29 +349,3 @@ def conversion(source: str, folder: str) -> str:
         "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
         f't.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and give that folder instead: --model.path {folder}.'
     )
-
-
-def _open_files(folder: Path, model: nn.Module) -> dict[str, TensorFile]:
-    """Return the file of every tensor. Raises ConfigError, DiskError."""
-    found: dict[str, TensorFile] = {}
-    for path in weight_files(folder):
-        file = TensorFile(path)
-        for name, entry in file.entries.items():
-            if entry.dtype.is_floating_point and entry.dtype not in _FLOATS:
-                raise ConfigError(
-                    f"tensor {name} in {path} is {str(entry.dtype).removeprefix('torch.')}: the model is quantized. "
-                    f"Only bf16, fp16 and fp32 weights of {type(model).__name__} are trained; give the folder of the "
-                    "model that it was made from."
-                )
-            found[name] = file
-    return found
-
-
-def _first_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the first weights that have a floating one. Raises ConfigError, DiskError."""
-    for path in weight_files(folder):
-        with TensorFile(path) as file:
-            for entry in file.entries.values():
-                if entry.dtype in _FLOATS:
-                    return entry.dtype
-    raise ConfigError(f"{folder} has no floating-point weights.")

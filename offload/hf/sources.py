@@ -1,5 +1,6 @@
 """Where a parameter's values come from: one tensor of a file, or several that are stacked or fused. All are read by
-ranges of the flat parameter, so that a rank can read its share alone.
+ranges of the flat parameter, so that a rank can read its share alone. Of what the files have in few bits the records
+can be read as well.
 """
 
 from __future__ import annotations
@@ -7,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from offload.hf.names import Conversion, Shape
+from offload.hf.quantized import TensorInCodes
 from offload.hf.safetensors_file import TensorFile
+from offload.layout.quantized import Quantized
 
 _BLOCK_NUMEL = 1 << 22  # elements of a parameter that are converted, compared or averaged at once
 
@@ -33,6 +36,21 @@ class Source(Protocol):
 
 Again = Callable[[TensorFile], TensorFile]
 """Returns a file as another reads it."""
+
+
+@runtime_checkable
+class SourceInCodes(Source, Protocol):
+    """A parameter that files have in few bits: `read` gives what the codes stand for."""
+
+    codec: Quantized
+    """The codec of the files."""
+
+    def records(self, begin: int, end: int) -> torch.Tensor:
+        """Return the records of elements `begin`, where a record begins, to `end` of the flat parameter, flat. Raises
+        DiskError.
+        """
+
+
 Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
 """Called with a module and its name just before its parameters are taken: gives them their values, or says where those
 of some are to be read.
@@ -43,7 +61,7 @@ of some are to be read.
 class Whole:
     """A parameter that is one tensor of a file."""
 
-    file: TensorFile
+    file: TensorFile | TensorInCodes
     key: str
     shape: Shape
     dtype: torch.dtype
@@ -57,7 +75,21 @@ class Whole:
         return found
 
     def over(self, again: Again) -> Whole:
-        return replace(self, file=again(self.file))
+        return replace(self, file=_file_again(self.file, again))
+
+
+@dataclass
+class WholeInCodes(Whole):
+    """A parameter that is one weight in codes."""
+
+    file: TensorInCodes
+
+    @property
+    def codec(self) -> Quantized:
+        return self.file.codec
+
+    def records(self, begin: int, end: int) -> torch.Tensor:
+        return self.file.records(begin, end)
 
 
 @dataclass
@@ -123,11 +155,11 @@ class Stacked:
     read. One of which a part was asked for stays until its end was, since it is read in pieces, one behind the other.
     """
 
-    files: Mapping[str, TensorFile]
+    files: Mapping[str, TensorFile | TensorInCodes]
     conversion: Conversion
     shape: Shape
     dtype: torch.dtype
-    _begun: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    _begun: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         found = torch.empty(end - begin, dtype=self.dtype)
@@ -149,12 +181,48 @@ class Stacked:
 
 
 @dataclass
+class StackedInCodes(Stacked):
+    """A parameter whose rows are put together of weights in codes: of the records as of the weights' own rows."""
+
+    codec: Quantized
+    _open: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+
+    @classmethod
+    def of(cls, stacked: Stacked) -> StackedInCodes | None:
+        """Return the same parameter in codes; None where its records are not those of its tensors, one behind the
+        other.
+        """
+        weights = [stacked.files[key] for key in stacked.conversion.sources]
+        (codec, *others) = {each.codec if isinstance(each, TensorInCodes) else None for each in weights}
+        if codec is None or others or not stacked.conversion.joins_rows:
+            return None
+        sizes = (math.prod(entry.shape) for each in weights for entry in each.entries.values())
+        is_whole = not any(size % codec.block for size in sizes)
+        return cls(stacked.files, stacked.conversion, stacked.shape, stacked.dtype, codec) if is_whole else None
+
+    def records(self, begin: int, end: int) -> torch.Tensor:
+        width, found = math.prod(self.shape[1:]), []
+        for row in range(begin // width, -(-end // width)):
+            records = self._open[row] if row in self._open else self._records_of(row)
+            low, high = (min(max(each - row * width, 0), width) // self.codec.block for each in (begin, end))
+            found.append(records[low * self.codec.record_bytes : high * self.codec.record_bytes])
+            self._open = {row: records} if high * self.codec.block < width else {}
+        return torch.cat(found)
+
+    def _records_of(self, row: int) -> torch.Tensor:
+        """Return the records of a row, flat: put together as the weights are, whose rows they stand for."""
+        weights = (self.files[key] for key in self.conversion.row_sources(row))
+        matrices = (each.matrix() for each in weights if isinstance(each, TensorInCodes))
+        return self.conversion.make_row(row, matrices).reshape(-1)
+
+
+@dataclass
 class Fused:
     """A parameter that is made of several tensors, or one of several that are made of a tensor: to read a part is to
     make all of it.
     """
 
-    files: Mapping[str, TensorFile]
+    files: Mapping[str, TensorFile | TensorInCodes]
     conversion: Conversion
     name: str
     shape: Shape
@@ -170,8 +238,8 @@ class Fused:
         return replace(self, files=_again(self.files, self.conversion, again))
 
 
-def _again(files: Mapping[str, TensorFile], conversion: Conversion, again: Again) -> Mapping[str, TensorFile]:
-    return {key: again(files[key]) for key in conversion.sources}
+def _file_again(file: TensorFile | TensorInCodes, again: Again) -> TensorFile | TensorInCodes:
+    return file.over(again) if isinstance(file, TensorInCodes) else again(file)
 
 
 @dataclass(frozen=True)
@@ -229,7 +297,13 @@ class Residual:
         return Residual(self.base.over(again), self.removed)
 
 
-def _tensor(file: TensorFile, key: str, dtype: torch.dtype) -> torch.Tensor:
+def _again(
+    files: Mapping[str, TensorFile | TensorInCodes], conversion: Conversion, again: Again
+) -> Mapping[str, TensorFile | TensorInCodes]:
+    return {key: _file_again(files[key], again) for key in conversion.sources}
+
+
+def _tensor(file: TensorFile | TensorInCodes, key: str, dtype: torch.dtype) -> torch.Tensor:
     return file.read(key).view(file.entries[key].shape).to(dtype)
 
 

@@ -40,6 +40,10 @@ class Codec:
         """Return the dtype of what rests of weights that are used in `dtype`, and the elements of a record."""
         return dtype, 1
 
+    def takes(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
+        """Return what `encoded` is given of weights in `dtype`: in what dtype, and of how many how many elements."""
+        return dtype, 1, 1
+
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         """Yield what rests of a parameter whose weights come in pieces, flat, in any float dtype. All pieces but the
         last are of a multiple of `block`.
@@ -165,7 +169,7 @@ class Nf4(Coded):
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         if kernels.have_kernels(out):
-            kernels.decode(self.name, records, out, _levels(), _dynamic_map())
+            kernels.decode(self.name, records, out, nf4_levels(), dynamic_map())
             return
         pairs, numbers = workspace[:2048].view(torch.int64), workspace[2048:3072].view(torch.float32)
         memory = workspace[3072:]
@@ -230,7 +234,7 @@ def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
     last block that is not whole is divided by its own, and the others are multiplied with the inverse.
     """
     if kernels.have_kernels(values):
-        return kernels.encode_nf4(values, _borders(_levels()))
+        return kernels.encode_nf4(values, _borders(nf4_levels()))
     whole = values.numel() // 64 * 64
     most = values[:whole].view(-1, 64).abs().amax(1)
     scaled = (values[:whole].view(-1, 64) * most.clamp(min=_LEAST_SCALE).reciprocal().view(-1, 1)).view(-1)
@@ -238,7 +242,7 @@ def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
         last = values[whole:].abs().amax().clamp(min=_LEAST_SCALE).view(1)
         most, scaled = torch.cat([most, last]), torch.cat([scaled, values[whole:] / last])
     scaled = torch.nn.functional.pad(scaled.clamp_(-1, 1), (0, values.numel() % 2))
-    codes = torch.bucketize(scaled, _borders(_levels()), out_int32=True)
+    codes = torch.bucketize(scaled, _borders(nf4_levels()), out_int32=True)
     return codes[::2].bitwise_left_shift_(4).bitwise_or_(codes[1::2]).to(torch.uint8), most
 
 
@@ -251,7 +255,7 @@ def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = _in_blocks(sizes - mean, 256)
     most = blocks.abs().amax(1, keepdim=True)
     on_grid = (blocks / most).add_(1).mul_(_GRID / 2).add_(0.5).floor_().mul_(2 / _GRID).sub_(1)
-    codes = torch.bucketize(on_grid, _borders(_dynamic_map()), out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(on_grid, _borders(dynamic_map()), out_int32=True).to(torch.uint8)
     return codes.masked_fill_(most == 0, 0), most, mean
 
 
@@ -261,7 +265,7 @@ def _mean(values: Tensor) -> Tensor:
 
 
 @cache
-def _levels() -> Tensor:
+def nf4_levels() -> Tensor:
     """Return the 16 numbers of NormalFloat, fp32 (QLoRA, appendix E)."""
     below = [1.0, 0.6961928009986877, 0.5250730514526367, 0.39491748809814453]
     below += [0.28444138169288635, 0.18477343022823334, 0.09105003625154495]
@@ -271,7 +275,7 @@ def _levels() -> Tensor:
 
 
 @cache
-def _dynamic_map() -> Tensor:
+def dynamic_map() -> Tensor:
     """Return the 256 numbers of the signed dynamic map, fp32: seven levels, each ten times the one before, of 1, 2, 4
     ... 64 numbers at equal distances on either side, and 0 and 1 (arXiv:2110.02861, section 2).
     """
@@ -292,5 +296,5 @@ def _borders(numbers: Tensor) -> Tensor:
 def _nf4_tables() -> Tensor:
     """Return both numbers that a byte of codes stands for, fp32 [256, 2], and the dynamic map, as bytes."""
     byte: Any = torch.arange(256, device="cpu")
-    pairs = torch.stack([_levels()[byte >> 4], _levels()[byte & 15]], 1)
-    return torch.cat([pairs.view(-1), _dynamic_map()]).view(torch.uint8)
+    pairs = torch.stack([nf4_levels()[byte >> 4], nf4_levels()[byte & 15]], 1)
+    return torch.cat([pairs.view(-1), dynamic_map()]).view(torch.uint8)

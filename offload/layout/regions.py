@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from offload.errors import ConfigError
-from offload.layout.codecs import CODECS, EXACT, Codec
+from offload.layout.codecs import EXACT, Codec
 from offload.layout.planes import CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
@@ -49,8 +49,8 @@ class ParameterInfo:
     """The weight decay."""
     rule: int = 0
     """The number of the parameter's update rule, in the `parts` of the optimizer."""
-    codec: str = EXACT.name
-    """The name of the codec in which the parameter rests; that of what is trained is exact."""
+    codec: Codec = EXACT
+    """How the parameter rests; what is trained rests as it is."""
 
     @property
     def numel(self) -> int:
@@ -193,17 +193,17 @@ def build_regions(
         info = parameters[index]
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
-        rule, codec = info.rule if info.trainable else 0, CODECS[info.codec]
+        rule, codec = info.rule if info.trainable else 0, info.codec
         has_low = has_low and codec is EXACT
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(info)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec), members in groups.items():
-        border = max(PARAMETER_ALIGNMENT, codec.block)
+        border = math.lcm(PARAMETER_ALIGNMENT, codec.block)
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
         by_matrix = trainable and factors is not None and rule in factors
         bins = _balanced(members, num_ranges) if by_matrix else [members]
         lengths = [_length(its, border) for its in bins]
-        step = align(max(lengths), max(SHARD_MULTIPLE, border) * world_size // len(bins))
+        step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
         _check_padding(names, members, step, len(bins))
         offsets = [
             number * step + _length(its[:position], border)
@@ -410,7 +410,7 @@ class DiskLayout:
     def _step(self, region: Region) -> int:
         """Return the elements of a tile of a region that moves in tiles; 0 for one that does not."""
         if region.index in self.files:
-            return self.file_tile_numel
+            return align(self.file_tile_numel, region.codec.block)
         moves = self.of(region) or region.index in self.streamed
         return align(self.tile_numel, region.codec.block) if moves else 0
 

@@ -130,9 +130,10 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     """Return which frozen weights rest in codes, and which do not, or what is read of those in the model's own files,
     for people; empty where they rest as others do.
     """
+    files = ""
     if layout.files:
         size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
-        return (
+        files = (
             f"frozen weights of {format_bytes(size)} stay in the model's own files, of which a step reads at most "
             f"{format_bytes(2 * size)}: what comes up for the forward, and again for the backward; they are read "
             + (
@@ -141,20 +142,23 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
                 else "through the page cache, which has room for them"
             )
         )
-    coded = [region for region in regions if region.codec is not EXACT]
+    coded: dict[str, list[Region]] = {}
+    for region in regions:
+        if region.codec is not EXACT:
+            coded.setdefault(region.codec.name, []).append(region)
     if not coded:
-        return ""
-    num_coded = sum(len(region.parameters) for region in coded)
-    rests = format_bytes(sum(region.travelling_bytes for region in coded))
-    used = format_bytes(sum(region.weight_bytes for region in coded))
-    others = [info for info in infos if not info.trainable and info.codec == EXACT.name]
+        return files
+    parts = [
+        f"{sum(len(region.parameters) for region in its)} frozen parameters rest in {name}, "
+        f"{format_bytes(sum(region.travelling_bytes for region in its))} for "
+        f"{format_bytes(sum(region.weight_bytes for region in its))} on the device"
+        for name, its in coded.items()
+    ]
+    others = [info for info in infos if not info.trainable and info.codec is EXACT]
     small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
     named = [info.name for info in others if info not in small]
     named += [f"{len(small)} vectors and small matrices"] if small else []
-    return (
-        f"{num_coded} frozen parameters rest in {coded[0].codec.name}, {rests} for {used} on the device; "
-        f"others as they are: {', '.join(named) or 'none'}"
-    )
+    return "; ".join([*filter(None, [files]), *parts, f"others as they are: {', '.join(named) or 'none'}"])
 
 
 def make_plan(

@@ -24,7 +24,7 @@ from offload.tiers.watched_files import WatchedFile, WatchedFiles
 READ_RING = "read ring"
 """The host memory through which weights of files pass."""
 Read = Callable[[int, int], torch.Tensor]
-"""Returns elements `begin` to `end` of a parameter, flat, in any float dtype."""
+"""Returns elements `begin` to `end` of a parameter, flat, in any float dtype; or their records, where it rests so."""
 
 
 @dataclass(eq=False)
@@ -123,14 +123,15 @@ class ModelFiles:
             begin, end = max(offset, record.begin), min(offset + size, record.end)
             if begin < end:
                 value = self._reads[index](begin - offset, end - offset)
+                its = slice(begin - record.begin, end - record.begin)
                 self.bytes_read += value.nbytes
-                its = {"weights": value}
+                found = {"weights": value}
                 if region.has_low and value.dtype != torch.bfloat16:
-                    its["weights"], its["low"] = kernels.split(value.float())
+                    found["weights"], found["low"] = kernels.split(value.float())
                 for name, plane in planes.items():
-                    part = plane[begin - record.begin : end - record.begin]
-                    if name in its:
-                        copy_in_one_thread(part, its[name])
+                    part = plane[record.planes[name].cut(its)]
+                    if name in found:
+                        copy_in_one_thread(part, found[name])
                     else:
                         part.zero_()
 

@@ -13,7 +13,7 @@ from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import MASTER
-from offload.layout.regions import ParameterInfo, Sharding
+from offload.layout.regions import ParameterInfo, Sharding, align
 from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
 
@@ -44,7 +44,8 @@ class Values:
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
         """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
-        `dtype`, any float one. Collective with `source`: that rank's alone is asked.
+        `dtype`, any float one, or the records that its codec takes. Collective with `source`: that rank's alone is
+        asked.
         """
         state = self._states[self._home[parameter][0]]
         region, plane = state.region, state.region.plane("weights")
@@ -57,12 +58,15 @@ class Values:
     def _pieces(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
         """Yield the weights of a parameter as `write` is given them, on every rank."""
         info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
-        for begin in range(0, info.numel, _PIECE):
-            end = min(begin + _PIECE, info.numel)
+        dtype, block, width = info.codec.takes(dtype)
+        step = align(_PIECE, block)
+        for begin in range(0, info.numel, step):
+            end = min(begin + step, info.numel)
             if not is_shared:
                 flat = read(begin, end)
             else:
-                flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(end - begin, dtype=dtype)
+                numel = align(end - begin, block) // block * width
+                flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(numel, dtype=dtype)
                 self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
                 self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong

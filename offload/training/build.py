@@ -33,11 +33,14 @@ from offload.hf.models import (
     Kind,
     build_model,
     check_sequence_length,
+    is_pretrained,
+    locate,
     max_positions,
     model_kind,
     quiet_transformers,
     vocab_size,
 )
+from offload.hf.quantized import method_of, quantization_of, refuse_training
 from offload.machine.limits import integrated_note
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
@@ -203,6 +206,9 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     another base than the checkpoint's as well; MissingLibraryError.
     """
     if not config.adapts:
+        quantization = quantization_of(architecture)
+        if quantization is not None and is_pretrained(config.model, locate(config.model)):
+            raise refuse_training(f"model.path is {config.model.path}, which", method_of(quantization))
         return WholeModel(kind)
     base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
     if first is not None:

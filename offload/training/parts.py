@@ -23,7 +23,7 @@ from offload.planning.from_config import settings
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
-    return Engine(built.model, settings=settings(config), fill=built.fill, comm=comm)
+    return Engine(built.model, settings=settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:

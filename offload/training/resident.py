@@ -16,7 +16,7 @@ from offload.engine.loss.loss import find_loss
 from offload.engine.units.find import describe_parameters, find_units
 from offload.engine.units.forwards import compile_modules
 from offload.errors import ConfigError
-from offload.layout.codecs import CODECS, EXACT, decoded
+from offload.layout.codecs import EXACT, decoded
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.native import kernels
@@ -30,9 +30,9 @@ Part = tuple[Batch, float]
 
 def master_of(info: ParameterInfo, weights: torch.Tensor) -> torch.Tensor:
     """Return the weights that a parameter is taken for: what its codes stand for, where it rests in some."""
-    if info.codec == EXACT.name:
+    if info.codec is EXACT:
         return weights
-    return decoded(CODECS[info.codec], weights.reshape(-1), DTYPES[info.compute])
+    return decoded(info.codec, weights.reshape(-1), DTYPES[info.compute])
 
 
 def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:

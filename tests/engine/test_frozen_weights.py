@@ -189,7 +189,7 @@ def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simu
     the order turns.
     """
     depth, numel = 6, 1 << 16
-    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=codec) for n in range(depth)]
+    infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=CODECS[codec]) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
     plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
     between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # of torch's operations

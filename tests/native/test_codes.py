@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout.codecs import CODECS, Coded, _borders, _dynamic_map, _levels
+from offload.layout.codecs import CODECS, Coded, _borders, dynamic_map, nf4_levels
 from offload.native import codes
 from tests.native.states import ISAS
 
 NAMES = ["int8", "nf4"]
-TABLES = {"int8": (), "nf4": (_levels(), _dynamic_map())}
+TABLES = {"int8": (), "nf4": (nf4_levels(), dynamic_map())}
 
 
 def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
@@ -28,7 +28,9 @@ def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
         drawn *= torch.tensor(10.0).pow(torch.arange(numel) % 77 - 38)
         drawn[::5] = 0
     elif kind == "borders":
-        drawn = torch.cat([_levels(), _borders(_levels()), torch.arange(-127, 128) / 254]).repeat(numel // 286 + 1)
+        drawn = torch.cat([nf4_levels(), _borders(nf4_levels()), torch.arange(-127, 128) / 254]).repeat(
+            numel // 286 + 1
+        )
         drawn = drawn[:numel].clone()
     elif kind == "broken" and numel:
         drawn[seed % numel] = torch.tensor([torch.nan, torch.inf, -torch.inf])[seed % 3]
@@ -86,7 +88,7 @@ def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, th
     weights, how = values(numel, seed, kind), {"threads": threads, "isa": isa}
     records = codes.encode_int8(weights, **how)
     assert torch.equal(records, made_in_torch("int8", weights))
-    pairs, sizes = codes.encode_nf4(weights, _borders(_levels()), **how)
+    pairs, sizes = codes.encode_nf4(weights, _borders(nf4_levels()), **how)
     record = made_in_torch("nf4", weights).view(-1, 8456)
     assert torch.equal(pairs, record[:, :8192].reshape(-1)[: len(pairs)])
     blocks = weights.abs().split(64)

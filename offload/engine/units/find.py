@@ -7,14 +7,15 @@ except the small ones (final norms, biases of a parent module), which stay on th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.codecs import EXACT, LEAST_NUMEL
+from offload.hf.quantized import refuse_training
+from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import Trained, UpdateRule
 
@@ -62,10 +63,14 @@ class Candidate:
 
 
 def describe_parameters(
-    model: nn.Module, optimizer: UpdateRule, precision: str, frozen_weights: str = EXACT.name
+    model: nn.Module,
+    optimizer: UpdateRule,
+    precision: str,
+    frozen_weights: str = EXACT.name,
+    quantized: Mapping[nn.Parameter, Codec] | None = None,
 ) -> list[ParameterInfo]:
     """Return what there is to train, in torch's order, tied names once. `frozen_weights`: the codec of frozen matrices
-    of blocks.
+    of blocks. `quantized`: the codecs of what the model's files have in few bits. Raises ConfigError.
     """
     named = list(model.named_parameters())
     if not named:
@@ -83,7 +88,8 @@ def describe_parameters(
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
     in_blocks = {id(parameter) for block in _blocks(model) for parameter in block.parameters()}
-    infos = []
+    quantized, infos = quantized or {}, []
+    _check_quantized(named, quantized, frozen_weights)
     for index, (name, parameter) in enumerate(named):
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
@@ -113,16 +119,30 @@ def describe_parameters(
                 lr_scale=choice.lr_scale,
                 weight_decay=choice.weight_decay,
                 rule=choice.rule,
-                codec=frozen_weights if has_codes else EXACT.name,
+                codec=quantized.get(parameter, CODECS[frozen_weights] if has_codes else EXACT),
             )
         )
-    if frozen_weights != EXACT.name and all(info.codec == EXACT.name for info in infos):
+    if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
         raise ConfigError(
             f"offload.frozen_weights is {frozen_weights}, and the model has no frozen weights to rest in it: matrices "
             f"of blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before Engine(), or set "
             "--offload.frozen_weights exact."
         )
     return infos
+
+
+def _check_quantized(
+    named: Sequence[tuple[str, nn.Parameter]], quantized: Mapping[nn.Parameter, Codec], frozen_weights: str
+) -> None:
+    """Raise ConfigError for what is in few bits in the model's files, and is to be trained, or to rest otherwise."""
+    for name, parameter in named:
+        if parameter in quantized and parameter.requires_grad:
+            raise refuse_training(name, quantized[parameter].name)
+        if parameter in quantized and frozen_weights != EXACT.name:
+            raise ConfigError(
+                f"offload.frozen_weights is {frozen_weights}, and {name} is in few bits in the model's folder already "
+                f"({quantized[parameter].name}), in which it rests: set --offload.frozen_weights exact."
+            )
 
 
 def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:

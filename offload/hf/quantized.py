@@ -1,0 +1,422 @@
+"""Folders whose weights are in few bits already: which formats are known, and which tensors of the files are a weight
+together. The model is made as if it were not quantized; what its weights are is what transformers dequantises them to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from offload.errors import ConfigError
+from offload.hf.safetensors_file import Entry, TensorFile
+from offload.layout import quantized as codec
+from offload.layout.codecs import dynamic_map, nf4_levels
+from offload.layout.quantized import Grid, Quantized, StoredNf4, rounding
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes of weights that are not in few bits."""
+_ROWS = 16  # of a record, where every row has scales of its own: it then begins on a border for any even width
+_KNOWN = (
+    "block-wise fp8 as DeepSeek-V3's (fp8), mxfp4 as gpt-oss's, nf4 as bitsandbytes saves it, and pack-quantized int4, "
+    "int-quantized int8 and float-quantized fp8 of compressed-tensors"
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a file that has a part of a weight in codes."""
+
+    file: TensorFile
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.entries[self.key].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.file.entries[self.key].dtype
+
+    def value(self) -> torch.Tensor:
+        """Return all of the tensor. Raises DiskError."""
+        return self.file.read(self.key).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes of a tensor that belong to records, so many to each, one behind the other."""
+
+    of: Member
+    num_bytes: int
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return those of records `first` to `last`, uint8 [n, bytes]; 0 where the tensor has no more. Raises
+        DiskError.
+        """
+        width = self.of.dtype.itemsize
+        begin, end = (min(each * self.num_bytes // width, math.prod(self.of.shape)) for each in (first, last))
+        found = self.of.file.read(self.of.key, begin, end).view(torch.uint8)
+        lacking = (last - first) * self.num_bytes - len(found)
+        return torch.nn.functional.pad(found, (0, lacking)).view(-1, self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Same:
+    """Bytes that all records have."""
+
+    values: torch.Tensor
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return those of records `first` to `last`, uint8 [n, bytes]."""
+        return self.values.view(1, -1).expand(last - first, -1)
+
+
+@dataclass
+class TensorInCodes:
+    """A weight that several tensors of files make up. It is read like a tensor of a file: as what it is dequantised
+    to.
+    """
+
+    codec: Quantized
+    parts: Sequence[Part | Same]
+    entries: dict[str, Entry]
+    """The name, dtype and shape of the weight."""
+    _begun: tuple[tuple[int, int], torch.Tensor] | None = field(default=None, repr=False)
+
+    def records(self, begin: int, end: int) -> torch.Tensor:
+        """Return the records of elements `begin` to `end` of the flat weight, flat. Raises DiskError."""
+        first, last = begin // self.codec.block, -(-end // self.codec.block)
+        return self.codec.join([part.read(first, last) for part in self.parts])
+
+    def matrix(self) -> torch.Tensor:
+        """Return all records, uint8 [n, bytes]. Raises DiskError."""
+        ((_, entry),) = self.entries.items()
+        return self.records(0, math.prod(entry.shape)).view(-1, self.codec.record_bytes)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements `begin` to `end` of the flat weight. Raises DiskError. Records of which a part was asked for
+        stay until their end was, since a weight is read in pieces, one behind the other.
+        """
+        entry, block = self.entries[name], self.codec.block
+        numel = math.prod(entry.shape)
+        end = numel if end is None else end
+        first, last = begin // block, -(-end // block)
+        low, high = first * block, min(last * block, numel)
+        if self._begun is None or self._begun[0] != (low, high):
+            self._begun = (low, high), self.codec.read(self.records(low, high), slice(0, high - low), entry.dtype)
+        values = self._begun[1][begin - low : end - low].clone()
+        if end == high:
+            self._begun = None
+        return values
+
+    def over(self, again: Callable[[TensorFile], TensorFile]) -> TensorInCodes:
+        """Return the same weight out of the same files as somebody else reads them. Raises DiskError."""
+        parts = [
+            Part(Member(again(part.of.file), part.of.key), part.num_bytes) if isinstance(part, Part) else part
+            for part in self.parts
+        ]
+        return TensorInCodes(self.codec, parts, self.entries)
+
+    def close(self) -> None:
+        """Close the files."""
+        for part in self.parts:
+            if isinstance(part, Part):
+                part.of.file.close()
+
+
+def quantization_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Return what a configuration says of how weights are quantized; None where they are not."""
+    given: Any = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    return given if isinstance(given, dict) else given.to_dict()
+
+
+def unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration as that of a model whose weights are not quantized; `config` itself, which is changed."""
+    for each in (config, config.get_text_config()):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    return config
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """Return what the method of a quantization is called."""
+    found = quantization.get("quant_method")
+    return str(getattr(found, "value", found) or "quantization_config")
+
+
+def refuse_training(name: str, how: str) -> ConfigError:
+    """Return the error for weights in few bits that would be trained."""
+    return ConfigError(
+        f"{name} is in few bits in the model's folder ({how}), and would be trained: a step is mostly smaller than "
+        "what its codes tell apart. Train an adapter over it (--lora.rank 16, or requires_grad=False before Engine()), "
+        "or give the folder of the model that it was made from."
+    )
+
+
+class Format(ABC):
+    """How the tensors of a folder make up its weights in codes."""
+
+    mark: str
+    """How the name of a tensor ends that every weight in codes has."""
+    members: tuple[str, ...]
+    """How the names of all of its tensors end."""
+    weight = ".weight"
+    """How the name of the weight ends."""
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        """`quantization`: as of the configuration. Raises ConfigError, which says what is not known."""
+        self._said = quantization
+
+    @abstractmethod
+    def made_of(
+        self, its: Mapping[str, Member], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+        """Return the shape of a weight, its codec, and the parts of its records, of its tensors by how their names end.
+        `dtype`: of the model. Raises ConfigError, DiskError.
+        """
+
+
+class BlockFp8(Format):
+    """fp8, with a scale for each block of a matrix, as DeepSeek-V3 has it (arXiv:2412.19437, section 3.3)."""
+
+    mark, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
+
+    def made_of(
+        self, its: Mapping[str, Member], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+        codes, scales = its[".weight"], its[".weight_scale_inv"]
+        block = self._said.get("weight_block_size")
+        return _grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
+
+
+class GptOss(Format):
+    """mxfp4, for the experts of a layer at once, each matrix the other way round."""
+
+    mark, members, weight = "_blocks", ("_blocks", "_scales"), ""
+
+    def made_of(
+        self, its: Mapping[str, Member], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+        codes, exponents = its["_blocks"], its["_scales"]
+        if len(codes.shape) != 4 or codes.shape[3] != 16 or codes.shape[:3] != exponents.shape:
+            raise _unknown(codes, f"of shape {list(codes.shape)} where [experts, columns, blocks, 16] is known")
+        num, columns, blocks, _ = codes.shape
+        found = codec.Mxfp4(32 * blocks, columns, rounding(dtype))
+        parts = [Part(member, size) for member, size in zip((exponents, codes), found.fields, strict=True)]
+        return (num, found.rows, columns), found, parts
+
+
+class BitsAndBytes(Format):
+    """nf4 (QLoRA, arXiv:2305.14314), with its magnitudes in codes as well or in fp32."""
+
+    mark = ".weight.quant_state.bitsandbytes__nf4"
+    members = (
+        ".weight",
+        ".weight.absmax",
+        ".weight.quant_map",
+        ".weight.nested_absmax",
+        ".weight.nested_quant_map",
+        mark,
+    )
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        super().__init__(quantization)
+        kind = quantization.get("bnb_4bit_quant_type", "fp4") if quantization.get("load_in_4bit") else "int8"
+        if kind != "nf4":
+            raise ConfigError(f"in {kind} of bitsandbytes")
+
+    def made_of(
+        self, its: Mapping[str, Member], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+        codes, state = its[".weight"], json.loads(bytes(its[self.mark].value().tolist()))
+        shape = tuple(state["shape"])
+        rounds = rounding(getattr(torch, state["dtype"]), dtype)
+        sizes = state["blocksize"], state.get("nested_blocksize", 256)
+        tables = [(its[".weight.quant_map"], nf4_levels())]
+        if ".weight.nested_quant_map" in its:
+            tables.append((its[".weight.nested_quant_map"], dynamic_map()))
+        if sizes != (64, 256) or not all(
+            torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
+        ):
+            raise _unknown(codes, f"in blocks of {sizes[0]} and {sizes[1]}, where 64 and 256, with QLoRA's tables, are")
+        if len(tables) == 1:
+            found = Grid("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
+            return shape, found, [Part(its[".weight.absmax"], found.fields[0]), Part(codes, found.fields[1])]
+        members = codes, its[".weight.absmax"], its[".weight.nested_absmax"]
+        nested = StoredNf4(rounds)
+        parts = [Part(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
+        offset = torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
+        return shape, nested, [*parts, Same(offset)]
+
+
+class CompressedTensors(Format):
+    """Whole numbers or fp8, with a scale for each group of a row, each row, each block, or the matrix."""
+
+    mark = ".weight_scale"
+    members = (".weight", ".weight_packed", ".weight_shape", ".weight_zero_point", mark)
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        super().__init__(quantization)
+        groups = quantization.get("config_groups") or {}
+        self._blocks = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+        told = {group.get("format") or quantization.get("format") for group in groups.values()}
+        for format_ in sorted(map(str, told or {quantization.get("format")})):
+            if format_ not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+                raise ConfigError(f"as {format_} of compressed-tensors")
+        for group in groups.values():
+            weights = group.get("weights") or {}
+            if not weights.get("symmetric", True):
+                raise ConfigError("as whole numbers with zero points (asymmetric) of compressed-tensors")
+            if weights.get("num_bits", 8) not in (4, 8) or weights.get("actorder"):
+                how = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
+                raise ConfigError(f"{how} of compressed-tensors")
+
+    def made_of(
+        self, its: Mapping[str, Member], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+        scales = its[self.mark]
+        if ".weight_zero_point" in its and its[".weight_zero_point"].value().any():
+            raise _unknown(its[".weight_zero_point"], "a zero point that is not 0, where none is")
+        rounds = scales.dtype, dtype
+        if ".weight_packed" not in its:
+            codes = its[".weight"]
+            numbers: codec.Numbers = codec.FLOAT8 if codes.dtype == torch.float8_e4m3fn else codec.INT8
+            if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+                raise _unknown(codes, f"{codes.dtype} with a scale, where int8 and float8_e4m3fn are")
+            block = next(filter(None, self._blocks), None)
+            return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds)
+        codes, shape = its[".weight_packed"], tuple(its[".weight_shape"].value().tolist())
+        bits = 32 * codes.shape[-1] // shape[-1]
+        if shape[-1] % 8 or bits not in (4, 8):
+            raise _unknown(codes, f"of rows of {shape[-1]} numbers in {codes.shape[-1]} words, where 4 or 8 bits are")
+        numbers = codec.INT4 if bits == 4 else codec.PACKED8
+        return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
+
+
+FORMATS: dict[str, type[Format]] = {
+    "fp8": BlockFp8,
+    "mxfp4": GptOss,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+}
+"""The formats, as `quant_method` of a configuration names them."""
+
+
+def _grid(
+    said: str,
+    numbers: codec.Numbers,
+    codes: Member,
+    shape: tuple[int, ...],
+    scales: Member,
+    block: Sequence[int] | None,
+    rounds: Sequence[torch.dtype],
+) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+    """Return what `Format.made_of` does, of codes [.., rows, columns] and of scales for tiles of them. `block`: the
+    rows and columns of a tile as the configuration has them, which may not divide those of a matrix; where it has none,
+    tiles are equal.
+    """
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    is_one = math.prod(scales.shape) == 1
+    grid = (1, 1) if is_one else (math.prod(scales.shape[:-1]), scales.shape[-1])
+    tile = (_ROWS, width) if is_one else (rows // grid[0], width // grid[1])
+    if block and not is_one and (-(-rows // block[0]), -(-width // block[1])) == grid:
+        tile = block[0], block[1]
+    elif not is_one and (rows % grid[0] or width % grid[1]):
+        raise _unknown(scales, f"of shape {list(scales.shape)} for {list(shape)}, which are no equal blocks: those are")
+    if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
+        raise _unknown(codes, f"of shape {list(shape)}, where an even width and whole blocks of a matrix are")
+    record = tile[0] * -(-_ROWS // tile[0])
+    found = Grid(said, numbers, record, width, tile, scales.dtype, rounding(*rounds))
+    its_scales = Same(scales.value().view(-1).view(torch.uint8)) if is_one else Part(scales, found.fields[0])
+    return shape, found, [its_scales, Part(codes, found.fields[1])]
+
+
+def _unknown(member: Member, what: str) -> ConfigError:
+    return ConfigError(
+        f"tensor {member.key} in {member.file.path} is {what} known. What is known: {_KNOWN}. Give the folder of the "
+        "model that it was made from."
+    )
+
+
+def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
+    """Return the format of a quantized folder. Raises ConfigError for one that is not known."""
+    method = method_of(quantization)
+    try:
+        if method not in FORMATS:
+            raise ConfigError("in another way")
+        return FORMATS[method](quantization)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the model in {folder} is quantized ({method}) {error}: that is not read. What is known: {_KNOWN}. Give "
+            "the folder of the model that it was made from, or let transformers dequantize it once: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize(), and save_pretrained."
+        ) from None
+
+
+def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return, for every weight in files, what it is read from by its name: a TensorFile or a `TensorInCodes`. Raises
+    ConfigError, also for what is not known; DiskError.
+    """
+    files: dict[str, TensorFile] = {}
+    for path in paths:
+        file = TensorFile(path)
+        files |= dict.fromkeys(file.entries, file)
+    found: dict[str, Any] = dict(files)
+    if quantization is not None:
+        format_ = format_of(folder, quantization)
+        stems = [name.removesuffix(format_.mark) for name in files if name.endswith(format_.mark)]
+        its = {
+            stem: {end: Member(files[stem + end], stem + end) for end in format_.members if stem + end in files}
+            for stem in stems
+        }
+        for member in (member for members in its.values() for member in members.values()):
+            del found[member.key]
+        dtype = model_dtype(folder, found)
+        for stem, members in its.items():
+            try:
+                shape, codec_, parts = format_.made_of(members, dtype)
+            except KeyError as error:
+                raise ConfigError(
+                    f"{folder} has {stem}{format_.mark}, and no {stem}{error.args[0]}: download it whole."
+                ) from None
+            name = stem + format_.weight
+            found[name] = TensorInCodes(codec_, parts, {name: Entry(dtype, shape, 0, 0)})
+    for name, file in found.items():
+        dtype = file.entries[name].dtype
+        if dtype.is_floating_point and dtype not in FLOATS:
+            why = "its configuration does not say how" if quantization is None else "no scales belong to it"
+            raise ConfigError(
+                f"tensor {name} in {file.path} is {str(dtype).removeprefix('torch.')}: the model is quantized, and "
+                f"{why}. What is known: {_KNOWN}. Give the folder of the model that it was made from."
+            )
+    return found
+
+
+def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that the configuration of a folder gives its model, whatever a run computes in; where it has
+    none, that of the first weights. Raises ConfigError.
+    """
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for each in (said, said.get("text_config") or {}):
+        found = getattr(torch, str(each.get("dtype") or each.get("torch_dtype") or "").removeprefix("torch."), None)
+        if isinstance(found, torch.dtype):
+            return found
+    return first_dtype(folder, files)
+
+
+def first_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the first weights that have a floating one. Raises ConfigError."""
+    dtypes = (file.entries[name].dtype for name, file in files.items())
+    if (found := next((dtype for dtype in dtypes if dtype in FLOATS), None)) is None:
+        raise ConfigError(f"{folder} has no floating-point weights.")
+    return found

@@ -1,0 +1,185 @@
+"""Bases whose files are in few bits: training an adapter over one is PEFT's over what they are dequantised to, to the
+bit, and what rests and moves are the bytes of the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Placement
+from offload.config.sections import LoraSection, ModelSection
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.hf.adapters import Adaptation
+from offload.hf.models import BuiltModel, build_model, fill_all
+from offload.layout.quantized import Quantized
+from tests.engine import families
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import JOB, SMOOTH, share
+from tests.engine.sizes import tier_bytes
+from tests.hf.quantized import FORMATS, deepseek, quantized
+from tests.integrations.plain import needs
+from tests.matrix import matrix, quick
+
+needs("peft")
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
+    "files": {"parameters": "files"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
+    "ahead": {"prefetch": 1, "debug": 3},
+}
+
+
+def adapted(folder: Path) -> BuiltModel:
+    """The model of a folder beneath a LoRA."""
+    section = LoraSection(rank=4, target_modules=["q_proj", "o_proj"])
+    base = build_model(ModelSection(path=str(folder)), seed=0)
+    return Adaptation.of(section, "causal").over(base, seed=7)
+
+
+def plain_of(folder: Path) -> BuiltModel:
+    """The same over what the weights are dequantised to."""
+    return adapted(folder.with_name(f"{folder.name}-plain"))
+
+
+def engine_of(built: BuiltModel, **settings: Any) -> Engine:
+    return Engine(built.model, fill=built.fill, quantized=built.quantized, **settings)
+
+
+@matrix(strength=1, kind=list(FORMATS), place=PLACES)
+def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict[str, Any], tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", kind)
+    built, more = adapted(folder), {"nvme_dir": str(tmp_path)} if "nvme" in place.values() else {}
+    engine, _ = train_both(
+        built.model,
+        families.batches(3),
+        plain=fill_all(plain_of(folder)),
+        fill=built.fill,
+        quantized=built.quantized,
+        placement=Placement(**place, **more),
+    )
+    engine.close()
+    built.close()
+
+
+@matrix(strength=1, kind=list(FORMATS), dtype=[torch.bfloat16, torch.float16, torch.float32], way=WAYS)
+def test_an_engine_gives_what_it_gives_over_what_it_is_dequantised_to(
+    kind: str, dtype: torch.dtype, way: dict[str, Any], tmp_path: Path
+) -> None:
+    """In bf16, whatever the dtype of the folder: weights are rounded to that first."""
+    folder = quantized(tmp_path / "base", kind, dtype=dtype)
+    one, other = (engine_of(each, precision="bf16", **way) for each in (adapted(folder), plain_of(folder)))
+    for batch in families.batches(2):
+        found, wanted = (each.step(batch) for each in (one, other))
+        assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    its = (dict(each.named_parameters(trained_only=True)) for each in (one, other))
+    assert_same(*its)
+
+
+def test_stacked_experts_stream_in_codes(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", "fp8", deepseek)
+    for place in PLACES["cpu"], PLACES["files"]:
+        built = _deepseek(folder)
+        train_both(
+            built.model,
+            families.batches(2),
+            plain=fill_all(_deepseek(folder.with_name("base-plain"))),
+            fill=built.fill,
+            quantized=built.quantized,
+            placement=Placement(**place),
+        )
+
+
+def _deepseek(folder: Path) -> BuiltModel:
+    base = build_model(ModelSection(path=str(folder)), seed=0)
+    return Adaptation.of(LoraSection(rank=4, target_modules=["kv_b_proj"]), "causal").over(base, seed=7)
+
+
+@pytest.mark.parametrize("kind", quick(list(FORMATS), ["fp8"]))
+def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
+    folder, held = quantized(tmp_path / "base", kind), []
+    for built in adapted(folder), plain_of(folder):
+        engine = engine_of(built, placement=Placement(**PLACES["cpu"]), micro_batch_size=1, prefetch=0)
+        engine.step(families.tokens())
+        parts = parts_of(engine)
+        planned = {(each.tier, each.name): each.num_bytes for each in parts.plan.allocations}
+        assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
+        held.append((tier_bytes(engine, "cpu")["weights"], engine.counters.h2d_bytes))
+        coded = [region for region in parts.regions if isinstance(region.codec, Quantized)]
+        if coded:
+            saved = sum(region.weight_bytes - region.travelling_bytes for region in coded)
+            told = engine.told_frozen_weights
+            its_codec, numel = coded[0].codec, sum(sum(region.sizes) for region in coded)
+            assert saved > 0.7 * 4 * numel * (1 - its_codec.record_bytes / its_codec.block / 4)
+            assert f"frozen parameters rest in {coded[0].codec.name}, " in told
+            assert "; others as they are: base_model.model.model.embed_tokens.weight, " in told
+        engine.close()
+    (few, few_up), (all_, all_up) = held
+    assert few < all_
+    assert few_up < all_up
+
+
+def test_checkpoints_have_what_is_trained_and_are_those_of_any_such_base(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", "nf4")
+    engine = engine_of(adapted(folder))
+    engine.step(families.tokens(0))
+    with pytest.raises(ConfigError, match="files have frozen weights in nf4.*trained_only=True"):
+        engine.save_checkpoint(tmp_path / "whole")
+    engine.save_checkpoint(tmp_path / "trained", trained_only=True)
+    engine.step(families.tokens(1))
+    for built in adapted(folder), plain_of(folder):
+        other = engine_of(built)
+        other.load_checkpoint(tmp_path / "trained")
+        other.step(families.tokens(1))
+        assert_same(weights(other), weights(engine))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", "fp8")
+    built = build_model(ModelSection(path=str(folder)), seed=0)
+    with pytest.raises(ConfigError, match=r"q_proj.weight is in few bits .*block fp8.*would be trained.*lora.rank"):
+        engine_of(built)
+    with pytest.raises(ConfigError, match=r"frozen_weights is nf4, and .* is in few bits .*frozen_weights exact"):
+        engine_of(adapted(folder), frozen_weights="nf4")
+    built = adapted(folder)
+    fill_all(built)
+    with pytest.raises(ConfigError, match=r"has values in memory, which rest in no codes.*quantized= out"):
+        Engine(built.model, quantized=built.quantized)
+    engine = engine_of(adapted(folder))
+    name = next(name for name, p in engine.model.named_parameters() if "up_proj" in name)
+    with pytest.raises(ConfigError, match=f"{name}, which is not written: it rests in few bits"):
+        engine.edit([name])
+
+
+def on_ranks(folder: Path, stage: int, place: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after two steps over codes, and over what they stand for."""
+    found = []
+    with open_comm(times=JOB) as comm:
+        for built in adapted(folder), plain_of(folder):
+            engine = engine_of(built, optimizer=SMOOTH, comm=comm, placement=Placement(**place), zero_stage=stage)
+            for seed in range(2):
+                engine.step(share(families.tokens(seed), (2, 2), comm.rank))
+            found.append(weights(engine))
+            engine.close()
+    return found
+
+
+@pytest.mark.slow  # two processes each
+@matrix(strength=1, kind=["fp8", "mxfp4"], stage=[0, 3], place=[PLACES["cpu"], PLACES["files"]])
+def test_ranks_decode_what_they_hold(kind: str, stage: int, place: dict[str, Any], tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "base", kind)
+    for found, wanted in run(2, on_ranks, folder=folder, stage=stage, place=place):
+        assert_same(found, wanted)

@@ -1,0 +1,107 @@
+"""Runs that train an adapter over a base whose files are in few bits, and the commands that are given such a base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from offload import Engine, Placement
+from offload.config.sections import LoraSection, ModelSection
+from offload.data.tokenizer import train_bpe
+from offload.errors import ConfigError
+from offload.export import main as export_command
+from offload.generate import main as generate_command
+from offload.hf.adapters import Adaptation
+from offload.hf.models import build_model
+from offload.parity import main as parity_command
+from offload.plan import main as plan_command
+from offload.verify import main as verify_command
+from tests.hf.quantized import quantized
+from tests.integrations.plain import needs
+from tests.matrix import quick
+
+needs("peft")
+
+from peft import PeftModel  # noqa: E402
+
+ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "o_proj"]}
+KINDS = quick(["fp8", "mxfp4", "nf4", "int4"], ["mxfp4", "int4"])
+
+
+def base_of(folder: Path, kind: str) -> Path:
+    """A folder in few bits, and the same dequantised beside it, with a tokenizer."""
+    quantized(folder, kind)
+    for each in (folder, folder.with_name(f"{folder.name}-plain")):
+        train_bpe(["a number, the next one, 1 2 3 4 5 6 7 8 9 0 is"] * 20, vocab_size=300).save_pretrained(each)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind: str) -> None:
+    base = base_of(tmp_path / "base", kind)
+    plain = base.with_name("base-plain")
+    settings = {"train__steps": 4, "checkpoint__every": 2, **ADAPTER}
+    result, lines, said = run("run", model__path=str(base), **settings)
+    wanted, others, _ = run("plain", model__path=str(plain), **settings)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    found, its = (load_file(each.export / "adapter_model.safetensors") for each in (result, wanted))
+    assert all(torch.equal(found[name], its[name]) for name in its)
+    name = {"fp8": "block fp8", "int4": "int4 (compressed-tensors)"}.get(kind, kind)
+    assert f"{4 if kind == 'mxfp4' else 14} frozen parameters rest in {name}, " in said
+    assert f"frozen: {base}" in said
+    assert f"reloaded: by peft, from {result.export}: logits bit-equal" in said
+
+    shutil.copytree(result.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    _, again, _ = run("half", model__path=str(base), **settings)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+
+    merged = tmp_path / "merged"
+    assert export_command([str(result.dir), str(merged), "--merge"]) == verify_command([str(merged)]) == 0
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    over: Any = AutoModelForCausalLM.from_pretrained(plain, dtype="auto")
+    peft = PeftModel.from_pretrained(over, result.export).merge_and_unload().state_dict()
+    values = load_file(merged / "model.safetensors")
+    assert all(torch.equal(values[name], peft[name]) for name in values)
+    with pytest.raises(ConfigError, match=f"--onto is original, and {base} has its weights in few bits .*{kind}"):
+        export_command([str(result.dir), str(tmp_path / "no"), "--merge", "--onto", "original"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    base = base_of(tmp_path / "base", kind)
+    result, lines, _ = run("run", model__path=str(base), train__steps=2, **ADAPTER)
+    _, others, said = run("files", model__path=str(base), train__steps=2, offload__parameters="files", **ADAPTER)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    assert "stay in the model's own files" in said
+    words = [
+        *("--model.path", str(base), "--data.source", str(tmp_path / "text.txt"), "--lora.rank", "4"),
+        *("--data.sequence_length", "32", "--lora.target_modules", "q_proj", "--offload.device", "cpu"),
+    ]
+    assert parity_command([*words, "--steps", "2"]) == 0
+    assert "equal bit for bit over 2 steps" in capsys.readouterr().out
+    words += ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--hardware", "rtx-4090", "--json"]
+    assert plan_command(words) == 0
+    found = json.loads(capsys.readouterr().out)["tiers"]["pinned"]["allocations"]
+    planned = {each["name"]: each["bytes"] for each in found}["weights"]
+    section = LoraSection(rank=4, target_modules=["q_proj"])
+    built = Adaptation.of(section, "causal").over(build_model(ModelSection(path=str(base)), seed=0), seed=0)
+    place = Placement(parameters="cpu", optimizer="cpu")
+    engine = Engine(built.model, fill=built.fill, quantized=built.quantized, precision="bf16", placement=place)
+    assert planned == {name: size for _, name, size in engine.allocations}["weights"]
+    engine.close()
+    texts = []
+    for path in (base, base.with_name("base-plain")):
+        more = ["--prompt", "1 is", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
+        assert generate_command([str(path), "--adapter", str(result.export), *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    with pytest.raises(ConfigError, match=r"which is in few bits in the model's folder .*lora.rank 16"):
+        run("whole", model__path=str(base), train__steps=2)
