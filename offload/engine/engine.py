@@ -42,9 +42,9 @@ class Engine(StateAccess):
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
-    piece (so that neither a model nor a parameter need ever be whole in memory); over several ranks it is called on one
-    of them for each unit. Without it all ranks get rank 0's weights. `quantized` says which frozen parameters the files
-    behind `fill` have in few bits, and how (`BuiltModel.quantized`): these rest and stream in the bytes of the files.
+    piece (so that no parameter need be whole in memory); over several ranks it is called on one of them for each unit.
+    Without it all ranks get rank 0's weights. `quantized`: the codecs of frozen parameters that the files behind `fill`
+    have in few bits (`BuiltModel.quantized`), in whose bytes they then rest and stream.
 
     Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
     all ranks make the same calls in the same order, each on its own rows.
