@@ -43,8 +43,7 @@ class Engine(StateAccess):
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
     piece (so that no parameter need be whole in memory); over several ranks it is called on one of them for each unit.
-    Without it all ranks get rank 0's weights. `quantized`: the codecs of frozen parameters that the files behind `fill`
-    have in few bits (`BuiltModel.quantized`), in whose bytes they then rest and stream.
+    Without it all ranks get rank 0's weights. `quantized`: what its files have in few bits (`BuiltModel.quantized`).
 
     Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
     all ranks make the same calls in the same order, each on its own rows.
