@@ -72,8 +72,7 @@ class Engine(StateAccess):
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
         refuse_sparse(model)
-        compiles = settings.compile == "auto"
-        model = uncompiled(model, ": the engine compiles blocks" if compiles else "; compile='auto' compiles blocks")
+        model = uncompiled(model, settings.compile)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
@@ -186,9 +185,7 @@ class Engine(StateAccess):
 
     @property
     def clip(self) -> str:
-        """How clipped updates are made: deferred or speculative; auto until that is decided, in the first step or in
-        those behind it, which are deferred (`resolve_clip`).
-        """
+        """How clipped updates are made: deferred or speculative; auto until the first steps have decided it."""
         return self._state.updates.clip
 
     @property
@@ -288,9 +285,8 @@ class Engine(StateAccess):
         return self._steps.method.spans
 
     def resolve_clip(self, tokens: int) -> str:
-        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now:
-        deferred, unless the update of all states, none on disk, takes longer than a forward, behind which it hides.
-        Then the steps decide: deferred by the first that is clipped, speculative after eight of which none was.
+        """Decide `clip: auto` for steps of so many tokens on this rank; return what it is now: deferred, unless updates
+        take longer than a forward, behind which they hide, and none of the first eight steps is clipped.
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)

@@ -10,13 +10,13 @@ from torch import nn
 _MOST_NAMES = 3
 
 
-def uncompiled(model: nn.Module, blocks: str = "") -> nn.Module:
+def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
     """Return the model with its own forwards in the places of those that torch.compile has made of them: of the whole,
     of modules in it (`torch.compile(module)`, `module.compile()`), of forwards that were put into modules. They could
     not look through weights that come and go. Whoever calls what was compiled calls the module itself. A forward that
     its class has compiled, and functions that a forward calls, stay.
 
-    `blocks`: what becomes of blocks, for the warning that says so where there was anything.
+    `compiles`: whether the engine compiles blocks, auto or never, for the warning where there was anything.
     """
     found = []
     if _is_wrapper(model):
@@ -42,7 +42,7 @@ def uncompiled(model: nn.Module, blocks: str = "") -> nn.Module:
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         warnings.warn(
             f"torch.compile was taken off {', '.join(names[:_MOST_NAMES])}{rest}, since it cannot look through weights "
-            f"that come and go{blocks}.",
+            f"that come and go{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks.",
             stacklevel=4,
         )
     return model
