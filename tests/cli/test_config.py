@@ -24,7 +24,8 @@ def test_every_key_of_the_contract_is_there() -> None:
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated train_on_prompt eval_share eval_source",
-        "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile max_grad_norm clip "
+        "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
+        "max_grad_norm clip "
         "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
         "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master decay_1d groups schedule warmup_steps",
