@@ -75,7 +75,8 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
             return ["--help"]
         if word.startswith("--"):
             key, *value = word.removeprefix("--").split("=", 1)
-            word = "=".join([f"--{present_name(key)}", *value])
+            if (known := key.replace("-", "_")) != present_name(known):
+                word = "=".join([f"--{present_name(known)}", *value])
         result.append(word)
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or "=" in word:

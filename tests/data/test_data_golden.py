@@ -25,14 +25,17 @@ from tests.data.asked import source_of
 Rows = list[dict[str, Any]]
 Write = Callable[[Path, Rows], Path]
 
-ADDED = {"role": "assistant", "content": "Four.", "tool_calls": [{"type": "function"}]}
+CALLS = [
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {name: 1}}}]}
+    for name in "ab"
+]
 ROWS: dict[str, Rows] = {
     "text": [{"text": f'Row {i}: "quoted", ü 日本\n\tand more\r\n', "n": i} for i in range(30)],
     "messages": [
         {"messages": [{"role": "user", "content": f"What is {i}, and two?\n"}, {"role": "assistant", "content": "It."}]}
         for i in range(20)
     ]
-    + [{"messages": [{"role": "user", "content": "x"}, ADDED]}],
+    + [{"messages": [{"role": "user", "content": "x"}, call]} for call in CALLS],
     "prompt-completion": [{"prompt": f"{i} and one are", "completion": f" {i + 1}."} for i in range(20)],
     "alpaca": [{"instruction": f"Add {i}", "input": "1" * (i % 2), "output": str(i)} for i in range(20)],
     "tokens": [
@@ -127,13 +130,20 @@ WRITERS: dict[str, Callable[[Path, Rows], Path | str]] = {
     "remote.jsonl": _in_memory,
 }
 
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{{ message['tool_calls'] | tojson if message['tool_calls'] else '' }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""Shows the arguments of tools: a column of them gives the names of all to each."""
+
 Load = Callable[..., Dataset]
 
 
 @pytest.fixture
 def load(tmp_path: Path, bpe_folder: Callable[..., str]) -> Load:
     """Build a dataset of a document a row, without a part held out."""
-    tokenizer = bpe_folder()
+    tokenizer = bpe_folder(TEMPLATE)
 
     def load(source: Path | str, **more: Any) -> Dataset:
         how = {key: more.pop(key) for key in ("data_format", "columns", "split") if key in more}
