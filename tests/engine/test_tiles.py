@@ -112,6 +112,13 @@ class ActsOnTheMean(Part):
         return super().forward(h if h.mean() > 0 else 2 * h)
 
 
+class ShrinksForOutliers(Part):
+    """As long as no row is far from the others, all are alike."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h / (h.abs().amax() / 20).clamp_min(1.0))
+
+
 class HasPlaces(Part):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +191,7 @@ OTHERS = {
     NormalisesTheBatch: "depends on other rows",
     ScalesByTheLargest: "depends on other rows",
     ActsOnTheMean: "depends on other rows",
+    ShrinksForOutliers: "depends on other rows",
     HasPlaces: "depends on other rows, or on where it stands",
     HasRoomForSome: "treats rows that are alike in different ways",
     DropsOut: "draws random numbers",
