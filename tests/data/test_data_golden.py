@@ -93,7 +93,7 @@ def _saved_splits(path: Path, rows: Rows) -> Path:
 
 
 def _in_memory(path: Path, rows: Rows) -> str:
-    url = f"memory:/{path.name}"
+    url = f"memory://{path.name}"
     with fsspec.open(url, "wb") as stream:
         stream.write(_jsonl(path, rows).read_bytes())
     return url
