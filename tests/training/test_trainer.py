@@ -16,7 +16,7 @@ from offload.engine.engine import Engine
 from offload.engine.gradients import policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
-from offload.forecast import here
+from offload.forecast import alternatives
 from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
 from offload.telemetry.timeline import Span, Timeline
@@ -328,7 +328,7 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
     # Beside other work a link can be measured so slow that it pays to hold more units.
     rates = Rates(1e10, 1e10, 2e10, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, 1e-5)
     machine = Hardware("made up", "cpu", 1, None, 1 << 34, None, None, False, rates)
-    monkeypatch.setattr(here, "probe", lambda *_, **__: machine)
+    monkeypatch.setattr(alternatives, "probe", lambda *_, **__: machine)
     result, _, _ = run("ahead", **settings, **STREAMED)
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
