@@ -129,7 +129,7 @@ def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], t
     values = {name: p.detach() + 0.1 if p.requires_grad else p.detach() for name, p in over.named_parameters()}
     own = {name: value for name, value in values.items() if over.get_parameter(name).requires_grad}
     buffers = {name: its for name, its in over.state_dict(keep_vars=True).items() if not isinstance(its, nn.Parameter)}
-    write_adapter(over, {**buffers, **own}, tmp_path / "out", {})
+    write_adapter(over, {**buffers, **own}, tmp_path / "out", {}, {})
     found = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), tmp_path / "out")
     for name, value in found.named_parameters():
         assert torch.equal(value, values[name]), name
