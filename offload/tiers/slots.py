@@ -288,7 +288,8 @@ class Slots(Cargoes):
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.codec is EXACT:
             return tickets
-        work, moved = partial(self._decoder.decode, region, flat.data), self._decoder.moved_bytes(region)
+        work, is_copy = partial(self._decoder.decode, region, flat.data), self._decoding is self._up
+        moved = 0 if is_copy else self._decoder.moved_bytes(region)  # which a link that is slowed down does not move
         return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(
