@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import inspect
 import io
 import itertools
@@ -119,11 +118,13 @@ def commands_page() -> str:
 
 def _help(command: str, sections: Any) -> str:
     """Return a command's help as a block of text, without the boxes of settings, which have a page of their own."""
+    from offload.__main__ import module_of
+
     name, *words = command.split()
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # of a process that does nothing else
     told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes are drawn where they can be encoded
     with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
-        importlib.import_module(f"offload.{name}").main([*words, "--help"])
+        module_of(name).main([*words, "--help"])
     told.seek(0)
     text = told.read()
     boxes = re.split(r"(?m)^(?=╭─ )", text)

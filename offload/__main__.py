@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import types
 import typing
 
 from offload.config.command_line import run_command
@@ -10,6 +11,7 @@ from offload.errors import ConfigError, nearest, shorten
 
 COMMANDS = {
     "train": "train a model whose states do not fit the device",
+    "data": "the data as a run would train on them: sources, lengths, rows with what is trained",
     "report": "a page about a run: curves, where a step's time goes, memory, what to change",
     "plan": "what a run would hold and take, on this machine or a described one",
     "export": "a checkpoint as a Hugging Face folder",
@@ -20,6 +22,7 @@ COMMANDS = {
     "replay": "the weights that a run without gradients ended with, from its log",
     "bench": "this machine against what it could do and what others do on it",
 }
+_MODULES = {"data": "look"}  # of the others the name of the command; offload.data is the package
 
 GREETING = """\
 offload trains a Hugging Face model that does not fit the device, as if it did.
@@ -27,6 +30,7 @@ offload trains a Hugging Face model that does not fit the device, as if it did.
   offload train                      a small model on real text: two minutes, nothing to download
   offload plan --model.preset 8b     what a run would hold and take, before there is one
   offload train --model.path FOLDER --data.source 'notes/*.txt'     your own model and text
+  offload data --data.source 'notes/*.txt'     what of it would be trained on, to look at first
   offload report RUN                 where a step's time went, as a page
   offload doctor                     what this machine has
 
@@ -45,8 +49,12 @@ def main(words: list[str]) -> int | None:
         raise ConfigError(
             f"{shorten(name)!r} is no command{nearest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
         )
-    command = importlib.import_module(f"offload.{name}")
-    return typing.cast("int | None", command.main(words[1:]))
+    return typing.cast("int | None", module_of(name).main(words[1:]))
+
+
+def module_of(name: str) -> types.ModuleType:
+    """Return the module of a command, whose `main` takes its words."""
+    return importlib.import_module(f"offload.{_MODULES.get(name, name)}")
 
 
 def run() -> typing.NoReturn:

@@ -54,6 +54,8 @@ class Dataset:
     """What is evaluated on beside what is held out."""
     named_evals: Mapping[str, RowSet] = field(default_factory=dict)
     """Rows of the eval sources, by their names."""
+    source_rows: tuple[SourceRows, ...] = ()
+    """The rows of each source that is trained on."""
 
     @property
     def sequence_length(self) -> int:
@@ -78,11 +80,12 @@ class Dataset:
         """How many rows there are, and how they are cut, in words."""
         return (
             f"rows: {self.num_train_rows:,} of {self.sequence_length} tokens to train on, {self.num_eval_rows:,} to "
-            f"evaluate; {self._layout}"
+            f"evaluate; {self.layout}"
         )
 
     @property
-    def _layout(self) -> str:
+    def layout(self) -> str:
+        """How rows are cut, in words."""
         if self.train.packing == "isolated":
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
@@ -234,6 +237,7 @@ def build_dataset(
         tuple(each.facts(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
         tuple(each.facts(None, 0) for each in evaluated),
         {each.name: each.train for each in evaluated},
+        tuple(training),
     )
 
 

@@ -118,6 +118,13 @@ class IsolatedRows:
             found[place] = np.arange(end - begin)
         return found
 
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return for each of these rows where in it a document begins, int64 [documents]: first is 0."""
+        return [
+            np.flatnonzero(positions[:length] == 0)
+            for positions, length in zip(self.positions(rows), self.lengths(rows), strict=True)
+        ]
+
     def _placed(self, rows: np.ndarray) -> list[tuple[tuple[int, slice], int, int]]:
         """Return where in the array of these rows each piece lies, and where it lies in the store."""
         found = []

@@ -52,6 +52,9 @@ class RowSet(Protocol):
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the position of each token in its document, int64 [n, sequence_length]; None where a row is one."""
 
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -119,10 +122,20 @@ class Mixture:
             positions[here] = found
         return positions
 
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        found = dict[int, np.ndarray]()
+        for part, here, own in self._by_part(rows):
+            found |= zip(np.flatnonzero(here).tolist(), part.document_starts(own), strict=True)
+        return [found[index] for index in range(len(rows))]
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return of which part each of these rows is, int64 [n]."""
+        return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
+
     def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
         """Return for each part that has some of these rows: which of them, bool [n], and their indices in it."""
         ends = np.cumsum([part.num_rows for part in self.parts])
-        owners = np.searchsorted(ends, rows, "right")
+        owners = self.owners(rows)
         here = [owners == index for index in range(len(self.parts))]
         return [
             (part, mask, rows[mask] - (end - part.num_rows))

@@ -99,6 +99,14 @@ class Rows:
     def positions(self, rows: np.ndarray) -> None:
         """A row is one sequence."""
 
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""
+        found = []
+        for start, end, _ in zip(*self._spans(rows), strict=True):
+            first, last = np.searchsorted(self.store.documents, [start + 1, end])
+            found.append(np.concatenate([[0], np.unique(self.store.documents[first:last]) - start]))
+        return found
+
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = self.first + rows
         return self._layout_spans(rows if self.kept is None else self.kept[rows])

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import numpy as np
+
 from offload.data.isolated import Laid, lay_out
 from offload.data.packing import Layout
 from offload.data.prepare import Found, TokenizedData
@@ -70,7 +72,7 @@ class SourceRows:
         return rows
 
     def _nothing(self, sequence_length: int) -> str:
-        source, num_tokens = self.found.source, self._num_tokens
+        source, num_tokens = self.found.source, self.num_tokens
         skipped = "".join(f" {text}." for text in self._left_out())
         return (
             f"{source.setting}={list(source.paths)!r} has {num_tokens} tokens and none of them can be trained; one row "
@@ -81,8 +83,25 @@ class SourceRows:
         )
 
     @property
-    def _num_tokens(self) -> int:
+    def num_tokens(self) -> int:
+        """Tokens of all documents, those that are held out or cut off too."""
         return self.tokens.train.num_tokens + self.tokens.eval.num_tokens
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, those that are held out too, int64 [documents]."""
+        return np.concatenate([np.diff(store.documents) for store in (self.tokens.train, self.tokens.eval)])
+
+    @property
+    def num_truncated(self) -> int:
+        """Tokens that lie beyond the end of a row and are in none."""
+        return sum(rows.num_truncated_tokens for rows in self.layouts)
+
+    @property
+    def padding(self) -> float:
+        """The share of the rows to train on that is padding."""
+        rows = self.train
+        return 1 - int(rows.lengths(np.arange(rows.num_rows)).sum()) / (rows.num_rows * rows.sequence_length)
 
     def facts(self, quota: int | None, num_rows: int) -> SourceFacts:
         """Return what is to be said; `quota`: how many of an epoch's `num_rows` are this source's."""
@@ -91,18 +110,22 @@ class SourceRows:
             passes = "" if quota == self.train.num_rows else f", {quota / self.train.num_rows:.3g} times its own rows"
             more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
         targets = sum(rows.num_targets for rows in self.layouts)
-        return SourceFacts(self.name, self._contents(), targets / self._num_tokens, tuple(more))
+        return SourceFacts(self.name, self._contents(), targets / self.num_tokens, tuple(more))
 
     def _contents(self) -> str:
         """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.found.files, self.tokens
-        formats = dict.fromkeys(_form(file.format, file.container) for file in files)
         num_documents = tokens.train.num_documents + tokens.eval.num_documents
         documents = ("conversation" if self.found.holds_chats else "document") + "s" * (num_documents != 1)
         return (
-            f"{' and '.join(formats)} of {self.found.source}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
-            f"{num_documents:,} {documents}, {self._num_tokens:,} tokens"
+            f"{self.format} of {self.found.source}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
+            f"{num_documents:,} {documents}, {self.num_tokens:,} tokens"
         )
+
+    @property
+    def format(self) -> str:
+        """What the rows say, and what holds them, of all files: `messages in parquet`."""
+        return " and ".join(dict.fromkeys(_form(file.format, file.container) for file in self.found.files))
 
     def _left_out(self) -> list[str]:
         counts = {
@@ -124,10 +147,10 @@ class SourceRows:
                 f"{tokens.num_split} conversations became one document for each answer, as the chat template rewrites "
                 "earlier turns."
             )
-        if truncated := sum(rows.num_truncated_tokens for rows in self.layouts):
+        if self.num_truncated:
             notes.append(
-                f"{truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut off "
-                f"(data.packing{'_isolated=true' if self.train.packing else '=false'})."
+                f"{self.num_truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut "
+                f"off (data.packing{'_isolated=true' if self.train.packing else '=false'})."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
             notes.append(f"{without_target} rows hold no trained token and were left out.")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-from offload.errors import ConfigError, DiskError, errno_text, format_bytes
+from offload.errors import ConfigError, format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
+from offload.reporting.html import check_path, fill, write_html
 from offload.reporting.recorded import Recorded, count_text, number, seconds_text
 from offload.reporting.timeline import Row, rows
 
@@ -105,17 +104,8 @@ def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunVie
 
 def render(views: Sequence[RunView]) -> str:
     """Return the page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"bytes": format_bytes, "seconds": seconds_text}
-    return environment.get_template("page.html.j2").render(
-        views=views, charts=list(_charts(views)), tier_names=_TIERS, percent=_percent, tiles=_tiles, most_runs=MOST_RUNS
-    )
+    charts = list(_charts(views))
+    return fill("page.html.j2", views=views, charts=charts, tier_names=_TIERS, tiles=_tiles, most_runs=MOST_RUNS)
 
 
 def as_json(views: Sequence[RunView]) -> dict[str, Any]:
@@ -142,21 +132,8 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     if len(views) > MOST_RUNS:
         raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
     path = out or views[0].run.path / ("report.html" if len(views) == 1 else "compare.html")
-    if path.suffix != ".html":  # so that no page replaces what a run has written
-        raise ConfigError(f"--out is {path}; name a file that ends in .html.")
-    text = render(views)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        code = error.errno or 0
-        raise DiskError(
-            f"{path} cannot be written: {errno_text(code)}; set --out to another file.", code, path
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    check_path(path, "--out")
+    write_html(path, render(views), "--out")
     return path
 
 
@@ -204,10 +181,6 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
             budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
             found.append((f"{_TIERS[tier.name]}, peak", format_bytes(tier.peak_bytes), budget))
     return found
-
-
-def _percent(value: float, whole: float) -> float:
-    return round(min(100.0, 100 * value / whole), 2) if whole else 0.0
 
 
 def _about(run: Recorded) -> list[str]:

@@ -8,7 +8,7 @@ import copy
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import ask_whether_apart, not_apart
 from offload.training.objectives import Objective, choose_objective
-from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
+from offload.training.parts import build_data, engine, grow_vocabulary, stages, told_data, trains_tokenizer
 from offload.training.ranks import rank_0_first
 from offload.training.restarts import RestartedAdapter
 from offload.training.resume import ResumePoint, none_is_whole
@@ -80,6 +80,37 @@ class Run:
     disk_needs: DiskNeeds
 
 
+class Begun(NamedTuple):
+    """A run before its data."""
+
+    config: Config
+    """The settings, with what the machine and the model decide."""
+    architecture: PreTrainedConfig
+    """The architecture, with a row of the embedding for each token that is added."""
+    kind: Kind
+    """The sort of model."""
+    trained: Trained
+    """What of the model trains."""
+    grows: bool
+    """Whether rows of the embedding are added."""
+
+    @classmethod
+    def read(cls, start: ResumePoint, *, has_accelerator: bool) -> Begun:
+        """Read the architecture, and check it against the settings. Raises ConfigError and MissingLibraryError."""
+        quiet_transformers()
+        torch.manual_seed(start.config.run.seed)
+        architecture = begun_architecture(start)
+        kind = model_kind(architecture)
+        config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
+        check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
+        has_weights = bool(start.folders) and not config.adapts  # in the checkpoint, all of them
+        grows = not has_weights and grow_vocabulary(config, architecture)
+        if config.adapts:
+            refuse_growth(vocab_size(architecture), num_rows)
+        return cls(config, architecture, kind, trained, grows)
+
+
 def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     """Read the architecture, make the data, then the model and its engine; each checks what it can before the next.
     Collective.
@@ -89,18 +120,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     first = next(iter(start.folders), None)
     whole = None if start.config.adapts else first  # the checkpoint that has all weights
     with as_one(comm, "reading of the architecture"):
-        quiet_transformers()
-        torch.manual_seed(start.config.run.seed)
-        architecture = begun_architecture(start)
-        kind = model_kind(architecture)
         accelerator = own_accelerator(start.config.offload.device)
-        has_accelerator = accelerator is not None
-        config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
-        check_sequence_length(architecture, int(config.data.sequence_length or 0))
-        trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
-        grows = whole is None and grow_vocabulary(config, architecture)
-        if config.adapts:
-            refuse_growth(vocab_size(architecture), num_rows)
+        begun = Begun.read(start, has_accelerator=accelerator is not None)
+    config, architecture, kind, trained, grows = begun
     vocabulary = vocab_size(architecture)
 
     def build(alive: Callable[[], object]) -> Dataset:
@@ -135,13 +157,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
 
     with as_one(comm, "making of the model"):
         objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
-        for text in data.notes:
-            say(f"note: {text}")
-        for word, each in [*(("data", one) for one in data.sources), *(("eval", one) for one in data.eval_sources)]:
-            done = "trained on" if word == "data" else "evaluated on"
-            share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
-            say(f"{word}: {', '.join([each.contents, share, *each.more])}")
-        say(f"{data.rows}; objective: {objective.name}")
+        for text in told_data(data, objective):
+            say(text)
         files = as_files(data.tokenizer) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id

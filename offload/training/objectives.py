@@ -31,6 +31,13 @@ class Objective:
         """Return how many target tokens a batch of `apply` has."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
+    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of all rows of a step's batch as the model gets them, and which of them are targets."""
+        made = self.apply(batch, step)
+        targets = made["labels"] != IGNORED
+        targets[:, :1] = False
+        return made["input_ids"], targets
+
     def share(self, labelled: float) -> float:
         """Return about which share of the tokens are targets, where the data label a share of them."""
         return labelled
@@ -66,6 +73,10 @@ class MaskedTokens(Objective):
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
 
+    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.apply(batch, step)
+        return made["input_ids"], made["labels"] != IGNORED
+
     def share(self, _labelled: float) -> float:
         return 0.15
 
@@ -84,6 +95,11 @@ class Continuation(Objective):
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
+
+    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made, targets = self.apply(batch, step), torch.zeros_like(batch["labels"], dtype=torch.bool)
+        targets[:, made["input_ids"].shape[1] :] = made["labels"] != IGNORED
+        return batch["input_ids"], targets
 
     def share(self, labelled: float) -> float:
         return labelled / 2

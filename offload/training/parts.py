@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.hf.models import Kind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import settings
+from offload.training.objectives import Objective
 
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
@@ -115,6 +116,16 @@ def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[
             say(f"data: {stage} ...")
 
     return progress
+
+
+def told_data(data: Dataset, objective: Objective) -> Iterator[str]:
+    """Yield what a run says of its data: notes, each source, the rows."""
+    yield from (f"note: {text}" for text in data.notes)
+    for word, each in [*(("data", one) for one in data.sources), *(("eval", one) for one in data.eval_sources)]:
+        done = "trained on" if word == "data" else "evaluated on"
+        share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
+        yield f"{word}: {', '.join([each.contents, share, *each.more])}"
+    yield f"{data.rows}; objective: {objective.name}"
 
 
 def rate_at(step: int, config: Config) -> float:

@@ -1,0 +1,13 @@
+"""The page about the data of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.data.view import DataView, told_rows
+from offload.reporting.html import fill, write_html
+
+
+def write_data_page(view: DataView, path: Path) -> None:
+    """Write the page, whole or not at all. Raises DiskError."""
+    write_html(path, fill("data.html.j2", view=view, told_rows=told_rows(view)), "--page")

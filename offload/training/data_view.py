@@ -1,0 +1,39 @@
+"""The data of a run without the run: prepared as a run prepares them, and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offload.accelerators import own_accelerator
+from offload.config.config import Config
+from offload.data.view import DataView
+from offload.hf.models import vocab_size
+from offload.training.build import Begun
+from offload.training.objectives import choose_objective
+from offload.training.parts import build_data, stages, told_data
+from offload.training.resume import ResumePoint
+
+_ASKS = (
+    "note: before the first step a run asks the model whether it keeps documents of a row apart; one that mixes them "
+    "gets a document a row, as by --data.packing false."
+)
+
+
+def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable[[str], None]) -> DataView:
+    """Prepare the data of a run that begins with nothing, and look at them; no weights are read. Raises OffloadError as
+    the run would.
+
+    `say` is told of each stage that takes long.
+    """
+    config.check_source()
+    config.check_ranks(num_ranks)
+    has_accelerator = own_accelerator(config.offload.device) is not None
+    config, architecture, kind, _, _ = Begun.read(ResumePoint(config), has_accelerator=has_accelerator)
+    vocabulary = vocab_size(architecture)
+    data = build_data(config, kind, vocabulary, stages(say, lambda: None))
+    objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
+    told = list(told_data(data, objective))
+    if data.train.packing == "isolated" and config.data.packing_isolated == "auto":
+        told.append(_ASKS)
+    num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
+    return DataView.of(data, objective, told, num_steps=num_steps, num_samples=num_samples)
