@@ -185,10 +185,9 @@ class DataView:
 
 def told_rows(view: DataView) -> str:
     """Return how full rows are, and how often a run reads the data."""
-    return (
-        f"{view.num_steps:,} steps of {view.batch_size:,} rows: {view.epochs:.3g} times the data; "
-        f"{told_padding(view.padding_share)}"
-    )
+    rows = f"{view.batch_size:,} row{'s' * (view.batch_size != 1)}"
+    often = f"{view.epochs:.3g} times the data"
+    return f"{view.num_steps:,} steps of {rows}: {often}; {told_padding(view.padding_share)}"
 
 
 def told_padding(share: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def test_the_commands_are_listed_and_are_there(capsys: Any) -> None:
         shown = capsys.readouterr().out
         assert not [name for name in offload.COMMANDS if f"\n  {name} " not in shown]
     runnable = {path.stem for path in (ROOT / "offload").glob("*.py") if "run_command(main)" in path.read_text()}
-    assert runnable - {"__main__"} == set(offload.COMMANDS)
+    assert runnable - {"__main__", "look"} | {"data"} == set(offload.COMMANDS)
+    for name in offload.COMMANDS:
+        assert importlib.util.find_spec(f"offload.{name}.__main__" if name == "data" else f"offload.{name}")
+        assert callable(offload.module_of(name).main)
 
 
 def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

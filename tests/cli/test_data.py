@@ -1,0 +1,307 @@
+"""`python -m offload.data`, in this process: what it shows against the batches that a run would train on, and against
+the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.config.command_line import parse_config
+from offload.data.dataset import Dataset
+from offload.data.view import _text, histogram
+from offload.errors import ConfigError
+from offload.hf.models import vocab_size
+from offload.look import main
+from offload.train import main as train
+from offload.training.build import Begun
+from offload.training.objectives import Objective, choose_objective
+from offload.training.parts import build_data
+from offload.training.resume import ResumePoint
+
+Told = Callable[..., tuple[dict[str, Any], Dataset, Objective]]
+CHATS = [
+    [
+        {"role": "user", "content": f"What is {number} & <b>one</b>?"},
+        {"role": "assistant", "content": "One more. " * (number % 7 + 1)},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": f"I count: {number + 1}."},
+    ][: 4 if number % 3 else 2]
+    for number in range(40)
+]
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 384}
+
+
+@pytest.fixture
+def here(folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the command runs in, with chats.jsonl, whose last line is none, and models of other kinds."""
+    lines = [json.dumps({"messages": messages}) for messages in CHATS]
+    (folder / "chats.jsonl").write_text("\n".join([*lines, "{"]))
+    (folder / "bert.json").write_text(json.dumps(BERT))
+    (folder / "t5.json").write_text(json.dumps(T5))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+    return folder
+
+
+def words(*more: str, model: str = "llama.json", source: str = "chats.jsonl") -> list[str]:
+    own = ("--model.path", model, "--data.source", source, "--data.on_bad_row", "skip", "--train.steps", "6")
+    return [*own, "--data.sequence_length", "64", "--train.batch_size", "4", *more]
+
+
+@pytest.fixture
+def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
+    """Return what the command says, and the data and the objective of a run with these settings."""
+
+    def tell(*given: str, samples: int = 6) -> tuple[dict[str, Any], Dataset, Objective]:
+        assert main([*given, "--samples", str(samples), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        config, architecture, kind, *_ = Begun.read(
+            ResumePoint(parse_config(given, prog="", description="")), has_accelerator=False
+        )
+        data = build_data(config, kind, vocab_size(architecture), lambda *_: None)
+        size = vocab_size(architecture)
+        return found, data, choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=size, seed=config.run.seed)
+
+    return tell
+
+
+def of_tokens(sample: dict[str, Any], key: str) -> list[Any]:
+    """Return what is said of each token of a row."""
+    return [piece[key] for piece in sample["pieces"] for _ in range(piece["num_tokens"])]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--data.packing_isolated", "true"),
+        ("--data.packing_isolated", "false"),
+        ("--data.packing", "false"),
+        ("--model.path", "bert.json"),
+        ("--model.path", "t5.json"),
+    ],
+    ids=["apart", "stream", "a document a row", "masked", "encoder-decoder"],
+)
+def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str, ...]) -> None:
+    found, data, objective = told(*words(*layout))
+    assert [(each["step"], each["row"]) for each in found["samples"]] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+    ]
+    borders = 0
+    for index, sample in enumerate(found["samples"]):
+        row, plain = index % 4, data.batch(index // 4)
+        batch = objective.apply(plain, index // 4)
+        labels = batch["labels"][row].numpy()
+        if "t5.json" in layout:
+            labels = np.concatenate([np.full(64 - len(labels), -100), labels])
+        if objective.name == "next token":
+            labels = np.concatenate([[-100], labels[1:]])  # nothing comes before it
+        trained = np.asarray(of_tokens(sample, "kind")) == "trained"
+        assert (trained == (labels != -100)).all()
+        assert sample["num_trained"] == trained.sum() > 0
+        mask = plain["attention_mask"][row].numpy() if "attention_mask" in plain else np.ones(64)
+        positions = plain["position_ids"][row].numpy() if "position_ids" in plain else np.arange(64)
+        starts = np.flatnonzero(positions == 0)
+        is_padding = np.asarray(of_tokens(sample, "kind")) == "padding"
+        if "position_ids" in plain:
+            eos = plain["input_ids"][row].numpy() == data.tokenizer.pad_token_id
+            assert (eos[is_padding]).all()
+            starts = starts[starts < 64 - is_padding.sum()]
+        else:
+            assert (is_padding == (mask == 0)).all()
+        at = np.cumsum([0, *(piece["num_tokens"] for piece in sample["pieces"])])
+        marked = [int(where) for where, piece in zip(at, sample["pieces"], strict=False) if piece["begins_document"]]
+        if data.train.packing is not True:
+            assert [0, *marked] == starts.tolist()
+        else:  # each conversation begins alike, and no other turn does
+            tokens = data.tokenizer.convert_ids_to_tokens(plain["input_ids"][row].tolist())
+            alike = ["".join(tokens[at : at + 4]).startswith("<|user|>ĊWhat") for at in range(64)]
+            assert [at for at in marked if at < 60] == [at for at in range(1, 60) if alike[at]]
+        text = "".join(piece["text"] for piece in sample["pieces"] if piece["kind"] != "padding")
+        if objective.name != "masked tokens":  # whose row for the mask no tokenizer has
+            assert text == data.tokenizer.decode(plain["input_ids"][row][~is_padding])
+        else:
+            assert text.count("<383>") == (batch["input_ids"][row] == 383).sum() > 0
+        assert sample["num_documents"] == len(marked) + 1
+        borders += len(marked)
+    assert bool(borders) == (data.train.packing is not False)
+
+
+def test_the_marks_of_the_text_are_the_answers_and_colours_show_the_same(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = words("--data.sequence_length", "64", "--samples", "8")
+    main(given)
+    text = capsys.readouterr().out
+    rows = text.split("another document of the row begins\n")[1]
+    marked = re.findall("⟦(.*?)⟧", rows, re.DOTALL)
+    answers = {
+        message["content"] + "<|endoftext|>" for chat in CHATS for message in chat if message["role"] == "assistant"
+    }
+    cut = [each for each in marked if each not in answers]
+    assert len(marked) > 10
+    assert all(any(answer.startswith(each) for answer in answers) for each in cut), "but for those at the end of a row"
+    assert rows.count("‖") == sum(int(number) - 1 for number in re.findall(r": (\d+) documents", rows)) > 0
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    main(given)
+    coloured = capsys.readouterr().out.split("another document of the row begins\n")[1]
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == re.sub("[⟦⟧]", "", rows)
+    green = "".join(re.findall(r"\x1b\[(?:1;)?32m(.*?)\x1b\[0m", coloured, re.DOTALL))
+    assert green.replace("\n", "") == "".join(marked).replace("\n", "")
+
+
+def test_the_figures_are_those_of_the_files(told: Told, here: Path) -> None:
+    given = words("--data.packing", "false", "--data.sequence_length", "48")
+    found, data, _ = told(*given)
+    (source,) = found["sources"]
+    documents = [data.tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"] for chat in CHATS]
+    lengths = [len(document) for document in documents]
+    assert (source["name"], source["path"], source["format"]) == ("chats", "chats.jsonl", "messages")
+    assert (source["num_documents"], source["num_tokens"]) == (40, sum(lengths))
+    assert (source["num_bad_rows"], source["num_empty"]) == (1, 0)
+    assert source["num_longer"] == sum(length > 48 for length in lengths) > 0
+    assert source["num_cut_off"] == sum(max(length - 48, 0) for length in lengths)
+    assert source["trained_share"] == data.sources[0].target_share
+    filled = [min(48, length) for length in lengths]
+    rows = data.train.lengths(np.arange(data.num_train_rows)).tolist()
+    assert source["num_rows"] + found["num_eval_rows"] == 40
+    assert not set(rows) - set(filled)
+    assert found["padding_share"] == source["padding_share"] == pytest.approx(1 - sum(rows) / (48 * len(rows)))
+    assert (found["num_steps"], found["epochs"]) == (6, 24 / found["num_train_rows"])
+    assert found["packing"] is False
+    assert not list(here.glob("runs*")), "there is no run folder"
+
+
+def test_a_histogram_counts_each_document_once() -> None:
+    rng = np.random.default_rng(0)
+    for lengths, row in (([7], 64), ([64, 64], 64), ([65], 64), ([1, 10**7], 100), (rng.integers(1, 3000, 500), 333)):
+        bins = histogram(np.asarray(lengths), row)
+        ends = [end for end, _ in bins]
+        assert row in ends
+        assert len(ends) < 30
+        begins = [0, *ends[:-1]]
+        for begin, (end, count) in zip(begins, bins, strict=True):
+            assert count == sum(begin < length <= end for length in lengths)
+        assert sum(count for _, count in bins) == len(lengths)
+
+
+class Rows(HTMLParser):
+    """Reads the rows of a page, as pieces of a kind and a text, and that tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[tuple[str, str]]] = []
+        self.open: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}, "it asks for nothing"
+        kind = dict(attrs).get("class") or ""
+        if tag not in ("meta", "rect", "br"):
+            self.open.append((tag, kind))
+        if kind == "row":
+            self.rows.append([])
+        elif self.open[-2:-1] == [("div", "row")]:
+            self.rows[-1].append((kind, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "rect":
+            assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:-1] == [("div", "row")]:
+            kind, before = self.rows[-1][-1]
+            self.rows[-1][-1] = kind, before + data
+
+
+def test_a_page_shows_the_same_rows(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+    given = words("--data.packing_isolated", "true")
+    found, _, _ = told(*given)
+    assert main([*given, "--samples", "6", "--page", "data.html"]) == 0
+    assert capsys.readouterr().out == "data.html\n"
+    page = Rows()
+    page.feed(Path("data.html").read_text())
+    assert page.open == []
+    shown = [[piece for piece in row if piece[0] != "another"] for row in page.rows]
+    expected = [
+        [
+            (each["kind"] + " special" * (each["is_special"] and each["kind"] != "padding"), each["text"])
+            for each in sample["pieces"]
+        ]
+        for sample in found["samples"]
+    ]
+    assert shown == expected
+    assert sum(kind == "another" for row in page.rows for kind, _ in row) == sum(
+        sample["num_documents"] - 1 for sample in found["samples"]
+    )
+    assert "<b>" in "".join(text for row in shown for _, text in row)
+
+
+def test_a_blank_that_a_tokenizer_leaves_out_in_front_stays() -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "?": 3}, unk_token="?"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    ids = [0, 1, 2, 1]
+    assert tokenizer.decode(ids[1:]) == "bc b"
+    assert [_text(tokenizer, ids, *span) for span in ((0, 1), (1, 3), (3, 4))] == ["a", " bc", " b"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--data.on_bad_row", "error"), r"chats\.jsonl:41 is not valid JSON"),
+        (("--data.source", "nothing.jsonl"), "nothing.jsonl"),
+        (("--data.sequence_length", "1000"), "1000"),
+        (("--data.packing", "false", "--train.batch_size", "0"), "batch_size"),
+    ],
+    ids=["bad row", "no file", "longer than the model's", "no rows"],
+)
+def test_errors_are_those_of_a_run(here: Path, more: tuple[str, ...], said: str) -> None:
+    errors = []
+    for command in (main, train):
+        with pytest.raises(ConfigError, match=said) as error:
+            command(words(*more))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--samples", "-1"), "--samples is '-1'"),
+        (("--page", "chats.jsonl"), r"--page is chats\.jsonl; name a file that ends in \.html"),
+    ],
+)
+def test_options_are_checked(here: Path, more: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        main(words(*more))
+
+
+def test_ids_without_a_tokenizer_are_numbers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("ids.npy", np.arange(256, dtype=np.uint16))
+    main(words("--data.packing_isolated", "false", "--samples", "1", "--data.eval_share", "0", source="ids.npy"))
+    row = capsys.readouterr().out.split("padding\n")[-1]
+    numbers = [int(number) for number in re.findall(r"\d+", row)]
+    assert numbers == list(range(numbers[0], numbers[0] + 64))
+    assert row.startswith(f"{numbers[0]} ⟦")
