@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from offload import report
+from offload.data.view import DataView, Piece, Sample, SourceView
 from offload.errors import ConfigError, DiskError
 from offload.reporting import charts, page
+from offload.reporting.data_page import write_data_page
 from offload.reporting.page import read_views, render, report_run, write_page
 from tests.matrix import matrix
 from tests.reporting.browser import Browser, browser, find_chromium
@@ -106,14 +108,29 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for number in range(1, 4)
     ]
     found["several"] = write_page(read_views([runs["usual"], *others]))
+    found["data"] = folder / "data.html"
+    write_data_page(awkward_data(long), found["data"])
     return found
+
+
+def awkward_data(name: str) -> DataView:
+    """Data with long names, large numbers, text without a blank, and text that would be HTML."""
+    texts = {"trained": f"{name * 9}</div><b>", "context": f"\t{name * 9}\n\n  two\n", "padding": f"<{name}> x 1,000"}
+    pieces = [Piece(text, kind, special, special, 10**9) for kind, text in texts.items() for special in (False, True)]
+    bins = tuple((2**power, 10**power) for power in range(12))
+    source = SourceView(
+        name, f"/data/{name}/*", "messages in parquet", *[10**11] * 2, 0.5, 7, 8, 10**9, 0.1, 6, 5, bins
+    )
+    sample = Sample(1, 1, name, 10**9, 10**9, 10**6, tuple(pieces))
+    told = f"note: {name}", f"data: {name}"
+    return DataView((source,) * 3, told, True, "packed", "next token", 64, 8, *[10**9] * 2, 0.1, 10**9, 1e9, (sample,))
 
 
 @matrix(
     strength=1,
     is_dark={"light": False, "dark": True},
     width=[375, 1280],
-    name=["usual", "first", "broken", "large", "several"],
+    name=["usual", "first", "broken", "large", "several", "data"],
 )
 def test_it_shows_without_complaints_requests_or_cut_text(
     chromium: Browser, pages: dict[str, Path], name: str, width: int, is_dark: bool
@@ -124,7 +141,10 @@ def test_it_shows_without_complaints_requests_or_cut_text(
     assert page.found["width"] == width
     assert page.found["cut"] == []
     assert not page.found["scrolls"]
-    if name != "broken":
+    if name == "data":
+        assert page.found["bars"] == 36
+        assert page.found["text"].count("</div><b>") == 2
+    elif name != "broken":
         assert page.found["smallest"] > 11  # the height of a line of 10 px text
         assert page.found["curves"] == {"first": 5, "usual": 6, "large": 6, "several": 24}[name]
         assert page.found["bars"] > 5
