@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from offload.config.command_line import parse_config
 from offload.data.dataset import Dataset
@@ -79,9 +80,26 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
     return tell
 
 
-def of_tokens(sample: dict[str, Any], key: str) -> list[Any]:
+def of_tokens(sample: dict[str, Any], key: str) -> np.ndarray:
     """Return what is said of each token of a row."""
-    return [piece[key] for piece in sample["pieces"] for _ in range(piece["num_tokens"])]
+    return np.asarray([piece[key] for piece in sample["pieces"] for _ in range(piece["num_tokens"])])
+
+
+def documents(sample: dict[str, Any]) -> list[int]:
+    """Return where in a row a document begins, as it is marked."""
+    found, at = [0], 0
+    for piece in sample["pieces"]:
+        found += [at] * piece["begins_document"]
+        at += piece["num_tokens"]
+    return found
+
+
+def targets(batch: dict[str, Any], row: int, objective: Objective) -> np.ndarray:
+    """Return which of 64 tokens are targets, by the labels that the model gets."""
+    labels = batch["labels"][row].numpy()
+    if len(labels) < 64:  # of a decoder
+        labels = np.concatenate([np.full(64 - len(labels), -100), labels])
+    return (labels != -100) & ((np.arange(64) > 0) | (objective.name != "next token"))  # nothing comes before the first
 
 
 @pytest.mark.parametrize(
@@ -97,52 +115,34 @@ def of_tokens(sample: dict[str, Any], key: str) -> list[Any]:
 )
 def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str, ...]) -> None:
     found, data, objective = told(*words(*layout))
-    assert [(each["step"], each["row"]) for each in found["samples"]] == [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-        (2, 1),
-        (2, 2),
-    ]
-    borders = 0
-    for index, sample in enumerate(found["samples"]):
-        row, plain = index % 4, data.batch(index // 4)
-        batch = objective.apply(plain, index // 4)
-        labels = batch["labels"][row].numpy()
-        if "t5.json" in layout:
-            labels = np.concatenate([np.full(64 - len(labels), -100), labels])
-        if objective.name == "next token":
-            labels = np.concatenate([[-100], labels[1:]])  # nothing comes before it
-        trained = np.asarray(of_tokens(sample, "kind")) == "trained"
-        assert (trained == (labels != -100)).all()
-        assert sample["num_trained"] == trained.sum() > 0
-        mask = plain["attention_mask"][row].numpy() if "attention_mask" in plain else np.ones(64)
-        positions = plain["position_ids"][row].numpy() if "position_ids" in plain else np.arange(64)
-        starts = np.flatnonzero(positions == 0)
-        is_padding = np.asarray(of_tokens(sample, "kind")) == "padding"
+    places = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
+    assert [(each["step"], each["row"]) for each in found["samples"]] == places
+    for (step, row), sample in zip(places, found["samples"], strict=True):
+        plain = {key: value.clone() for key, value in data.batch(step - 1).items()}
+        batch, row = objective.apply(plain, step - 1), row - 1
+        kinds, ids = of_tokens(sample, "kind"), plain["input_ids"][row]
+        assert ((kinds == "trained") == targets(batch, row, objective)).all()
+        assert sample["num_trained"] == (kinds == "trained").sum() > 0
+        is_token = torch.from_numpy(kinds != "padding")
+        assert sample["num_padding"] == 64 - is_token.sum()
         if "position_ids" in plain:
-            eos = plain["input_ids"][row].numpy() == data.tokenizer.pad_token_id
-            assert (eos[is_padding]).all()
-            starts = starts[starts < 64 - is_padding.sum()]
-        else:
-            assert (is_padding == (mask == 0)).all()
-        at = np.cumsum([0, *(piece["num_tokens"] for piece in sample["pieces"])])
-        marked = [int(where) for where, piece in zip(at, sample["pieces"], strict=False) if piece["begins_document"]]
-        if data.train.packing is not True:
-            assert [0, *marked] == starts.tolist()
-        else:  # each conversation begins alike, and no other turn does
-            tokens = data.tokenizer.convert_ids_to_tokens(plain["input_ids"][row].tolist())
+            begins = (plain["position_ids"][row] == 0).nonzero().flatten().tolist()
+            assert documents(sample) == begins[: sample["num_documents"]]
+            assert begins[sample["num_documents"] :] == ([] if is_token.all() else [int(is_token.sum())])
+        elif data.train.packing:  # each conversation begins alike, and no other turn does
+            tokens = data.tokenizer.convert_ids_to_tokens(ids.tolist())
             alike = ["".join(tokens[at : at + 4]).startswith("<|user|>ĊWhat") for at in range(64)]
-            assert [at for at in marked if at < 60] == [at for at in range(1, 60) if alike[at]]
-        text = "".join(piece["text"] for piece in sample["pieces"] if piece["kind"] != "padding")
-        if objective.name != "masked tokens":  # whose row for the mask no tokenizer has
-            assert text == data.tokenizer.decode(plain["input_ids"][row][~is_padding])
+            assert [at for at in documents(sample) if 0 < at < 60] == [at for at in range(1, 60) if alike[at]]
         else:
+            assert documents(sample) == [0]
+            assert torch.equal(plain.get("attention_mask", torch.ones(4, 64))[row].bool(), is_token)
+        assert sample["num_documents"] == len(documents(sample))
+        text = "".join(piece["text"] for piece in sample["pieces"] if piece["kind"] != "padding")
+        if objective.name == "masked tokens":  # by a row of the embedding that no token has
             assert text.count("<383>") == (batch["input_ids"][row] == 383).sum() > 0
-        assert sample["num_documents"] == len(marked) + 1
-        borders += len(marked)
-    assert bool(borders) == (data.train.packing is not False)
+        else:
+            assert text == data.tokenizer.decode(ids[is_token])
+    assert (sum(each["num_documents"] for each in found["samples"]) > 6) == (data.train.packing is not False)
 
 
 def test_the_marks_of_the_text_are_the_answers_and_colours_show_the_same(
