@@ -191,6 +191,20 @@ def test_the_figures_are_those_of_the_files(told: Told, here: Path) -> None:
     assert not list(here.glob("runs*")), "there is no run folder"
 
 
+def test_rows_of_several_sources_name_theirs(told: Told) -> None:
+    sources = "[{path: chats.jsonl, weight: 1}, {path: text.txt, weight: 2}]"
+    given = words("--data.packing_isolated", "true")
+    given[2:4] = ["--data.sources", sources]
+    found, data, _ = told(*given, samples=24)
+    names = ["chats" if "What is" in str(each["pieces"]) else "text" for each in found["samples"]]
+    assert [each["source"] for each in found["samples"]] == names
+    assert set(names) == {"chats", "text"}
+    rows = data.train.at(0, found["num_train_rows"], 0)
+    padding = 1 - data.train.lengths(rows).mean() / 64
+    assert found["padding_share"] == pytest.approx(padding, abs=0.01), "of rows as often as they come"
+    assert [each["num_documents"] for each in found["sources"]] == [40, 1]
+
+
 def test_a_histogram_counts_each_document_once() -> None:
     rng = np.random.default_rng(0)
     for lengths, row in (([7], 64), ([64, 64], 64), ([65], 64), ([1, 10**7], 100), (rng.integers(1, 3000, 500), 333)):
