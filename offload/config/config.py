@@ -436,8 +436,8 @@ def _check_adapter(config: Config) -> None:
         f"lora.{name}"
         for name, field in LoraSection.model_fields.items()
         if name not in ("config", "adapter")
-        and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") != "default"))
-    ]
+        and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") == "command line"))
+    ]  # the configuration that a run has written has all keys
     restarts = [name for name in others if name.startswith("lora.restart_")]
     if others and not config.adapts:
         raise ConfigError(

@@ -94,18 +94,23 @@ def _of_files(source: Source | None, info: ParameterInfo) -> Source:
 
 def _to_be_taken(source: Source | None, parameter: nn.Parameter, info: ParameterInfo) -> Read:
     """Return how a parameter is read that is to rest elsewhere. Raises ConfigError."""
-    if source is None and isinstance(info.codec, Quantized):
+    is_in_memory = source is None and not isinstance(info.codec, Quantized)
+    return reader(parameter) if is_in_memory else _as_it_rests(source, info)
+
+
+def _as_it_rests(source: Source | None, info: ParameterInfo) -> Read:
+    """Return what reads the records of a parameter, or the weights of one that rests in no codes of its files. Raises
+    ConfigError for one that rests in codes that nothing has.
+    """
+    if isinstance(source, SourceInCodes) and info.codec == source.codec:
+        return source.records
+    if source is None or isinstance(info.codec, Quantized):
         raise ConfigError(
-            f"{info.name} is in few bits in the model's files ({info.codec.name}), and has values in memory, which "
+            f"{info.name} is in few bits in the model's files ({info.codec.name}), and its values are others, which "
             "rest in no codes: something has written it, such as the first values of an adapter that change the base. "
             "Leave it as the files have it (fill= of the same model), or leave quantized= out."
         )
-    return reader(parameter) if source is None else _as_it_rests(source, info)
-
-
-def _as_it_rests(source: Source, info: ParameterInfo) -> Read:
-    """Return what reads the records of a parameter, or the weights of one that rests in no codes of its files."""
-    return source.records if isinstance(source, SourceInCodes) and info.codec == source.codec else source.read
+    return source.read
 
 
 def share_buffers(model: nn.Module, comm: Comm) -> None:

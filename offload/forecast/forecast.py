@@ -205,7 +205,10 @@ class Forecaster:
         if quantization is not None and folder is not None and is_pretrained(section, folder):
             quantized |= quantized_parameters(model, folder, quantization)
         if self.config.adapts:
-            model = Adaptation.of(self.config.lora, model_kind(architecture).name).over_shapes(model)
+            adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
+            model = adaptation.over_shapes(model)
+            taken = adaptation.taken_from(model)
+            quantized = {each: codec for each, codec in quantized.items() if each not in taken}
         return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:

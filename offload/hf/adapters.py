@@ -107,8 +107,8 @@ class Adaptation:
     def over(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
         """Put the adapter over a model, whose weights need not be filled: what the adapter's first values depend on,
         such as the norms of DoRA, is read for them, a parameter at a time. The base is frozen, and keeps its names for
-        `source`; what the first values take out of its weights, it comes without. `trains`: without it the adapter is
-        frozen too.
+        `source`; what the first values take out of its weights, it comes without, and what is left of a weight in few
+        bits is in none. `trains`: without it the adapter is frozen too.
 
         Raises ConfigError where the adapter has nothing to adapt, or would change the base in another way.
         """
@@ -155,11 +155,13 @@ class Adaptation:
         if not trains:
             model.requires_grad_(False)
         bases = dict(reads.names_in(model))
+        changed_ids = {id(model.get_parameter(name)) for name, base in bases.items() if base in reads.removed}
         return replace(
             built,
             model=model,
             fill=reads.fill,
             source=lambda name: reads.source(bases[name]) if name in bases else None,
+            quantized={each: codec for each, codec in built.quantized.items() if id(each) not in changed_ids},
             removed=reads.removed,
         )
 
@@ -173,6 +175,15 @@ class Adaptation:
         adapted: Any = replace(self, config=config).over(shapes, seed=0).model
         config_of(adapted).init_lora_weights = self.config.init_lora_weights
         return cast(nn.Module, adapted)
+
+    def taken_from(self, model: nn.Module) -> set[nn.Parameter]:
+        """Return the base's weights that the first values of an adapter are taken out of, of a model of shapes."""
+        from peft.tuners.lora.layer import Linear
+
+        if not str(getattr(self.config, "init_lora_weights", "")).startswith(("pissa", "olora")):
+            return set()
+        layers: Iterator[Any] = (layer.get_base_layer() for _, layer in outermost(model) if isinstance(layer, Linear))
+        return {layer.weight for layer in layers}
 
 
 def config_bytes(model: nn.Module) -> bytes:
@@ -251,7 +262,7 @@ def write_adapter(
     import peft
 
     check_place(folder.resolve(), replace)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     by_id = {id(named[name]): value for name, value in values.items() if name in named}
     # Of what has several names PEFT may ask for another one than `values` has.
     state = dict(values) | {name: by_id[id(p)] for name, p in named.items() if id(p) in by_id}

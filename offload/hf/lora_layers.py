@@ -46,7 +46,7 @@ class LoraLayers:
             if not isinstance(layer, Linear | Embedding | _ConvNd):
                 raise ConfigError(
                     f"lora.restart_every is set, and {where} is adapted by a {type(layer).__name__}, whose delta is "
-                    "not merged into one weight: leave it out of --lora.target_modules."
+                    "not merged into one weight: leave it out of --lora.target_modules and --lora.target_parameters."
                 )
             names = [name for name, parameter in named if parameter is layer.get_base_layer().weight]
             if len(names) > 1:

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from offload.config.sections import LoraSection
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
+from offload.errors import ConfigError
 from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, Kind
@@ -43,6 +44,18 @@ class RestartedAdapter(AdapterOverBase):
     """When it restarts, and how."""
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
+
+    def over(self, built: BuiltModel) -> BuiltModel:
+        """Put the adapter over the base. Raises ConfigError for one over weights that rest in few bits as well."""
+        adapted = super().over(built)
+        for name in LoraLayers(adapted.model).weights if adapted.quantized else ():
+            if (codec := adapted.quantized.get(adapted.model.get_parameter(name))) is not None:
+                raise ConfigError(
+                    f"lora.restart_every is {self.section.restart_every}, and {name} is in few bits in the model's "
+                    f"folder ({codec.name}): what a restart merges into it would be lost in its codes. Leave "
+                    "--lora.restart_every out, or give a folder of the model that is not quantized."
+                )
+        return adapted
 
     def kept_bytes(self, model: Any, weight_bytes: int) -> int:
         """Return the bytes of the base's weights that change. Raises ConfigError for an adapter that cannot restart."""

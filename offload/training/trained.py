@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -21,7 +22,7 @@ from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
-from offload.hf.adapters import CONFIG, INITIAL, Adaptation, config_bytes, summary, write_adapter
+from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.residual import to_bytes
@@ -228,7 +229,7 @@ class AdapterOverBase(Trained):
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
         """Load the adapter with PEFT over the base, as the run has used that."""
-        from peft import PeftModel
+        from peft import PeftModel, set_peft_model_state_dict
 
         base: Any = fill_all(build_base())
         try:
@@ -240,6 +241,9 @@ class AdapterOverBase(Trained):
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
+        for parameter in model.parameters():  # a module that trains as a copy has the dtype of the base's
+            parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
+        set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
         taken = {id(model.get_base_model().get_parameter(name)): each for name, each in self._taken_in(model)}
         for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
             removed, value = taken.get(id(parameter)), parameter.detach()

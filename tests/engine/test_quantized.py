@@ -16,6 +16,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.hf.adapters import Adaptation
 from offload.hf.models import BuiltModel, build_model, fill_all
+from offload.hf.sources import Held
 from offload.layout.quantized import Quantized
 from tests.engine import families
 from tests.engine.compare import assert_same, train_both, weights
@@ -156,8 +157,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         engine_of(adapted(folder), frozen_weights="nf4")
     built = adapted(folder)
     fill_all(built)
-    with pytest.raises(ConfigError, match=r"has values in memory, which rest in no codes.*quantized= out"):
+    with pytest.raises(ConfigError, match=r"its values are others, which rest in no codes.*quantized= out"):
         Engine(built.model, quantized=built.quantized)
+    for parameters in ("device", "files"):
+        built = adapted(folder)
+        filled = {parameter: Held(torch.zeros(parameter.shape)) for parameter in built.model.parameters()}
+        place = Placement(parameters=parameters)
+        with pytest.raises(ConfigError, match=r"its values are others, which rest in no codes.*quantized= out"):
+            Engine(built.model, fill=lambda *_, of=filled: of, quantized=built.quantized, placement=place)
     engine = engine_of(adapted(folder))
     name = next(name for name, p in engine.model.named_parameters() if "up_proj" in name)
     with pytest.raises(ConfigError, match=f"{name}, which is not written: it rests in few bits"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.checkpoint.reader import Reader
+from offload.config.config import Config
 from offload.config.sections import LoraSection
 from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
@@ -21,6 +22,7 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
 from offload.hf.adapters import Adaptation
 from offload.layout.codecs import CODECS, decoded
+from offload.parity import main as parity_command
 from offload.replay import main as replay_command
 from offload.training import disk_needs
 from offload.verify import main as verify_command
@@ -121,7 +123,8 @@ def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: P
 def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
     """Of a base in bf16, over which a run in fp32 computes with what the files have."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    result, _, said = run("run", model__path=str(base), checkpoint__every=3, **ADAPTER, **HOST)
+    head = {"lora__modules_to_save": ["lm_head"]}
+    result, _, said = run("run", model__path=str(base), checkpoint__every=3, **head, **ADAPTER, **HOST)
     assert "logits bit-equal" in said
     adapter_of, merged, wanted = tmp_path / "adapter", tmp_path / "merged", tmp_path / "wanted"
     assert export_command([str(result.dir), str(adapter_of)]) == 0
@@ -182,6 +185,24 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     merged = plain.merge_and_unload().state_dict()
     for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
         assert torch.equal(value, merged[name]), name
+
+
+def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base: Path, tmp_path: Path) -> None:
+    """VeRA, whose layers share two matrices."""
+    config = tmp_path / "vera.json"
+    config.write_text(json.dumps({"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}))
+    more = {"model__path": str(base), "checkpoint__every": 2, "lora__config": str(config), **HOST}
+    whole, lines, _ = run("whole", train__steps=4, **more)
+    shutil.copytree(whole.dir, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
+    half, again, _ = run("half", train__steps=4, **more)
+    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
+    assert_same(half.export, whole.export)
+    assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
+    assert_same(tmp_path / "adapter", whole.export)
+    assert Config.load(whole.dir / "config.yaml").lora.config == str(config)
+    with pytest.raises(ConfigError, match="describes an adapter as a whole, and lora.alpha is set too"):
+        parity_command(["--lora.config", str(config), "--lora.alpha", "8"])
 
 
 def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path) -> None:

@@ -13,13 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offload import Engine, Placement
+from offload.config.config import Config
 from offload.config.sections import LoraSection, ModelSection
 from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError
 from offload.export import main as export_command
+from offload.forecast.forecast import Forecaster
 from offload.generate import main as generate_command
 from offload.hf.adapters import Adaptation
 from offload.hf.models import build_model
+from offload.machine.hardware import Hardware
 from offload.parity import main as parity_command
 from offload.plan import main as plan_command
 from offload.verify import main as verify_command
@@ -105,3 +108,39 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match=r"which is in few bits in the model's folder .*lora.rank 16"):
         run("whole", model__path=str(base), train__steps=2)
+
+
+def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_path: Path) -> None:
+    """PiSSA: what is left of a weight is in no codes, in a run and in a plan of it."""
+    base = base_of(tmp_path / "base", "int4")
+    settings = {"lora__init": "pissa", "train__steps": 2, "checkpoint__every": 2, **ADAPTER}
+    result, lines, said = run("run", model__path=str(base), **settings)
+    wanted, others, _ = run("plain", model__path=str(base.with_name("base-plain")), **settings)
+    assert "10 frozen parameters rest in int4" in said
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    merged = [tmp_path / "merged", tmp_path / "wanted"]
+    for each, out in zip((result, wanted), merged, strict=True):
+        assert export_command([str(each.dir), str(out), "--merge"]) == 0
+    for one, other, name in ((result.export, wanted.export, "adapter_model"), (*merged, "model")):
+        found, its = (load_file(folder / f"{name}.safetensors") for folder in (one, other))
+        assert all(torch.equal(found[name], its[name]) for name in its)
+
+    section = {"rank": 4, "init": "pissa", "target_modules": ["q_proj", "o_proj"]}
+    config = Config.load(None, {"model.path": str(base), "lora": section, "offload.parameters": "cpu"})
+    told = Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"), times=False)
+    assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
+
+
+def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
+    """Of a base in few bits, those weights that the adapter is not over may be."""
+    settings = {"train__steps": 3, "lora__restart_every": 2, **ADAPTER, "model__path": str(tmp_path / "fp8")}
+    with pytest.raises(ConfigError, match=r"restart_every is 2, and .*q_proj.*weight is in few bits .*\(block fp8\)"):
+        run("no", **settings | {"model__path": str(base_of(tmp_path / "fp8", "fp8"))})
+    base = base_of(tmp_path / "base", "mxfp4")
+    result, lines, said = run("run", **settings | {"model__path": str(base)})
+    wanted, others, _ = run("plain", **settings | {"model__path": str(base.with_name("base-plain"))})
+    assert "4 frozen parameters rest in mxfp4" in said
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    found, its = (load_file(each.export / "model.safetensors") for each in (result, wanted))
+    assert found.keys() == its.keys()
+    assert all(torch.equal(found[name], its[name]) for name in its)
