@@ -78,7 +78,7 @@ _RENAMED = {"data.eval_fraction": "data.eval_share"}
 
 def present_name(key: str) -> str:
     """Return what a key is called now."""
-    return _RENAMED.get(key, key)
+    return _RENAMED.get(key.replace("-", "_"), key)
 
 
 def familiar(name: str) -> str | None:

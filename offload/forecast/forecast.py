@@ -206,6 +206,7 @@ class Forecaster:
             quantized |= quantized_parameters(model, folder, quantization)
         if self.config.adapts:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
+            adaptation.check_rest(self.config.offload.parameters)
             model = adaptation.over_shapes(model)
             taken = adaptation.taken_from(model)
             quantized = {each: codec for each, codec in quantized.items() if each not in taken}

@@ -176,14 +176,25 @@ class Adaptation:
         config_of(adapted).init_lora_weights = self.config.init_lora_weights
         return cast(nn.Module, adapted)
 
+    def check_rest(self, tier: str) -> None:
+        """Raise ConfigError where the base's own files are the tier on which it rests, and would have to change."""
+        if self._takes_out and tier == "files":
+            raise ConfigError(
+                f"the adapter's first values ({self.config.init_lora_weights}) are taken out of weights of the base, "
+                "and with --offload.parameters files the base stays as its files have it: set --offload.parameters cpu "
+                "or nvme, or --lora.init default, gaussian or orthogonal."
+            )
+
     def taken_from(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the base's weights that the first values of an adapter are taken out of, of a model of shapes."""
         from peft.tuners.lora.layer import Linear
 
-        if not str(getattr(self.config, "init_lora_weights", "")).startswith(("pissa", "olora")):
-            return set()
         layers: Iterator[Any] = (layer.get_base_layer() for _, layer in outermost(model) if isinstance(layer, Linear))
-        return {layer.weight for layer in layers}
+        return {layer.weight for layer in layers} if self._takes_out else set()
+
+    @property
+    def _takes_out(self) -> bool:
+        return str(getattr(self.config, "init_lora_weights", "")).startswith(("pissa", "olora"))
 
 
 def config_bytes(model: nn.Module) -> bytes:

@@ -231,8 +231,8 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
     if first is not None:
         base.check(start.base, first)
     adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
-    rests, in_files = config.offload.frozen_weights, config.offload.parameters == "files"
-    own = adaptation, base, config.run.seed, str(config.train.precision), rests, in_files
+    rests = config.offload.frozen_weights, config.offload.parameters
+    own = adaptation, base, config.run.seed, str(config.train.precision), *rests
     return RestartedAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
 
 

@@ -160,8 +160,8 @@ class AdapterOverBase(Trained):
     """In which the run computes."""
     frozen_weights: str
     """How the base rests."""
-    in_files: bool
-    """True where the base rests in its own files."""
+    parameters: str
+    """The tier on which the base rests."""
     removed: dict[str, Removed] = field(default_factory=dict, kw_only=True)
     """What the adapter's first values have taken out of the base's weights, by their names, once it was put `over`."""
     trained_only: ClassVar[bool] = True
@@ -170,13 +170,8 @@ class AdapterOverBase(Trained):
 
     def over(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
+        self.adaptation.check_rest(self.parameters)
         adapted = self.adaptation.over(built, self.seed)
-        if adapted.removed and self.in_files:
-            raise ConfigError(
-                f"the adapter's initial values change {len(adapted.removed)} weights of the base, such as "
-                f"{min(adapted.removed)}, and with --offload.parameters files the base stays as its files have it: set "
-                "--offload.parameters cpu or nvme, or --lora.init default, gaussian or orthogonal."
-            )
         self.removed.update(adapted.removed)
         return adapted
 

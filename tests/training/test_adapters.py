@@ -23,6 +23,7 @@ from offload.export import main as export_command
 from offload.hf.adapters import Adaptation
 from offload.layout.codecs import CODECS, decoded
 from offload.parity import main as parity_command
+from offload.plan import main as plan_command
 from offload.replay import main as replay_command
 from offload.training import disk_needs
 from offload.verify import main as verify_command
@@ -205,9 +206,13 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
         parity_command(["--lora.config", str(config), "--lora.alpha", "8"])
 
 
-def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path) -> None:
-    with pytest.raises(ConfigError, match="change 6 weights of the base, .* set --offload.parameters cpu"):
+def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(LoraLayer, "pissa_init")  # nothing is made before it is refused
+    with pytest.raises(ConfigError, match=r"\(pissa\) are taken out of weights .* set --offload.parameters cpu"):
         run("run", model__path=str(base), offload__parameters="files", lora__init="pissa", **ADAPTER)
+    words = ["--model.path", str(base), "--offload.parameters", "files", "--lora.init", "pissa", "--lora.rank", "4"]
+    with pytest.raises(ConfigError, match=r"\(pissa\) are taken out of weights"):
+        plan_command([*words, "--hardware", "rtx-4090"])
 
 
 @pytest.mark.parametrize("base", ["mixtral"], indirect=True)
