@@ -187,10 +187,10 @@ class Adaptation:
 
     def taken_from(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the base's weights that the first values of an adapter are taken out of, of a model of shapes."""
-        from peft.tuners.lora.layer import Linear
+        from peft.tuners.lora.layer import LoraLayer
 
-        layers: Iterator[Any] = (layer.get_base_layer() for _, layer in outermost(model) if isinstance(layer, Linear))
-        return {layer.weight for layer in layers} if self._takes_out else set()
+        layers: Iterator[Any] = (each.get_base_layer() for _, each in outermost(model) if isinstance(each, LoraLayer))
+        return {layer.weight for layer in layers if self._takes_out and hasattr(layer, "weight")}
 
     @property
     def _takes_out(self) -> bool:
@@ -372,6 +372,8 @@ def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
         return peft.get_peft_model(model, config)
     except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         reason = shorten(" ".join(str(error).split())).rstrip(".")
+        if isinstance(error, AttributeError) and getattr(config, "target_parameters", None):
+            reason += " (which of initial values only --lora.init default and gaussian do without)"
         raise ConfigError(f"the adapter cannot be put over {type(model).__name__}: {reason}. {offer}") from error
 
 

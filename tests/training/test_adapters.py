@@ -233,6 +233,8 @@ def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp
     PeftModel.from_pretrained(over, whole.export).merge_and_unload().save_pretrained(wanted)
     for name in ("model.safetensors", "config.json"):
         assert (merged / name).read_bytes() == (wanted / name).read_bytes(), name
+    with pytest.raises(ConfigError, match="no attribute 'weight' .which of initial values only --lora.init default"):
+        run("no", **more, lora__init="olora")
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,11 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
         found, its = (load_file(folder / f"{name}.safetensors") for folder in (one, other))
         assert all(torch.equal(found[name], its[name]) for name in its)
 
-    section = {"rank": 4, "init": "pissa", "target_modules": ["q_proj", "o_proj"]}
-    config = Config.load(None, {"model.path": str(base), "lora": section, "offload.parameters": "cpu"})
-    told = Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"), times=False)
-    assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
+    for over in {"target_modules": ["q_proj", "o_proj"]}, {"target_parameters": ["q_proj.weight", "o_proj.weight"]}:
+        section = {"rank": 4, "init": "pissa", **over}
+        config = Config.load(None, {"model.path": str(base), "lora": section, "offload.parameters": "cpu"})
+        told = Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"), times=False)
+        assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
 
 
 def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
