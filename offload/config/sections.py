@@ -450,8 +450,9 @@ class OptimizerSection(Section):
 
 
 def _as_init(value: Any) -> Any:
-    if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?", str(value)):
-        raise ValueError("should be default, gaussian, orthogonal, olora, pissa, or pissa_niter_16 (iterations)")
+    if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
+        known = "default, gaussian, orthogonal, olora, pissa, pissa_niter_16 (iterations), loftq, or loftq_5 (rounds)"
+        raise ValueError(f"should be {known}")
     return value
 
 
@@ -479,7 +480,8 @@ class LoraSection(Section):
     """Numbers of tokens whose rows of the embedding train (trainable_token_indices)."""
     init: LoraInit = "default"
     """Initial values of the matrices (init_lora_weights): default, gaussian, orthogonal; olora, pissa or pissa_niter_16
-    (of so many iterations) begin as a part of the weights, which the frozen ones lack from then on.
+    (of so many iterations) begin as a part of the weights, which the frozen ones lack from then on; loftq or loftq_5
+    (of so many rounds) as what the codes of offload.frozen_weights lose of them.
     """
     use_rslora: bool = False
     """Scale by 1/sqrt(rank) instead of 1/rank."""

@@ -46,6 +46,8 @@ class Adaptation:
     """The folder with the adapter's first weights; None to begin as the configuration says."""
     removed: Mapping[str, Removed] = field(default_factory=dict)
     """What the initialisation has taken out of the base's weights, where that is known: it is not run again."""
+    loftq_rounds: int = 0
+    """By how many rounds of LoftQ the first values are made, once it is known how the base rests; 0: by none."""
 
     @classmethod
     def of(cls, section: LoraSection, kind: str) -> Adaptation:
@@ -64,7 +66,8 @@ class Adaptation:
         targets: Any = section.target_modules and list(section.target_modules)
         if not targets and section.target_parameters:
             targets = []
-        init: Any = True if section.init == "default" else section.init
+        rounds = _rounds(section)
+        init: Any = True if rounds or section.init == "default" else section.init
         return cls(
             LoraConfig(
                 r=section.rank,
@@ -78,7 +81,8 @@ class Adaptation:
                 use_rslora=section.use_rslora,
                 use_dora=section.use_dora,
                 task_type=_TASKS.get(kind),
-            )
+            ),
+            loftq_rounds=rounds,
         )
 
     @classmethod
@@ -301,6 +305,18 @@ def _need_peft() -> None:
         )
 
 
+def _rounds(section: LoraSection) -> int:
+    """Return how many rounds of LoftQ are asked for. Raises ConfigError."""
+    if not section.init.startswith("loftq"):
+        return 0
+    if section.use_dora:
+        raise ConfigError(
+            "lora.init is loftq, and lora.use_dora is true, whose norms are those of the weights before: leave one of "
+            "them out."
+        )
+    return int(section.init.partition("_")[2] or 1)
+
+
 def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
     return None if values is None else list(values)
 
@@ -324,7 +340,7 @@ def _read_config(path: Path, said: str) -> Any:
     if values.get("init_lora_weights") == "loftq":
         raise ConfigError(
             f"{said} is {path}, with init_lora_weights loftq, which PEFT computes with bitsandbytes, on a GPU, over "
-            "codes of its own: use pissa, with --offload.frozen_weights nf4."
+            "codes of its own: leave the file out, and set --lora.init loftq, with --offload.frozen_weights nf4."
         )
     values.pop("runtime_config", None)
     try:

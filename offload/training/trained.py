@@ -24,10 +24,13 @@ from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
 from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config
+from offload.hf.loftq import begin_at_loss
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.residual import to_bytes
 from offload.hf.sources import Removed
 from offload.hf.write import write_configuration
+from offload.layout.codecs import EXACT
+from offload.layout.planes import DTYPES
 from offload.optim.adamw import AdamW
 from offload.training.resident import as_computed, master_of
 from offload.training.resume import ResumePoint
@@ -171,7 +174,17 @@ class AdapterOverBase(Trained):
     def over(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
         self.adaptation.check_rest(self.parameters)
+        names = {parameter: name for name, parameter in built.model.named_parameters()}
         adapted = self.adaptation.over(built, self.seed)
+        if self.adaptation.loftq_rounds:
+            rule, rests = AdamW(), (self.precision, self.frozen_weights)
+            infos = describe_parameters(adapted.model, rule, *rests, adapted.quantized)
+            codes = {
+                parameter: (info.codec, DTYPES[info.compute])
+                for info, parameter in zip(infos, adapted.model.parameters(), strict=True)
+                if info.codec is not EXACT and parameter not in adapted.quantized
+            }
+            begin_at_loss(adapted, names, codes, self.adaptation.loftq_rounds)
         self.removed.update(adapted.removed)
         return adapted
 

@@ -1,0 +1,70 @@
+"""An adapter that begins as what codes lose of its base (LoftQ, arXiv:2310.08659, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.hf.adapters import outermost
+from offload.hf.models import BuiltModel
+from offload.hf.sources import Removed
+from offload.layout.codecs import Codec, decoded
+
+
+def begin_at_loss(
+    adapted: BuiltModel,
+    names: Mapping[nn.Parameter, str],
+    codes: Mapping[nn.Parameter, tuple[Codec, torch.dtype]],
+    num: int,
+) -> None:
+    """Give the matrices of a LoRA their first values by `num` rounds of LoftQ, one weight at a time: each round codes
+    what the last product leaves of the weight, and takes the product of the rank that is nearest to what the codes
+    lack. What the base is to lack, the product of the last round but one, goes into `removed` of the adapted model.
+
+    names: of the base's parameters, in the base. codes: in which of them rest, and the dtype in which they are used.
+
+    Raises ConfigError where no adapted weight rests in codes.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    model: Any = adapted.model
+    paths, found = {parameter: name for name, parameter in model.named_parameters()}, 0
+    for _, layer in outermost(model):
+        weight = layer.get_base_layer()._parameters.get("weight") if isinstance(layer, LoraLayer) else None
+        source = adapted.source(paths[weight]) if weight in codes else None
+        if weight is None or source is None or weight.dim() != 2:
+            continue
+        found += 1
+        adapter, transposed = model.active_adapter, bool(getattr(layer, "fan_in_fan_out", False))
+        values, removed = source.read(0, weight.numel()).view(weight.shape), None
+        for number in range(num):
+            left, right = _nearest(values, removed, *codes[weight], layer.r[adapter], transposed)
+            if number + 1 < num:
+                removed = Removed(left, right, transposed)
+        with torch.no_grad():
+            layer.lora_A[adapter].weight.copy_(right)
+            layer.lora_B[adapter].weight.copy_(left / layer.scaling[adapter])
+        if removed is not None:
+            adapted.removed[names[weight]] = removed  # type: ignore[index]
+    if not found:
+        raise ConfigError(
+            "lora.init is loftq, and no adapted weight is put into codes by the run, whose loss the adapter would be: set "
+            " --offload.frozen_weights nf4 or int8, over a model that has weights, or --lora.init default."
+        )
+
+
+def _nearest(
+    values: torch.Tensor, removed: Removed | None, codec: Codec, dtype: torch.dtype, rank: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices [out, rank] and [rank, in], fp32, whose product is nearest to what a weight has beyond the
+    codes of what is left of it.
+    """
+    rests = values if removed is None else removed.out_of(values)
+    lost = values.float() - decoded(codec, rests.reshape(-1), dtype).view(values.shape).float()
+    u, sizes, v = torch.linalg.svd(lost.T if transposed else lost, full_matrices=False)
+    roots = sizes[:rank].sqrt()
+    return (u[:, :rank] * roots).contiguous(), (roots[:, None] * v[:rank]).contiguous()
