@@ -52,8 +52,8 @@ def begin_at_loss(
             adapted.removed[names[weight]] = removed  # type: ignore[index]
     if not found:
         raise ConfigError(
-            "lora.init is loftq, and no adapted weight is put into codes by the run, whose loss the adapter would be: set "
-            " --offload.frozen_weights nf4 or int8, over a model that has weights, or --lora.init default."
+            "lora.init is loftq, and no adapted weight is put into codes by the run, whose loss the adapter would be: "
+            "set --offload.frozen_weights nf4 or int8, over a model that has weights, or --lora.init default."
         )
 
 
