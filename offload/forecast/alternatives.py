@@ -142,14 +142,15 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
 
 def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
     """Return the change by which sequences are cut in tiles, where that is left open, and the device has no room for
-    what a unit computes otherwise: not for one row at a time, with all else moved away; nothing where it has.
+    what a unit computes otherwise: not for one row at a time, with all else moved away; nothing where it has, or where
+    other memory lacks too, which tiles do not save.
     """
     config, before = found.config, found.memory.shortfalls.get("device", 0)
-    if config.train.sequence_tile != "auto" or not before:
+    if config.train.sequence_tile != "auto" or found.memory.shortfalls.keys() != {"device"}:
         return {}
     least = {key: value for fix in _fixes(found) for key, value in fix.items() if key in _OF_A_UNIT}
     other = _told(forecaster, found, least, times=False) if least else found
-    if other is not None and "device" not in other.memory.shortfalls:
+    if other is None or "device" not in other.memory.shortfalls:
         return {}
     tile: dict[str, Any] = {"train.sequence_tile": tile_rows(int(config.data.sequence_length or 0))}
     tiled = _told(forecaster, found, tile, times=False)
