@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +76,7 @@ class OwnForwards:
 
     num_graphs = 0
     """Graphs that were compiled so far."""
+    _is_paused = False
     looks_at_few = False
     """True if a recording of a few tokens tells what one of many does not."""
 
@@ -117,9 +118,14 @@ class OwnForwards:
         """The classes of modules that ran compiled, and none of which was refused."""
         return frozenset()
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Within, trials run the modules' own forwards."""
-        return nullcontext()
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
 
 class CompiledForwards(OwnForwards):
@@ -137,7 +143,6 @@ class CompiledForwards(OwnForwards):
         self._chosen: dict[tuple[int, Hashable], Forward | None] = {}
         self._refused: set[type] = set()
         self._failed: set[type] = set()
-        self._is_paused = False
         self.num_graphs = 0
 
     def of(
@@ -160,14 +165,6 @@ class CompiledForwards(OwnForwards):
     @property
     def compiled(self) -> frozenset[type]:
         return frozenset(self._functions) - self._refused
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def _choose(self, unit: Unit, use: _Use, kind: Hashable) -> Forward | None:
         """Return the compiled forward of a unit; None where it is not to be compiled, which is said."""

@@ -29,7 +29,6 @@ class TiledForwards(OwnForwards):
 
     def __init__(self, size: int | None, room_bytes: int | None, others: OwnForwards) -> None:
         self._size, self._room_bytes, self._others = size, room_bytes, others
-        self._is_paused = False
         self._found: dict[str, Tiles] = {}
         self._sizes: dict[str, int] = {}
 
@@ -43,12 +42,8 @@ class TiledForwards(OwnForwards):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            with self._others.paused():
-                yield
-        finally:
-            self._is_paused = before
+        with super().paused(), self._others.paused():
+            yield
 
     def of(
         self,
