@@ -20,6 +20,7 @@ import torch
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader, Span
+from offload.checkpoint.stored import CHANGED, changed_weights
 from offload.checkpoint.writer import Writer
 from offload.distributed.outcome import as_one
 from offload.engine.loss.batch_agreement import agree_on_pass
@@ -38,7 +39,6 @@ from offload.tiers.tile import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"
-_CHANGED = "changed"  # the frozen parameters that such a checkpoint has all the same
 _BUFFER = "buffer"  # the only plane of a buffer
 
 
@@ -90,7 +90,7 @@ class Saving:
         if trained_only:
             own[_TRAINED_ONLY] = True
         if engine.changed:
-            own[_CHANGED] = sorted(engine.changed)
+            own[CHANGED] = sorted(engine.changed)
         with ExitStack() as opened:
             with as_one(comm, "making of the checkpoint"):
                 if comm.rank == 0:
@@ -207,7 +207,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
                 tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
             )
     engine.changed.clear()
-    engine.changed.update(_changed(reader))
+    engine.changed.update(changed_weights(reader))
     return own, reader.meta["meta"]
 
 
@@ -223,7 +223,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
             f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
         )
-    trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), _changed(reader)
+    trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), changed_weights(reader)
     if not trained_only and (why := _why_trained_only(engine)):
         raise ConfigError(
             f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
@@ -268,11 +268,6 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"the position in the data, and begins the states of {now} anew."
         )
     return True
-
-
-def _changed(reader: Reader) -> set[str]:
-    """Return the frozen parameters that a checkpoint of trained ones has, since they were changed."""
-    return set(reader.meta["engine"].get(_CHANGED, ()))
 
 
 def _codec(engine: EngineState) -> str:
