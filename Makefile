@@ -26,6 +26,10 @@ SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
 QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
+# An environment over what PYTHON has, also where that is of an environment itself.
+OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
+  $(PYTHON) -c 'import site, sys; print(*site.getsitepackages()[:sys.prefix != sys.base_prefix], sep="\n")' > \
+  "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/interpreter.pth"
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
@@ -61,9 +65,7 @@ setup: $(READY)
 $(PINS): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "offload needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
-	@$(PYTHON) -m venv --system-site-packages $(VENV)
-	@$(PYTHON) -c 'import site, sys; print(*site.getsitepackages()[:sys.prefix != sys.base_prefix], sep="\n")' > \
-	  "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/interpreter.pth"  # where it is a venv itself
+	@$(OVER_PYTHON)
 	@if version=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null); then \
 	  echo "keeping torch $$version of $(PYTHON)"; \
 	  { grep -v '^torch==' constraints.txt; echo "torch==$$version"; } > $@; \
@@ -141,7 +143,7 @@ wheels: $(READY)
 
 offline:
 	@echo "make setup does not get through (no package index?): using what $(PYTHON) has$(if $(WHEELS), and $(WHEELS))"
-	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
+	@test -x $(BIN)/python || { $(OVER_PYTHON); }
 	@test -z "$(WHEELS)" || $(PIP) install --no-index --no-deps $(WHEELS)/*.whl
 	@$(PIP) install --no-index --no-deps --no-build-isolation -e . 2> $(VENV)/build.log || \
 	  echo "WARNING: the C++ kernels could not be built; details: $(VENV)/build.log"

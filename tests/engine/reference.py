@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -137,7 +139,8 @@ class Reference:
     def update(self) -> float:
         """Clip and update from the gradients collected so far; return their norm."""
         sums, self._sums = self._sums, {}
-        norm = math.sqrt(sum(kernels.sum_squares(sums[name]) for name in self.named if name in sums))
+        squares = (kernels.sum_squares(sums[name]) for name in self.named if name in sums)
+        norm = math.sqrt(reduce(add, squares, 0.0))  # sum(), since Python 3.12, is compensated
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         for name, gradient in sums.items():
             if name in self.split:
