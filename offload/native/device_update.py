@@ -123,7 +123,7 @@ def _checked(
         _refused[device] = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"Updates on {device} run as torch's operations, some thirty launches each, as their own kernels cannot be "
-            f"had there ({_refused[device][:300]}). The results are the same.",
+            f"had there ({_refused[device][:300]}). Results are the same but for the last bits.",
             stacklevel=2,
         )
         return None
