@@ -37,6 +37,8 @@ from offload.tiers.host import Arena
 _AHEAD = 4  # chunks on their way: with one, the disk is idle while it is verified and copied
 _KEPT_CHUNKS = 8 + _AHEAD  # and two for each of the planes that are read by turns: 48 MiB
 _BEGIN = attrgetter("begin")
+CHANGED = "changed"
+"""What an engine calls the frozen parameters that a checkpoint of trained ones has all the same."""
 
 Span = tuple[str, str, int, int]
 """Name, plane, first element, number of elements."""
@@ -114,6 +116,11 @@ class Reader:
         for file, offset, size in self._stretches(span):
             self._copy(file, offset, data[:size])
             data = data[size:]
+
+    @property
+    def changed(self) -> set[str]:
+        """Return the names of the frozen parameters that a checkpoint of trained ones has, since they were changed."""
+        return set(self.meta["engine"].get(CHANGED, ()))
 
     @property
     def num_bytes(self) -> int:

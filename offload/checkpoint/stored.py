@@ -31,15 +31,8 @@ from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """By the names that commands have for them; None for each parameter's own."""
-CHANGED = "changed"
-"""What an engine calls the frozen parameters that a checkpoint of trained ones has all the same."""
 _CONFIGURATION = ("config.json", "generation_config.json")
 _BLOCK_NUMEL = 1 << 22  # elements that are joined or converted at once
-
-
-def changed_weights(reader: Reader) -> set[str]:
-    """Return the names of the frozen parameters that a checkpoint of trained ones has, since they were changed."""
-    return set(reader.meta["engine"].get(CHANGED, ()))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.checkpoint.folder import offering_another
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import Stored, changed_weights
+from offload.checkpoint.stored import Stored
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
@@ -40,7 +40,7 @@ def export_adapter(folder: Path, out: Path) -> int:
     is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
     """
     with offering_another(folder), Reader(folder) as reader:
-        if changed := changed_weights(reader):
+        if changed := reader.changed:
             raise ConfigError(
                 f"{folder} has an adapter over a base of which {len(changed)} weights have been changed "
                 "(lora.restart_every): over the base's files it would be another model. Export it with --merge."
@@ -85,7 +85,7 @@ def export_merged(
         adaptation = Adaptation.stored(folder)
         adapted, plain = adaptation.over(beneath, seed=0), residual_of(plain, adaptation.removed)
         own = fill_adapter(adapted.model, names, _values(reader))
-        changed = {names[id(adapted.model.get_parameter(name))]: name for name in changed_weights(reader)}
+        changed = {names[id(adapted.model.get_parameter(name))]: name for name in reader.changed}
 
         def trained(name: str) -> torch.Tensor | None:
             return _value(reader, changed[name]) if name in changed else own.get(name)
@@ -151,7 +151,7 @@ def _values(reader: Reader) -> dict[str, torch.Tensor]:
     """Return all that a checkpoint has but for changed weights of the base, parameters in fp32. Raises
     CheckpointError.
     """
-    found, changed = {}, changed_weights(reader)
+    found, changed = {}, reader.changed
     for name, entry in reader.contents.items():
         if "buffer" in entry.planes:
             found[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])

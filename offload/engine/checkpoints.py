@@ -19,8 +19,7 @@ import torch
 
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
 from offload.checkpoint.publish import Save
-from offload.checkpoint.reader import Reader, Span
-from offload.checkpoint.stored import CHANGED, changed_weights
+from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.writer import Writer
 from offload.distributed.outcome import as_one
 from offload.engine.loss.batch_agreement import agree_on_pass
@@ -207,7 +206,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
                 tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
             )
     engine.changed.clear()
-    engine.changed.update(changed_weights(reader))
+    engine.changed.update(reader.changed)
     return own, reader.meta["meta"]
 
 
@@ -223,7 +222,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
             f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
         )
-    trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), changed_weights(reader)
+    trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), reader.changed
     if not trained_only and (why := _why_trained_only(engine)):
         raise ConfigError(
             f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
