@@ -30,6 +30,12 @@ def part(code: str, out: Path, name: str = "small") -> tuple[str, str]:
     return outcome, note
 
 
+def dry_run(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    """Run parts without a GPU, each within what a test may take on a slow machine."""
+    words = ["-m", "benchmarks.gpu_check", "--dry-run", "--limit", forks.MINUTES, "--out", out, *parts]
+    return forks.run(words, timeout=len(parts) * forks.MINUTES)
+
+
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [("", "passed"), (f"sys.exit({gpu_check.SKIPPED})", "skipped"), ("sys.exit(1)", "failed"), ("1 / 0", "failed")],
@@ -115,8 +121,8 @@ def test_each_part_can_be_run() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled_blocks(tmp_path: Path) -> None:
-    out, parts = tmp_path / "gpu.json", ("run-ahead", "profiled-3b", "compiled-block")
-    done = forks.run(["-m", "benchmarks.gpu_check", "--dry-run", "--out", out, *parts], timeout=forks.MINUTES)
+    out = tmp_path / "gpu.json"
+    done = dry_run(out, "run-ahead", "profiled-3b", "compiled-block")
     if "CannotBuildError" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,9 +135,7 @@ def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled
 @pytest.mark.slow
 def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    done = forks.run(
-        ["-m", "benchmarks.gpu_check", "--dry-run", "--out", out, "build", "sync", "14b"], timeout=forks.MINUTES
-    )
+    done = dry_run(out, "build", "sync", "14b")
     if "CannotBuildError" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
