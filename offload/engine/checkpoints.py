@@ -456,12 +456,12 @@ def _stretches(
     `shard` of the region. (A rule that kept weights in bf16 alone has written no low half.)
     """
     kind, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
-    for position, index in enumerate(region.parameters):
-        span, name = engine.store[region].span(position), engine.infos[index].name
+    for position, piece in enumerate(region.pieces):
+        span, name = engine.store[region].span(position), engine.infos[piece.parameter].name
         begin, end = max(span.start, tile.begin, shard_begin), min(span.stop, tile.end, shard_end)
         if begin < end and name in contents and plane in contents[name].planes:
             its = kind.cut(slice(begin - tile.begin, end - tile.begin))
-            yield its, (name, plane, (begin - span.start) // kind.block, its.stop - its.start)
+            yield its, (name, plane, (piece.begin + begin - span.start) // kind.block, its.stop - its.start)
 
 
 def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str, str, torch.Tensor]]:

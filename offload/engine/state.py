@@ -114,7 +114,6 @@ class EngineState:
         self.due = Due()
         self.slots = Slots(
             self.store,
-            infos,
             self.device,
             self.due,
             self.lanes,
@@ -132,7 +131,7 @@ class EngineState:
             settings,
             self._stage(self._staged),
             {name: plan.of("device", name).num_bytes for name in (BUFFER, SHARDS, SCRATCH)},
-            Measures(self.store, infos, self.device, self.lanes),
+            Measures(self.store, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)

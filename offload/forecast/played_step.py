@@ -185,9 +185,8 @@ class _PlayedMeasures(Measures):
     """Every parameter has a gradient. The norm grows with each of them where clipping `corrects` what was updated."""
 
     def __init__(self, regions: Sequence[Region], square: float) -> None:
-        self.touched = {region.index: [True] * len(region.parameters) for region in regions}
-        given = {index for region in regions if region.trainable for index in region.parameters}
-        self.squares = [square * (index in given) for index in range(1 + max(given, default=0))]
+        self.touched = {region.index: [True] * len(region.pieces) for region in regions}
+        self.squares = {piece: square * region.trainable for region in regions for piece in region.pieces}
 
     def begin_step(self) -> None:
         """What every step gives is the same."""
@@ -248,7 +247,7 @@ class _PlayedEngine:
             self._store.hold_gradients(accumulates=False)
         due = Due()
         self._slots = Slots(
-            self._store, (), device, due, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
+            self._store, device, due, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
         )
         limit = settings.max_grad_norm or 1.0
         flow = self._flow = GradientFlow(

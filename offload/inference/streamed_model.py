@@ -97,7 +97,7 @@ class StreamedModel:
             files=self._files,
             counters=counters,
         )
-        self._slots = slots = Slots(store, self._infos, device, Due(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
+        self._slots = slots = Slots(store, device, Due(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
         self._executor = Executor(slots, 1, None, lands_late=lambda _: False)
         self._units = [
             Unit(number, each, [r for r in regions if each.name in r.units], slots, slots.parameters)

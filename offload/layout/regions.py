@@ -57,9 +57,36 @@ class ParameterInfo:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter: what one region has of it. Most parameters are one piece."""
+
+    parameter: int
+    """The index of the parameter in the model."""
+    begin: int
+    """The first element, counted in the flat parameter."""
+    shape: tuple[int, ...]
+    """The shape in which the elements are used."""
+
+    @classmethod
+    def whole(cls, info: ParameterInfo) -> Piece:
+        """Return the piece that is all of a parameter."""
+        return cls(info.index, 0, info.shape)
+
+    @cached_property
+    def numel(self) -> int:
+        """The elements of the piece."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """The element of the flat parameter behind the piece."""
+        return self.begin + self.numel
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One flat buffer of parameters that travel together and are updated alike. Parameters of equal learning-rate
+    """One flat buffer of pieces of parameters that travel together and are updated alike. Pieces of equal learning-rate
     factor and weight decay are neighbours, so that one kernel call serves them.
     """
 
@@ -73,14 +100,12 @@ class Region:
     """True if the parameters are trained."""
     has_low: bool
     """True if the weights have a low half beside them, with which they are fp32."""
-    parameters: tuple[int, ...]
-    """The parameters, by their index in the model, in their order in the buffer."""
+    pieces: tuple[Piece, ...]
+    """What the region has of parameters, in the order of the buffer."""
     offsets: tuple[int, ...]
-    """The element at which each parameter starts."""
-    sizes: tuple[int, ...]
-    """The elements of each parameter."""
+    """The element at which each piece starts."""
     numel: int
-    """The elements of the buffer, the padding between parameters included."""
+    """The elements of the buffer, the padding between pieces included."""
     units: tuple[str, ...]
     """The names of all units that use the region: more than one where weights are tied."""
     table: tuple[Plane, ...]
@@ -89,12 +114,20 @@ class Region:
     """The number of the update rule."""
     factors: tuple[Factor, ...] = ()
     """What the update rule keeps of each parameter as a whole."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """The shape of each parameter."""
     by_matrix: bool = False
     """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
     codec: Codec = EXACT
     """How the weights rest, and travel to where they are used."""
+
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """The parameter of each piece, by its index in the model."""
+        return tuple(piece.parameter for piece in self.pieces)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The elements of each piece."""
+        return tuple(piece.numel for piece in self.pieces)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,13 +170,13 @@ class Region:
         return self.plane("weights").num_bytes(self.numel)
 
     def factor_spans(self, factor: Factor) -> list[slice]:
-        """Return the elements of each parameter, by its position, in the region's array of a factor."""
-        ends = list(accumulate((factor.numel(shape) for shape in self.shapes), initial=0))
+        """Return the elements of each piece, by its position, in the region's array of a factor."""
+        ends = list(accumulate((factor.numel(piece.shape) for piece in self.pieces), initial=0))
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def factor_numel(self, factor: Factor) -> int:
         """Return the elements of the region's array of a factor."""
-        return sum(factor.numel(shape) for shape in self.shapes)
+        return sum(factor.numel(piece.shape) for piece in self.pieces)
 
     def update_bytes(self, numel: int) -> int:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
@@ -167,7 +200,7 @@ def align(size: int, multiple: int) -> int:
 
 def build_regions(
     parameters: Sequence[ParameterInfo],
-    units: Mapping[str, Sequence[int]],
+    units: Mapping[str, Sequence[int | Piece]],
     moments: Sequence[Sequence[Plane]],
     world_size: int = 1,
     *,
@@ -176,41 +209,44 @@ def build_regions(
     num_ranges: int = 1,
     without_low: Collection[int] = (),
 ) -> tuple[Region, ...]:
-    """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
-    `moments` that the update rule of each has, by its number. `delays`: as of `table`.
+    """Lay the parameters of `units` out in regions, with the `moments` that the update rule of each has, by its number.
+    `units`: what each unit has, by its name, in module order: pieces, or the indices of parameters that it has as a
+    whole. `delays`: as of `table`.
 
-    Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
-    alike. `factors`: of the rules by matrix, by their numbers; of their parameters none lies across a border of the
-    `num_ranges` ranges in which ranks update. Raises ConfigError where a region would become too large by that.
+    Pieces share a region when the same units use them, in the same dtype, and when they are trained, or stored, alike;
+    no element is in two pieces. `factors`: of the rules by matrix, by their numbers; of their parameters, which are one
+    piece each, none lies across a border of the `num_ranges` ranges in which ranks update. Raises ConfigError where a
+    region would become too large by that.
     `without_low`: the numbers of rules that keep no low half of what they train.
     """
-    users: dict[int, list[str]] = {}
-    for unit, indices in units.items():
-        for index in dict.fromkeys(indices):
-            users.setdefault(index, []).append(unit)
-    groups: dict[tuple, list[ParameterInfo]] = {}
-    for index, names in users.items():
-        info = parameters[index]
+    users: dict[Piece, list[str]] = {}
+    for unit, its in units.items():
+        for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in its):
+            users.setdefault(piece, []).append(unit)
+    groups: dict[tuple, list[Piece]] = {}
+    for piece, names in users.items():
+        info = parameters[piece.parameter]
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
         rule, codec = info.rule if info.trainable else 0, info.codec
         has_low = has_low and codec is EXACT
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(info)
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(piece)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec), members in groups.items():
         border = math.lcm(PARAMETER_ALIGNMENT, codec.block)
-        members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
+        members = sorted(
+            members, key=lambda piece: (parameters[piece.parameter].lr_scale, parameters[piece.parameter].weight_decay)
+        )
         by_matrix = trainable and factors is not None and rule in factors
         bins = _balanced(members, num_ranges) if by_matrix else [members]
-        lengths = [_length(its, border) for its in bins]
+        lengths = [_length(members, border) for members in bins]
         step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
-        _check_padding(names, members, step, len(bins))
+        _check_padding(names, parameters, members, step, len(bins))
         offsets = [
-            number * step + _length(its[:position], border)
-            for number, its in enumerate(bins)
-            for position in range(len(its))
+            number * step + _length(members[:position], border)
+            for number, members in enumerate(bins)
+            for position in range(len(members))
         ]
-        members = [info for its in bins for info in its]
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
         if not trainable:
@@ -222,15 +258,13 @@ def build_regions(
                 compute=compute,
                 trainable=trainable,
                 has_low=has_low,
-                parameters=tuple(info.index for info in members),
+                pieces=tuple(piece for members in bins for piece in members),
                 offsets=tuple(offsets),
-                sizes=tuple(info.numel for info in members),
                 numel=step * len(bins),
                 units=names,
                 table=table(compute, moments[rule], delays, codec),
                 rule=rule,
                 factors=tuple(factors[rule]) if by_matrix and factors else (),
-                shapes=tuple(info.shape for info in members),
                 by_matrix=by_matrix,
                 codec=codec,
             )
@@ -238,26 +272,28 @@ def build_regions(
     return tuple(regions)
 
 
-def _length(members: Sequence[ParameterInfo], border: int = PARAMETER_ALIGNMENT) -> int:
-    """Return the elements that parameters take one behind the other, where each starts on a border."""
-    return sum(align(info.numel, border) for info in members)
+def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT) -> int:
+    """Return the elements that pieces take one behind the other, where each starts on a border."""
+    return sum(align(piece.numel, border) for piece in members)
 
 
-def _balanced(members: Sequence[ParameterInfo], num_ranges: int) -> list[list[ParameterInfo]]:
-    """Share parameters out, each to one range, so that the largest is about as small as can be: the largest parameter
-    first, always to the range that has least.
+def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
+    """Share pieces out, each to one range, so that the largest is about as small as can be: the largest piece first,
+    always to the range that has least.
     """
-    bins: list[list[ParameterInfo]] = [[] for _ in range(num_ranges)]
-    for info in sorted(members, key=lambda info: -info.numel):
-        min(bins, key=_length).append(info)
-    return [[info for info in members if info in its] for its in bins]
+    bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
+    for piece in sorted(members, key=lambda piece: -piece.numel):
+        min(bins, key=_length).append(piece)
+    return [[piece for piece in members if piece in its] for its in bins]
 
 
-def _check_padding(names: Sequence[str], members: Sequence[ParameterInfo], step: int, num_ranges: int) -> None:
+def _check_padding(
+    names: Sequence[str], parameters: Sequence[ParameterInfo], members: Sequence[Piece], step: int, num_ranges: int
+) -> None:
     """Raise ConfigError where ranges that cut no parameter are mostly padding."""
     numel = _length(members)
     if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
-        largest = max(members, key=lambda info: info.numel)
+        largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
         raise ConfigError(
             f"the update rule of {largest.name} {list(largest.shape)} needs a matrix as a whole, and with unit "
             f"{' = '.join(names)} shared out so over {num_ranges} ranks each would hold {step} elements where an equal "

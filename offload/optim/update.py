@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
 from offload.layout.planes import STALE
-from offload.layout.regions import ParameterInfo
+from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.tiers.tile import RegionState, Tile
 
@@ -51,13 +51,14 @@ def update_tile(
         states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if position is not None:
-            info = infos[state.region.parameters[position]]
-            element = tile.begin + span.start - state.region.offsets[position]
+            piece = state.region.pieces[position]
+            info = infos[piece.parameter]
+            element = _element(state.region, tile, span, position)
             by = replace(by, key=parameter_key(info.name, seed), element=element)
             if rule.by_matrix:
                 assert (element, span.stop - span.start) == (0, info.numel), "no parameter is cut for a rule by matrix"
                 states |= state.factors_of(position)
-                by = replace(by, shape=info.shape, workspace=workspace)
+                by = replace(by, shape=piece.shape, workspace=workspace)
         if applied_scale is None:
             found = rule.update(states, gradients[span], by)
         else:
@@ -98,19 +99,26 @@ def descend_tile(
     slopes = torch.tensor(estimate.slopes, dtype=torch.float64, device="cpu")
     for span, (_, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one=True):
         assert position is not None
-        info = infos[state.region.parameters[position]]
+        info = infos[state.region.pieces[position].parameter]
         by = UpdateStep(
             estimate.step,
             estimate.lr * lr_scale,
             weight_decay,
             scale=1.0,
             key=parameter_key(info.name, estimate.seed),
-            element=tile.begin + span.start - state.region.offsets[position],
+            element=_element(state.region, tile, span, position),
             threshold=thresholds.get(info.index, math.inf),
         )
         states = {name: flat[span] for name, flat in planes.items()}
         num_wrong += rules[state.region.rule].update(states, slopes, by)
     return num_wrong
+
+
+def _element(region: Region, tile: Tile, span: slice, position: int) -> int:
+    """Return which element of its parameter the first of a span is, which begins in a piece of the region: what rules
+    draw does not depend on where parameters are cut.
+    """
+    return region.pieces[position].begin + tile.begin + span.start - region.offsets[position]
 
 
 _Alike = tuple[int, float, float, int | None]
@@ -136,8 +144,8 @@ def _runs(
             yield slice(begin - tile.begin, end - tile.begin), common
 
 
-def total_norm(squares: Sequence[float]) -> float:
-    """Return the square root of the fp64 sum, in order, of the parameters' sums of squares."""
+def total_norm(squares: Iterable[float]) -> float:
+    """Return the square root of the fp64 sum, in order, of the sums of squares of parameters, or of their pieces."""
     total = 0.0
     for value in squares:
         total += value

@@ -149,7 +149,7 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     if not coded:
         return files
     parts = [
-        f"{sum(len(region.parameters) for region in its)} frozen parameters rest in {name}, "
+        f"{len({index for region in its for index in region.parameters})} frozen parameters rest in {name}, "
         f"{format_bytes(sum(region.travelling_bytes for region in its))} for "
         f"{format_bytes(sum(region.weight_bytes for region in its))} on the device"
         for name, its in coded.items()
@@ -223,7 +223,7 @@ def _make_plan(
                 "own files. Freeze what is to (requires_grad=False) before Engine(), or set --offload.parameters cpu."
             )
     workspace = max(
-        (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
+        (settings.optimizer.parts[r.rule].workspace_bytes(p.shape) for r in regions for p in r.pieces if r.by_matrix),
         default=0,
     )
     # Whoever reads from a disk has to wait, and does it beside compute.

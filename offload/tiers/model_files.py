@@ -117,12 +117,13 @@ class ModelFiles:
         return Lease(lease.planes | lent, (*lease.reads, reading), lease.fills, read, changed)
 
     def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
-        """Read what of each parameter lies in a tile: its weights, in two halves where a region has a low one."""
+        """Read what of each piece lies in a tile: its weights, in two halves where a region has a low one."""
         region = record.region
-        for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
-            begin, end = max(offset, record.begin), min(offset + size, record.end)
+        for piece, offset in zip(region.pieces, region.offsets, strict=True):
+            begin, end = max(offset, record.begin), min(offset + piece.numel, record.end)
             if begin < end:
-                value = self._reads[index](begin - offset, end - offset)
+                first = piece.begin - offset
+                value = self._reads[piece.parameter](first + begin, first + end)
                 its = slice(begin - record.begin, end - record.begin)
                 self.bytes_read += value.nbytes
                 found = {"weights": value}

@@ -11,7 +11,7 @@ from torch import nn
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import EXACT
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Piece, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
 from offload.tiers.decoding import Decoder, resting
@@ -34,7 +34,6 @@ class Slots(Cargoes):
     def __init__(
         self,
         store: Store,
-        infos: Sequence[ParameterInfo],
         device: Device,
         due: Due,
         lanes: Lanes,
@@ -45,7 +44,7 @@ class Slots(Cargoes):
         debug: bool = False,
     ) -> None:
         super().__init__(store.co_fetched, due, lanes)
-        self._store, self._infos, self._device, self._counters = store, infos, device, counters
+        self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
         self._gathers = store.sharding.gathers
@@ -119,14 +118,14 @@ class Slots(Cargoes):
             begin += num_bytes
         return found
 
-    def parameters(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
-        """Return Parameters, by index, that view the weights of `regions` where they are now."""
+    def parameters(self, regions: Sequence[Region]) -> dict[Piece, nn.Parameter]:
+        """Return Parameters that view the weights of `regions` where they are now, by the pieces that they are."""
         made = {}
         for region, flat in self.place(regions).items():
-            for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
-                view = flat[offset : offset + size].view(self._infos[index].shape)
+            for piece, offset in zip(region.pieces, region.offsets, strict=True):
+                view = flat[offset : offset + piece.numel].view(piece.shape)
                 # `data`: a version of its own, as a Parameter has that shares its memory with no other.
-                made[index] = nn.Parameter(view.data, requires_grad=region.trainable)
+                made[piece] = nn.Parameter(view.data, requires_grad=region.trainable)
         return made
 
     def extend(self, memory: torch.Tensor) -> None:

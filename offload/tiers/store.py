@@ -88,7 +88,7 @@ class Store:
         others = {rank: self._tiles(region, planes, rank) for rank in by_rank}
         tiles = others.pop(self.sharding.owner)
         stays = frozenset(plane.name for plane in region.states if self._layout.stays(region, plane))
-        return RegionState(region, planes, tiles, others, [0] * len(region.parameters), stays=stays)
+        return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles of a rank's range, with what this rank holds of them."""

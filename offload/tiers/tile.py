@@ -106,8 +106,8 @@ class Tile:
 
 @dataclass
 class RegionState:
-    """The planes of one region as this rank holds them, and how often each parameter was updated (torch counts steps by
-    parameter).
+    """The planes of one region as this rank holds them, and how often each piece was updated (torch counts steps by
+    parameter, so pieces of one have the same count).
     """
 
     region: Region
@@ -119,7 +119,7 @@ class RegionState:
     others: dict[int, list[Tile]]
     """The tiles that other ranks update and give to this one, by rank."""
     steps: list[int]
-    """How often each parameter was updated."""
+    """How often each piece was updated."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the rule keeps of parameters as a whole, by name, in memory on every rank; right for what this rank updates.
     """
@@ -172,15 +172,15 @@ class RegionState:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
 
     def count(self, touched: Sequence[bool]) -> None:
-        """Note that the parameters that received a gradient were updated."""
+        """Note that the pieces that received a gradient were updated."""
         self.steps = [steps + has for steps, has in zip(self.steps, touched, strict=True)]
 
     def factors_of(self, position: int) -> dict[str, torch.Tensor]:
-        """Return what the rule keeps of the region's parameter number `position` beside the planes, flat, in place."""
+        """Return what the rule keeps of the region's piece number `position` beside the planes, flat, in place."""
         its = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
         return {name: self.factors[name][span] for name, span in its.items() if span.start < span.stop}
 
     def span(self, position: int) -> slice:
-        """Return the elements of the region's parameter number `position`."""
+        """Return the elements of the region's piece number `position`."""
         start = self.region.offsets[position]
         return slice(start, start + self.region.sizes[position])

@@ -13,13 +13,13 @@ from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import MASTER
-from offload.layout.regions import ParameterInfo, Sharding, align
+from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
 
 Read = Callable[[int, int], torch.Tensor]
 """Returns elements `begin` to `end` of a parameter, flat."""
-_PIECE = 1 << 20
+_PART = 1 << 20
 """Elements of a parameter that are taken over at once."""
 
 
@@ -34,12 +34,14 @@ class Values:
         comm: Comm,
         lanes: Lanes,
     ) -> None:
-        self._states, self._infos, self.sharding, self.comm, self._lanes = states, infos, sharding, comm, lanes
-        self._home = {
-            parameter: (index, position)
-            for index, state in states.items()
-            for position, parameter in enumerate(state.region.parameters)
-        }
+        self._infos, self.sharding, self.comm, self._lanes = infos, sharding, comm, lanes
+        self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
+        """Of each parameter its pieces, in order, each with its region and its position there."""
+        for state in states.values():
+            for position, piece in enumerate(state.region.pieces):
+                self._homes.setdefault(piece.parameter, []).append((piece, state, position))
+        for homes in self._homes.values():
+            homes.sort(key=lambda home: home[0].begin)
         self._spoilt: dict[str, int] = {}  # by parameter: how many of its weights were not finite as they were given
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
@@ -47,19 +49,22 @@ class Values:
         `dtype`, any float one, or the records that its codec takes. Collective with `source`: that rank's alone is
         asked.
         """
-        state = self._states[self._home[parameter][0]]
-        region, plane = state.region, state.region.plane("weights")
-        for begin, end, rests in region.codec.encoded(self._pieces(parameter, read, dtype, source)):
-            for tiles in (state.tiles, *state.others.values()):
-                opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, tiles=tiles)
-                for planes, mine, its in opened:
-                    _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
+        region = self.region(parameter)
+        plane = region.plane("weights")
+        for begin, end, rests in region.codec.encoded(self._parts(parameter, read, dtype, source)):
+            opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, of_all=True)
+            for planes, mine, its in opened:
+                _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
 
-    def _pieces(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
+    def region(self, parameter: int) -> Region:
+        """Return the region of a parameter, or of its first piece: those of the others are trained and stored alike."""
+        return self._homes[parameter][0][1].region
+
+    def _parts(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
         """Yield the weights of a parameter as `write` is given them, on every rank."""
         info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
         dtype, block, width = info.codec.takes(dtype)
-        step = align(_PIECE, block)
+        step = align(_PART, block)
         for begin in range(0, info.numel, step):
             end = min(begin + step, info.numel)
             if not is_shared:
@@ -98,7 +103,7 @@ class Values:
         """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
         of what the device uses (bf16, or fp32). Collective.
         """
-        region = self._states[self._home[parameter][0]].region
+        region = self.region(parameter)
         found = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
         for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
             weights = region.codec.read(planes["weights"], mine, region.dtype)
@@ -109,11 +114,10 @@ class Values:
         """Return a fresh CPU copy of a parameter as the device uses it (bf16, or fp32), in its shape. Not collective:
         this rank has to hold all of its weights.
         """
-        state, info = self._states[self._home[parameter][0]], self._infos[parameter]
-        found = torch.empty(info.numel, dtype=state.region.dtype)
-        for tiles in (state.tiles, *state.others.values()):
-            for planes, mine, its in self.opened(parameter, *MASTER[:1], tiles=tiles):
-                found[its] = state.region.codec.read(planes["weights"], mine, state.region.dtype)
+        region, info = self.region(parameter), self._infos[parameter]
+        found = torch.empty(info.numel, dtype=region.dtype)
+        for planes, mine, its in self.opened(parameter, *MASTER[:1], of_all=True):
+            found[its] = region.codec.read(planes["weights"], mine, region.dtype)
         return found.view(info.shape)
 
     def prune_moments(self, parameter: int, share: float) -> None:
@@ -122,11 +126,10 @@ class Values:
         """
         if not share:
             return
-        index, position = self._home[parameter]
-        state = self._states[index]
-        region = state.region
-        for factor in state.factors_of(position).values():  # right where the parameter is updated, whoever has it
-            _prune(factor, _threshold(factor, share))
+        region = self.region(parameter)
+        for _, state, position in self._homes[parameter]:
+            for factor in state.factors_of(position).values():  # right where the parameter is updated, whoever has it
+                _prune(factor, _threshold(factor, share))
         for plane in (plane for plane in region.states if plane.kind == "optimizer" and plane.name not in MASTER):
             if share < 1 and not plane.dtype.is_floating_point:
                 raise ConfigError(
@@ -146,14 +149,14 @@ class Values:
         """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
         others have.
         """
-        region, position = self._home[parameter]
-        state, what = self._states[region], f"weights of {self._infos[parameter].name}"
-        if self.sharding.num_ranges > 1:
-            start = state.span(position).start + begin
+        what, until = f"weights of {self._infos[parameter].name}", begin + len(found)
+        for piece, state, position in self._homes[parameter] if self.sharding.num_ranges > 1 else ():
+            zero = state.span(position).start - piece.begin  # where the parameter's first element would lie
             for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
-                low, high = max(start, first), min(start + len(found), last)
+                low = max(zero + max(begin, piece.begin), first)
+                high = min(zero + min(until, piece.end), last)
                 if low < high:
-                    self.comm.broadcast(found[low - start : high - start], rank, what)
+                    self.comm.broadcast(found[low - zero - begin : high - zero - begin], rank, what)
         return found
 
     def opened(
@@ -163,16 +166,23 @@ class Values:
         begin: int = 0,
         end: int | None = None,
         changes: bool = False,
-        tiles: Sequence[Tile] | None = None,
+        of_all: bool = False,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
         """Yield (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
-        a share of elements `begin` to `end` of a parameter, for this thread to read or, with `changes`, to write.
-        `tiles`: neighbours; None for those that this rank updates.
+        a share of elements `begin` to `end` of a parameter, for this thread to read or, with `changes`, to write: of
+        the tiles that this rank updates, or `of_all` that it holds.
         """
-        region, position = self._home[parameter]
-        state, start = self._states[region], self._states[region].span(position).start
-        tiles = state.tiles if tiles is None else tiles
-        first, last = start + begin, start + (self._infos[parameter].numel if end is None else end)
+        end = self._infos[parameter].numel if end is None else end
+        for piece, state, position in self._homes[parameter]:
+            zero = state.span(position).start - piece.begin  # where the parameter's first element would lie
+            first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
+            for tiles in (state.tiles, *(state.others.values() if of_all else ())):
+                yield from self._opened(tiles, names, first, last, zero + begin, changes)
+
+    def _opened(
+        self, tiles: Sequence[Tile], names: Sequence[str], first: int, last: int, start: int, changes: bool
+    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
+        """Yield, as `opened` does, elements `first` to `last` of a region, of neighbours, counted from `start`."""
         before = bisect_right(tiles, first, key=lambda tile: tile.end)
         until = bisect_left(tiles, last, key=lambda tile: tile.begin)
         for tile in tiles[before:until] if first < last else ():
@@ -181,7 +191,7 @@ class Values:
             give_back = lease.done_reading
             try:
                 self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
-                mine, its = (slice(low - origin, high - origin) for origin in (tile.begin, first))
+                mine, its = (slice(low - origin, high - origin) for origin in (tile.begin, start))
                 yield lease.planes, mine, its
                 give_back = lease.done_writing if changes else lease.done_reading
             finally:

@@ -230,7 +230,7 @@ def test_staging_does_not_grow_while_copies_are_late(sim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
     piece = 1 << 14
-    monkeypatch.setattr(norms, "_PIECE", piece)
+    monkeypatch.setattr(norms, "_PART", piece)
     sizes = (20 * piece + 7, 3, 0, piece)
     offsets = [sum(sizes[:k]) for k in range(len(sizes))]
     whole = slice(0, sum(sizes))
@@ -281,9 +281,9 @@ def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim,
     assert not asking(lambda: measures.measure_shard(region, shard, agrees=agrees))
     assert sim.counters()["operation_waits"] == sim.counters()["pageable_copies"] == 0
     measures.finish()
-    for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
-        exact = shard[offset : offset + size].double().square().sum().item()
-        assert measures.squares[index] == pytest.approx(exact, rel=1e-12)
+    for piece, offset in zip(region.pieces, region.offsets, strict=True):
+        exact = shard[offset : offset + piece.numel].double().square().sum().item()
+        assert measures.squares[piece] == pytest.approx(exact, rel=1e-12)
 
 
 # -- activations -------------------------------------------------------------------------------------------------

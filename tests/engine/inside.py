@@ -74,7 +74,7 @@ def states(engine: Engine) -> dict[str, State]:
 
 def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
     """Return a copy of a parameter's share of a plane, flat, wherever it rests; None where there is none."""
-    cut = store.states[store.values._home[index][0]].region.plane(name).cut
+    cut = store.values.region(index).plane(name).cut
     pieces = [
         planes[name][cut(mine)].to("cpu", copy=True)
         for planes, mine, _ in store.values.opened(index, name)
@@ -85,9 +85,10 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
 
 def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     """Return copies of what the rule keeps of a parameter beside the planes, by name."""
-    region, position = parts_of(engine).store.values._home[[info.name for info in parts_of(engine).infos].index(name)]
+    index = [info.name for info in parts_of(engine).infos].index(name)
+    ((_, state, position),) = parts_of(engine).store.values._homes[index]
     settle(engine)
-    return {key: flat.clone() for key, flat in parts_of(engine).store.states[region].factors_of(position).items()}
+    return {key: flat.clone() for key, flat in state.factors_of(position).items()}
 
 
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:

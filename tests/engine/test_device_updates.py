@@ -362,12 +362,12 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
     """Speculative clipping goes by the gradients that landed before, whoever asks first."""
     with Engine(build(deep)) as engine:
         measures, regions = parts_of(engine).gradients.measures, parts_of(engine).regions[4:0:-1]
-        for index in (index for region in regions for index in region.parameters):
-            measures.squares[index] = 1.1**index / 3
+        for piece in (piece for region in regions for piece in region.pieces):
+            measures.squares[piece] = 1.1**piece.parameter / 3
         so_far, wanted, total = NormSoFar(measures), [], 0.0
         for number, region in enumerate(regions):
             assert so_far.landed(region) == number
-            total += sum(measures.squares[index] for index in region.parameters)
+            total += sum(measures.squares[piece] for piece in region.pieces)
             wanted.append(total)
         measures.begin_step()  # of the next step, before a lane is through with this one
         found = {number: so_far.total(number) for number in order}

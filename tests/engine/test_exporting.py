@@ -37,7 +37,7 @@ ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients")
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that small parameters are taken over and written in many pieces, over many tiles."""
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(values, "_PIECE", 700)
+    monkeypatch.setattr(values, "_PART", 700)
     with small_tiles():
         yield
 

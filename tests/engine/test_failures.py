@@ -250,7 +250,7 @@ def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> 
 
     def finish_hugely() -> None:
         finish()
-        measures.squares = [1e308 + index * 1e304 for index in range(len(measures.squares))]
+        measures.squares = {piece: 1e308 + index * 1e304 for index, piece in enumerate(measures.squares)}
 
     parts_of(engine).gradients.landing.finish = finish_hugely  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match=r"norm of the gradients is inf.*blocks\.2\.down\.bias"):

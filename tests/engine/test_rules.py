@@ -213,10 +213,7 @@ def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
     engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path))
     engine.finish()
     for info in parts_of(engine).infos:
-        own = [
-            plane.name
-            for plane in parts_of(engine).store.states[parts_of(engine).store.values._home[info.index][0]].region.states
-        ]
+        own = [plane.name for plane in parts_of(engine).store.values.region(info.index).states]
         kind = "times" if "norm" in info.name else "code" if "mlp" in info.name else "exp_avg"
         assert kind in own
         found = stored_plane(parts_of(engine).store, info.index, kind)

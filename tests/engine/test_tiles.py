@@ -19,6 +19,7 @@ from offload.engine.units import forwards
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.tiles import RowModule, TiledForward
 from offload.errors import ConfigError
+from offload.layout.regions import Piece
 from tests.engine.compare import PROPORTIONAL, train_both
 from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
@@ -269,10 +270,10 @@ def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pyte
     taken: list[int] = []
     take = GradientFlow.take
 
-    def counted(self: GradientFlow, index: int, parameter: nn.Parameter) -> None:
+    def counted(self: GradientFlow, piece: Piece, parameter: nn.Parameter) -> None:
         if self._witness is None:
-            taken.append(index)
-        take(self, index, parameter)
+            taken.append(piece.parameter)
+        take(self, piece, parameter)
 
     monkeypatch.setattr(GradientFlow, "take", counted)
     model = build(llama)

@@ -32,6 +32,7 @@ from offload.engine.units import call, condition, router
 from offload.engine.units.unit import Unit
 from offload.integrations.optimizer import OffloadOptimizer
 from offload.lanes.ticket import Fence
+from offload.layout.regions import Piece
 from offload.optim import update
 from offload.optim.mezo import MeZO
 from offload.tiers.nvme import Stripes
@@ -126,7 +127,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
 def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
     for module in (policies, updates):
-        patch.setattr(module, "total_norm", lambda squares: total(squares[:-1] if len(squares) > 1 else squares))
+        patch.setattr(module, "total_norm", lambda squares: total(list(squares)[:-1] if len(squares) > 1 else squares))
 
 
 @mutation
@@ -195,11 +196,11 @@ def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
 def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
     take = GradientFlow.take
 
-    def taken(self: GradientFlow, index: int, parameter: Any) -> None:
-        region, position, _ = self._places[index]
+    def taken(self: GradientFlow, piece: Piece, parameter: Any) -> None:
+        region, position, _ = self._places[piece]
         if parameter.grad is not None and self.measures.touched[region.index][position]:
             parameter.grad = parameter.grad * 2
-        take(self, index, parameter)
+        take(self, piece, parameter)
 
     patch.setattr(GradientFlow, "take", taken)
 

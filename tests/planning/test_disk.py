@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offload.layout.planes import table
-from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, DiskLayout, Region, stripe, stripe_bytes
+from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, DiskLayout, Piece, Region, stripe, stripe_bytes
 from offload.optim.adamw import AdamW
 from offload.planning import disk
 from offload.planning.disk import _spread, activation_ring_bytes, lay_out, ring_bytes
@@ -30,9 +30,8 @@ def region(index: int, shards: int, compute: str = "bf16", trainable: bool = Tru
         compute=compute,
         trainable=trainable,
         has_low=compute == "bf16" and (trainable or has_low),
-        parameters=(index,),
+        pieces=(Piece(index, 0, (shards * SHARD_MULTIPLE,)),),
         offsets=(0,),
-        sizes=(shards * SHARD_MULTIPLE,),
         numel=shards * SHARD_MULTIPLE,
         units=(f"unit {index}",),
         table=table(compute, AdamW().moments),

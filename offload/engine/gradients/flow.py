@@ -19,7 +19,7 @@ from offload.engine.gradients.norms import Measures
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER
 from offload.planning.settings import Settings
@@ -67,9 +67,9 @@ class GradientFlow:
         self._lasting_so_far: set[int] = set()  # of these, what lasts for this step alone
         self._idle: dict[int, torch.Tensor] = {}  # the memory of what lasted for an earlier step
         self._places = {
-            index: (state.region, position, state.span(position))
+            piece: (state.region, position, state.span(position))
             for state in store.states
-            for position, index in enumerate(state.region.parameters)
+            for position, piece in enumerate(state.region.pieces)
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
@@ -201,12 +201,13 @@ class GradientFlow:
         """True where a gradient is one of several that are added, in this rank or over ranks."""
         return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
 
-    def take(self, index: int, parameter: nn.Parameter) -> None:
-        """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
+    def take(self, piece: Piece, parameter: nn.Parameter) -> None:
+        """Move the gradient of a Parameter, which is this piece of one of the model's, out of autograd's hands."""
         gradient = parameter.grad
         if gradient is None:  # it went into a unit as an argument, and the unit did not use it
             return
-        region, position, span = self._places[index]
+        region, position, span = self._places[piece]
+        index = piece.parameter
         if gradient.is_sparse:
             raise ConfigError(
                 f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense ones "
@@ -226,11 +227,11 @@ class GradientFlow:
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
         if touched[position]:
-            self.measures.know(index, None)
+            self.measures.know(piece, None)
             flat[span].add_(gradient)
         elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
             # Measure what autograd has just written, while it is in the cache.
-            self.measures.know(index, kernels.copy_sum_squares(gradient, flat[span]))
+            self.measures.know(piece, kernels.copy_sum_squares(gradient, flat[span]))
         else:
             flat[span].copy_(gradient)
         touched[position] = True

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Piece, Region
 from offload.native import kernels
 from offload.tiers.device import Device
 from offload.tiers.store import Store
 
-_PIECE = 1 << 22
+_PART = 1 << 22
 """Elements, of which a copy in float64 takes 32 MiB, where torch has no kernel for many norms at once and makes one."""
 
 BringDown = Callable[[], None]
@@ -22,20 +22,22 @@ BringDown = Callable[[], None]
 
 
 class Measures:
-    """`touched[region.index][position]` tells which parameters received a gradient; `squares[parameter]` is the fp64
-    sum of squares of its fp32 gradient. Both are final once `measured` was called for a region whose gradients have
-    landed (from a GPU the squares come down with them).
+    """`touched[region.index][position]` tells which pieces received a gradient; `squares[piece]` is the fp64 sum of
+    squares of its fp32 gradient, in the order of the model's parameters. Both are final once `measured` was called for
+    a region whose gradients have landed (from a GPU the squares come down with them).
 
     Over several ranks they are those of all: each rank adds up its own range, and these sums are added in rank order,
     so that all have the same bits. Until then `touched` is this rank's alone.
     """
 
-    def __init__(self, store: Store, infos: Sequence[ParameterInfo], device: Device, lanes: Lanes) -> None:
-        self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+    def __init__(self, store: Store, device: Device, lanes: Lanes) -> None:
+        self._store, self._device, self._lanes = store, device, lanes
         self._regions = [state.region for state in store.states]
         self.touched: dict[int, list[bool]] = {}
-        self.squares: list[float] = []
-        self._known: set[int] = set()  # parameters, measured as they came
+        pieces = [piece for region in self._regions for piece in region.pieces]
+        self._pieces = sorted(pieces, key=lambda piece: (piece.parameter, piece.begin))
+        self.squares: dict[Piece, float] = {}
+        self._known: set[Piece] = set()  # measured as they came
         counts = [2 * len(region.parameters) for region in self._regions]
         rooms = device.host_memory(sum(counts), torch.float64).split(counts)
         # Of each region, for its squares and flags: those of a step are all noted when it ends.
@@ -47,7 +49,7 @@ class Measures:
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
-        self.squares = [0.0] * len(self._infos)
+        self.squares = dict.fromkeys(self._pieces, 0.0)
         self._known.clear()
         self._pending.clear()
         self._comes_down = False
@@ -58,13 +60,13 @@ class Measures:
         """True where this rank has gradients of some parameter."""
         return any(any(flags) for flags in self.touched.values())
 
-    def know(self, index: int, square: float | None) -> None:
-        """Note the square of a parameter's gradient as it came; None where more was added to it."""
+    def know(self, piece: Piece, square: float | None) -> None:
+        """Note the square of a piece's gradient as it came; None where more was added to it."""
         if square is None:
-            self._known.discard(index)
+            self._known.discard(piece)
         else:
-            self.squares[index] = square
-            self._known.add(index)
+            self.squares[piece] = square
+            self._known.add(piece)
 
     def measured(self, region: Region) -> None:
         """A region's gradients have landed: from now on what is known of them is final."""
@@ -76,7 +78,7 @@ class Measures:
     def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:
         """Measure the gradients of the only rank; of a GPU it is known once what is returned has brought it down."""
         touched = self.touched[region.index]
-        if all(index in self._known for index, has in zip(region.parameters, touched, strict=True) if has):
+        if all(piece in self._known for piece, has in zip(region.pieces, touched, strict=True) if has):
             return None
         squares = _squares(region, flat, slice(0, region.numel))
         if squares.is_cpu:
@@ -130,26 +132,26 @@ class Measures:
         return room.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:
-        """Note squares, and of several ranks on how many of them each parameter received a gradient."""
+        """Note squares, and of several ranks on how many of them each piece received a gradient."""
         count = len(region.parameters)
         touched = self.touched[region.index]
         if len(values) > count:
             touched[:] = [number > 0 for number in values[count:]]
-        for index, value, has in zip(region.parameters, values, touched, strict=False):
+        for piece, value, has in zip(region.pieces, values, touched, strict=False):
             if has:
-                self.squares[index] = float(value)
+                self.squares[piece] = float(value)
 
 
 def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
-    """Return the sum of squares, in float64, of what lies of each parameter in `flat`, the elements `held` of a region;
+    """Return the sum of squares, in float64, of what lies of each piece in `flat`, the elements `held` of a region;
     on the device of `flat`.
     """
     offsets, sizes = _held_of(tuple(region.offsets), tuple(region.sizes), held.start, held.stop)
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)
-    pieces, counts = _pieces(offsets, sizes, _PIECE)
-    squares = torch.stack(torch._foreach_norm([flat[piece] for piece in pieces], 2, torch.float64)).square()
-    return squares if len(pieces) == len(counts) else torch.stack([part.sum() for part in squares.split(counts)])
+    parts, counts = _parts(offsets, sizes, _PART)
+    squares = torch.stack(torch._foreach_norm([flat[part] for part in parts], 2, torch.float64)).square()
+    return squares if len(parts) == len(counts) else torch.stack([part.sum() for part in squares.split(counts)])
 
 
 _Sizes = tuple[int, ...]
@@ -157,18 +159,18 @@ _Sizes = tuple[int, ...]
 
 @lru_cache(4096)
 def _held_of(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Sizes, _Sizes]:
-    """Return offsets, counted from `start`, and sizes of what lies of each parameter in this range."""
+    """Return offsets, counted from `start`, and sizes of what lies of each piece in this range."""
     begins = [min(max(offset, start), stop) for offset in offsets]
     ends = [min(max(offset + size, start), stop) for offset, size in zip(offsets, sizes, strict=True)]
     return tuple(begin - start for begin in begins), tuple(e - b for b, e in zip(begins, ends, strict=True))
 
 
 @lru_cache(4096)
-def _pieces(offsets: _Sizes, sizes: _Sizes, most: int) -> tuple[list[slice], list[int]]:
-    """Return pieces of at most so many elements, and how many there are of each parameter, one at least."""
-    pieces = [
+def _parts(offsets: _Sizes, sizes: _Sizes, most: int) -> tuple[list[slice], list[int]]:
+    """Return parts of at most so many elements, and how many there are of each piece, one at least."""
+    parts = [
         slice(offset + begin, offset + min(begin + most, size))
         for offset, size in zip(offsets, sizes, strict=True)
         for begin in range(0, max(1, size), most)
     ]
-    return pieces, [max(1, -(-size // most)) for size in sizes]
+    return parts, [max(1, -(-size // most)) for size in sizes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -16,7 +16,7 @@ from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.tile_updates import Landed, TileUpdates
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
-from offload.layout.regions import Region
+from offload.layout.regions import Piece, Region
 from offload.optim.update import clip_coefficient, total_norm
 from offload.tiers.due import Due
 
@@ -43,11 +43,11 @@ class Policy:
 
     drops: they are measured, and land nowhere. updates_landed: each region is updated as it lands, so that ranks have
     to agree on its norm there. is_final: such an update is not corrected, and weights may come up for the next step.
-    arrived: the parameters of these regions, in the order in which they landed.
+    arrived: the pieces of these regions, in the order in which they landed.
     """
 
     drops = updates_landed = is_final = False
-    arrived: Sequence[int] = ()
+    arrived: Sequence[Piece] = ()
 
     def open(self) -> None:
         """The backward of a unit is about to begin."""
@@ -116,7 +116,7 @@ class NormSoFar:
 
     def __init__(self, measures: Measures) -> None:
         self._measures, self._lock = measures, threading.Lock()
-        self._landed: list[tuple[Region, Sequence[float]]] = []
+        self._landed: list[tuple[Region, Mapping[Piece, float]]] = []
         self._totals: list[float] = []
 
     def landed(self, region: Region) -> int:
@@ -132,7 +132,7 @@ class NormSoFar:
             for region, squares in self._landed[len(self._totals) : number + 1]:
                 self._measures.measured(region)
                 before = self._totals[-1] if self._totals else 0.0
-                self._totals.append(before + sum(squares[index] for index in region.parameters))
+                self._totals.append(before + sum(map(squares.__getitem__, region.pieces)))
             return self._totals[number]
 
 
@@ -148,16 +148,16 @@ class AtOnce(Policy):
         self._updates, self._measures, self._limit, self._norm = updates, measures, limit, norm
         self._has_to_know = limit is not None or not is_inline
         self._updated: list[Landed] = []
-        self.arrived: list[int] = []
+        self.arrived: list[Piece] = []
         self._so_far = NormSoFar(measures)
 
     def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
-        self.arrived += region.parameters
+        self.arrived += region.pieces
         squares, landing = self._measures.squares, fence.before_read()
         # Several ranks find out together, in `finish`; and on a GPU the squares are not there yet.
-        if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[index]) for index in region.parameters):
+        if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
             refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
 
         number = self._so_far.landed(region)
@@ -192,7 +192,7 @@ class Speculative(AtOnce):
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
         scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
         for landed in self._updated:  # the same sums as on the lane, which may be behind
-            total += sum(self._measures.squares[index] for index in landed.region.parameters)
+            total += sum(map(self._measures.squares.__getitem__, landed.region.pieces))
             applied = clip_coefficient(total_norm([total]), limit)
             if _as_float32(applied) != _as_float32(scale):
                 worst = max(worst, applied / scale if scale else math.inf)
@@ -204,22 +204,24 @@ class Speculative(AtOnce):
         return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
 
 
-def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[int] = ()) -> NoReturn:
-    """Raise NonFiniteError for the first parameter, in this order, whose gradient is not finite: the rest follows."""
+def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:
+    """Raise NonFiniteError for the first piece, in this order, whose gradient is not finite: the rest follows."""
     infos, squares = updates.infos, measures.squares
-    bad = [infos[i] for i in (order or range(len(infos))) if not math.isfinite(squares[i])]
+    bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
     advice = updates.store.values.why_not_finite(
         "Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such steps."
     )
     if not bad:
-        largest = max(range(len(infos)), key=lambda i: squares[i])
+        largest = max(squares, key=squares.__getitem__)
         raise NonFiniteError(
             f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
-            f"{infos[largest].name}. {advice}"
+            f"{infos[largest.parameter].name}. {advice}"
         )
-    unit = next(state.region.name for state in updates.store.states if bad[0].index in state.region.parameters)
+    unit = next(state.region.name for state in updates.store.states if bad[0] in state.region.pieces)
+    num_bad = len({piece.parameter for piece in bad})
     raise NonFiniteError(
-        f"the gradient of {bad[0].name} in unit {unit} is not finite ({len(bad)} of {len(infos)} parameters). {advice}"
+        f"the gradient of {infos[bad[0].parameter].name} in unit {unit} is not finite ({num_bad} of {len(infos)} "
+        f"parameters). {advice}"
     )
 
 

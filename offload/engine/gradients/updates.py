@@ -161,7 +161,7 @@ class Updates:
         """
         self._flow.land_rest()
         self._flow.landing.finish()
-        self._norm = total_norm(self._measures.squares)
+        self._norm = total_norm(self._measures.squares.values())
         if not math.isfinite(self._norm) and not self._skips:
             refuse_gradients(self.tiles, self._measures, self._norm)
         self._flow.begin_step()
@@ -171,7 +171,7 @@ class Updates:
         """The gradients of an own loop's step are complete: return their norm, over all ranks. Collective."""
         self._flow.land_rest()
         self._flow.finish()
-        return total_norm(self._measures.squares)
+        return total_norm(self._measures.squares.values())
 
     def steer(self, lr: float, max_norm: float | None) -> None:
         """Go by this learning rate in this step, whose updates wait for their norm; and clip to another norm than
@@ -198,7 +198,7 @@ class Updates:
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
         self._flow.finish()
-        norm = total_norm(self._measures.squares)
+        norm = total_norm(self._measures.squares.values())
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):

@@ -71,9 +71,10 @@ class Perturbed:
         """Make both sides of a unit's weights, in the places `place` and the next one."""
         plus, minus = (self._views.get((unit.number, place + side), {}) for side in range(_SIDES))
         for region, flat in self._state.slots.place(unit.regions).items():
-            for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+            for piece, offset in zip(region.pieces, region.offsets, strict=True):
+                index = piece.parameter
                 if index in self._taking:
-                    weights = flat[offset : offset + size]
+                    weights = flat[offset : offset + piece.numel]
                     if index not in self.thresholds:
                         self.thresholds[index] = self._rule.threshold(weights)
                     of = NoiseRange(self._key(index), self._step, threshold=self.thresholds[index])
@@ -118,6 +119,6 @@ class Perturbed:
             if region.trainable:
                 flat = self._memory[begin : begin + region.weight_bytes].view(region.dtype)
                 begin += region.weight_bytes
-                for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
-                    made[index] = nn.Parameter(flat[offset : offset + size].view(self._state.infos[index].shape))
+                for piece, offset in zip(region.pieces, region.offsets, strict=True):
+                    made[piece.parameter] = nn.Parameter(flat[offset : offset + piece.numel].view(piece.shape))
         return made

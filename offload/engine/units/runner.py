@@ -27,7 +27,7 @@ from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import Region
+from offload.layout.regions import Piece, Region
 from offload.schedule.execute import Executor
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
@@ -207,16 +207,16 @@ class UnitRunner:
         """True for a tensor over weights on the device, or one that stands for a parameter elsewhere."""
         return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
 
-    def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
+    def make_live(self, regions: Sequence[Region]) -> dict[Piece, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
         are there.
         """
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             live = self.slots.parameters(regions)
         flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
-        for index, parameter in live.items():
+        for piece, parameter in live.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(GradientFlow.take, flow, index))
+                parameter.register_post_accumulate_grad_hook(partial(GradientFlow.take, flow, piece))
         return live
 
     # -- micro-batches ---------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from offload.engine.units.find import Candidate, Place
 from offload.engine.units.resting import OffloadedTensor, past_subclasses
 from offload.engine.units.traits import Trained, UnitTraits
 from offload.errors import ConfigError
-from offload.layout.regions import Region
+from offload.layout.regions import Piece, Region
 from offload.tiers.slots import Slots
 
 _NOTHING = nullcontext()
-MakeLive = Callable[[Sequence[Region]], dict[int, nn.Parameter]]
-"""Makes Parameters, by the model's index, that view the device's copy of regions."""
+MakeLive = Callable[[Sequence[Region]], dict[Piece, nn.Parameter]]
+"""Makes Parameters that view the device's copy of regions, by the pieces that they are."""
 
 
 class Unit:
@@ -111,7 +111,8 @@ class Unit:
         """Return the Parameters that view this unit's weights where they are on the device, made once a place."""
         offset = self._slots.offset(self._slots.cargo_of(self.regions))
         if offset not in self._live:
-            self._live[offset] = self._make_live(self.regions)
+            live = self._make_live(self.regions)  # a unit has its parameters as a whole
+            self._live[offset] = {piece.parameter: parameter for piece, parameter in live.items()}
             self._mark(self._live[offset])
         return self._live[offset]
 
