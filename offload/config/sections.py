@@ -523,6 +523,11 @@ class OffloadSection(Section):
     """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: cpu where a
     GPU's step is foretold to be faster by it, else none but the device.
     """
+    experts: Literal["auto", "whole", "streamed"] = "auto"
+    """How the experts of a mixture come up. whole: all of a layer's at once, with the rest of it. streamed: those alone
+    that tokens are routed to, a few at a time, so that the device need not hold a layer. auto: whole, and streamed
+    where the device does not hold a layer.
+    """
     optimizer_memory: Size = None
     """Most memory of the device, per rank, that optimizer states take there where offload.optimizer is auto and not all
     of them have room, same forms as of device_memory. none: as much as its budget holds beside all weights.

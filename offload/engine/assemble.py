@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
-from offload.engine.units.find import Candidate, describe_parameters, find_units
-from offload.errors import ConfigError
+from offload.engine.units.cut_experts import cut_experts
+from offload.engine.units.find import Candidate, describe_parameters, find_units, regions_of
+from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.sources import Fill
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
@@ -52,10 +53,12 @@ class Structure:
         leave_off_checkpointing(model)
         infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights, quantized)
         candidates = find_units(model, infos)
+        if settings.placement.experts == "streamed":
+            candidates = cut_experts(candidates, infos, settings.optimizer)
         rules = settings.optimizer.parts
         regions = build_regions(
             infos,
-            {unit.name: unit.parameters for unit in candidates},
+            {name: its for unit in candidates for name, its in unit.cargoes.items()},
             [rule.moments for rule in rules],
             num_ranks,
             delays=settings.delay > 0,
@@ -63,7 +66,7 @@ class Structure:
             num_ranges=num_ranks if settings.zero_stage else 1,
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
-        units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
+        units = [UnitPlan(c.name, regions_of(c, regions), c.resident, bool(c.records)) for c in candidates]
         return cls(infos, candidates, regions, units)
 
 
@@ -89,6 +92,38 @@ class EnginePlan:
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
         return cls(settings, structure, plan)
 
+    @classmethod
+    def choosing_experts(
+        cls,
+        structure_of: Callable[[Settings], Structure],
+        settings: Settings,
+        comm: Comm,
+        machine: Machine,
+        *,
+        checks: bool = True,
+    ) -> EnginePlan:
+        """Plan as `of` does, and choose how experts come up where that is `auto`: whole, or streamed where the device
+        does not hold a layer of a mixture. Over ranks whole.
+        """
+
+        def plan(settings: Settings) -> EnginePlan:
+            return cls.of(structure_of(settings), settings, comm, machine, checks=checks)
+
+        if settings.placement.experts != "auto":
+            return plan(settings)
+        whole, streamed = (
+            replace(settings, placement=replace(settings.placement, experts=how)) for how in ("whole", "streamed")
+        )
+        try:
+            return plan(whole)
+        except DoesNotFitError as error:
+            if comm.size > 1:
+                raise
+            try:
+                return plan(streamed)
+            except ConfigError:  # there are no experts, or they cannot be cut
+                raise error from None
+
     @property
     def told_frozen_weights(self) -> str:
         """As of `told_frozen_weights` in `planning/plan.py`."""
@@ -111,11 +146,15 @@ def prepare(
     `quantized`: as of `Structure.of`. Collective. Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
-    structure = Structure.of(model, settings, comm.size, quantized or {})
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
-    shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
-    comm.agree("the model", shown)
-    prepared = EnginePlan.of(structure, settings, comm, machine)
+
+    def structure_of(settings: Settings) -> Structure:
+        structure = Structure.of(model, settings, comm.size, quantized or {})
+        shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
+        comm.agree("the model", shown)
+        return structure
+
+    prepared = EnginePlan.choosing_experts(structure_of, settings, comm, machine)
     layout = prepared.plan.layout
     comm.agree(
         "the plan", _shown(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}

@@ -21,12 +21,13 @@ from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS, ActivationOffload, OnDisk, OnHost
-from offload.engine.units.find import Candidate
+from offload.engine.units.find import Candidate, regions_of
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, put_parameters
 from offload.engine.units.way import Way
@@ -34,7 +35,7 @@ from offload.errors import format_bytes
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
-from offload.planning.memory import BUFFER, SCRATCH, SHARDS, SLOT, WORKSPACE, staging_bytes
+from offload.planning.memory import BUFFER, EXPERT_BUFFER, SCRATCH, SHARDS, SLOT, WORKSPACE, staging_bytes
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -71,7 +72,7 @@ class EngineState:
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
-        self._keeps_gradients = keeps_gradients
+        self._keeps_gradients, self._splits = keeps_gradients, settings.splits
         device_ledger = Ledger("device", plan.device_bytes, "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
@@ -130,7 +131,7 @@ class EngineState:
             counters,
             settings,
             self._stage(self._staged),
-            {name: plan.of("device", name).num_bytes for name in (BUFFER, SHARDS, SCRATCH)},
+            {name: plan.of("device", name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
             Measures(self.store, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
@@ -166,10 +167,10 @@ class EngineState:
         self.units: list[Unit] = []
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
         self.router = Router(self.runner, self.recovery.recover)
-        for number, candidate in enumerate(candidates):
-            mine = [region for region in regions if candidate.name in region.units]
-            self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
+        make_live = self.runner.make_live
+        self.units += [Unit(n, c, regions_of(c, regions), self.slots, make_live) for n, c in enumerate(candidates)]
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
+        self.experts = ExpertStreams(self.units, self.runner, self.store, self.due, self.lanes, counters, plan)
         self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
@@ -313,7 +314,7 @@ class EngineState:
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory beside the states for the gradients of these regions on their way."""
         neighbours = 2 if self.lanes.overlap else 1
-        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates)
+        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, self._splits)
         return self.store.stage("gradient staging", num_bytes)
 
     def end_lanes(self) -> None:
@@ -334,6 +335,7 @@ class EngineState:
                 put_parameters([place], made if restore else unit.resting)
             unit.forget_live()
         self.caches.restore()
+        self.experts.undo()
         if restore:
             self.hold.release()
         else:

@@ -29,8 +29,9 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
         for unit in state.units:
             if unit.resident:
                 state.keep(unit)
-            else:
+            elif not unit.in_records:
                 unit.route(state.router.call)
+        state.experts.divert()
         for region in state.regions:
             if len(region.units) > 1:
                 state.gradients.make_lasting(region)
@@ -50,9 +51,10 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     given, files = dict[nn.Parameter, Source](), state.files
     again = _Again(files) if files is not None else None
     taken: set[int] = set()
-    for number, unit in enumerate(sorted(state.units, key=lambda unit: not unit.whole)):
+    # Experts come right behind their block, with which they are filled.
+    for number, unit in enumerate(sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records))):
         source = number % state.comm.size if fill is not None else 0
-        if fill is not None and (source == state.comm.rank or files is not None):
+        if fill is not None and not unit.in_records and (source == state.comm.rank or files is not None):
             given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
         for place in unit.places:
             parameter = place.module._parameters[place.key]

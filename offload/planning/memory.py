@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.codecs import EXACT
@@ -18,11 +19,26 @@ from offload.tiers.watched_files import READ_STAGING
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 """The setting that bounds each tier."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
+EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
 STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
-_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING, DECODING)
+_PASSING = (
+    SLOT,
+    BUFFER,
+    EXPERT_SLOT,
+    EXPERT_BUFFER,
+    SHARDS,
+    SCRATCH,
+    WORKSPACE,
+    PERTURBED,
+    STAGING,
+    RESIDENT,
+    LASTING,
+    UPDATE_RING,
+    DECODING,
+)
 """What the device holds wherever the states are."""
 
 
@@ -48,6 +64,13 @@ class UnitPlan:
     """The regions that hold the unit's parameters."""
     resident: bool
     """True if the unit's weights stay on the device."""
+    in_records: bool = False
+    """True if the unit is a layer's experts, which come up a few at a time, through memory of their own."""
+
+    @property
+    def records(self) -> list[tuple[Region, ...]]:
+        """The regions of experts that come up together."""
+        return [tuple(its) for _, its in groupby(self.regions, key=lambda region: region.units)]
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
@@ -81,12 +104,13 @@ def staging_bytes(
     stagings: int,
     sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
     accumulates: bool = False,
+    splits: bool = False,
 ) -> int:
     """Bytes through which the gradients of `stagings` neighbours pass that do not wait, or are added to what waits:
-    those that ranks have summed in fp32.
+    those that micro-batches (`splits`) or ranks have summed in fp32.
     """
-    wide = accumulates and sharding.size > 1
-    own = sharding.size if wide else sharding.num_ranges
+    wide = accumulates and (splits or sharding.size > 1)
+    own = sharding.size if accumulates and sharding.size > 1 else sharding.num_ranges
     sizes = [(4 if wide else r.plane("gradients").dtype.itemsize) * r.numel // own for r in regions if r.trainable]
     return window_bytes(sizes, stagings)
 
@@ -166,13 +190,16 @@ def plan_memory(
     plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))
 
     resident = resident_regions(units)
+    records = [its for unit in units if unit.in_records for its in unit.records]
     in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]
     if in_slots:
         kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
         there = resident.union(region.index for region in regions if region not in in_slots)
-        plan.append(_slots(units, there, stay, ahead, layout))
+        plan.append(_slots([unit for unit in units if not unit.in_records], there, stay, ahead, layout))
+        largest = max((sum(cargo_bytes(region, layout) for region in its) for its in records), default=0)
+        plan.append(Allocation("device", EXPERT_SLOT, stagings * largest))
         plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
@@ -185,9 +212,11 @@ def plan_memory(
     passing = [
         sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
         for unit in units
-        if not unit.resident
+        if not unit.resident and not unit.in_records
     ]
     plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
+    largest = max((sum(transient_gradient_bytes(region, splits) for region in its) for its in records), default=0)
+    plan.append(Allocation("device", EXPERT_BUFFER, stagings * largest))
     plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]

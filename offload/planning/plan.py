@@ -319,12 +319,13 @@ def _make_plan(
         # What an own loop will take in place of the gradients that are planned.
         trained = [region for region in regions if region.trainable]
         sums = sum(4 * sharding.share(region.plane("gradients"), region.numel) for region in trained)
-        sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True)
+        sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
         rings = with_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
     allocations = plan_for(*tiers, ahead, buffers)
     most = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
+    whole = [unit for unit in units if not unit.in_records]
+    largest = max(whole, key=lambda unit: slot_bytes(unit, resident, layout))
     floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident, layout))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "

@@ -130,6 +130,16 @@ class Settings:
             )
         _check(self.compile, ("never", "auto"), "train.compile")
         check_tile(self.sequence_tile)
+        if self.placement.experts == "streamed":
+            if self.sequence_tile not in ("none", "auto"):
+                raise ConfigError(
+                    f"offload.experts is streamed and train.sequence_tile is {self.sequence_tile}: experts "
+                    "would come up for each tile of a sequence. Set --train.sequence_tile none, or "
+                    "--offload.experts whole."
+                )
+            # Blocks with such experts run by their own code.
+            object.__setattr__(self, "sequence_tile", "none")
+            object.__setattr__(self, "compile", "never")
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")

@@ -19,7 +19,7 @@ class Tiers(Protocol):
 @dataclass
 class Counters:
     """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), the elements that
-    ranks exchanged for it, and the peaks so far.
+    ranks exchanged for it, the experts that came up for it where they are streamed, and the peaks so far.
 
     Elements are counted as in ZeRO (arXiv:1910.02054, section 7): an all-gather or a reduce-scatter over P elements is
     P; weights that each rank gives to the others are an all-gather.
@@ -37,6 +37,7 @@ class Counters:
     all_gather_elements: int = 0
     reduce_scatter_elements: int = 0
     next_all_gather_elements: int = 0
+    experts_fetched: int = 0
     _tiers: Tiers | None = field(default=None, repr=False)
 
     @property
@@ -71,7 +72,7 @@ class Counters:
     def clear(self) -> None:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
-        self.all_gather_elements = self.reduce_scatter_elements = 0
+        self.all_gather_elements = self.reduce_scatter_elements = self.experts_fetched = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
 TIERS = ("device", "cpu", "nvme")
+_EXPERTS = ("auto", "whole", "streamed")
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "graphs")
 
 
@@ -39,6 +40,10 @@ class Placement:
     """Where the graphs of units wait for their backward, instead of a recompute: on the device as far as `recompute`
     says, and with cpu or nvme as far as memory reaches there.
     """
+    experts: str = "auto"
+    """How the experts of a mixture come up: whole, all of a layer at once with the rest of it; streamed, those alone
+    that tokens are routed to, a few at a time; or auto: whole, and streamed where the device does not hold a layer.
+    """
     optimizer_memory: float | str | None = None
     """The most memory of the device that states take there, where `optimizer` is auto; the others rest below. None: all
     of them, or none that its budget does not hold beside all weights.
@@ -66,6 +71,11 @@ class Placement:
                 raise ConfigError(
                     f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
                 )
+        if self.experts not in _EXPERTS:
+            raise ConfigError(
+                f"offload.experts is {self.experts!r}{nearest(str(self.experts), _EXPERTS)}; allowed: "
+                f"{', '.join(_EXPERTS)}."
+            )
         if self.nvme_dir is not None:
             dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
             object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)

@@ -47,8 +47,9 @@ class Slots(Cargoes):
         self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
-        self._gathers = store.sharding.gathers
-        self._on_device = store.tier == "device" and not self._gathers
+        self.gathers = store.sharding.gathers
+        """True where ranks put weights together as they come up."""
+        self._on_device = store.tier == "device" and not self.gathers
         self._decoder = Decoder([state.region for state in store.states], device, lanes)
         self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
@@ -282,7 +283,7 @@ class Slots(Cargoes):
             lease.done_reading(ticket)
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
-        if self._gathers:
+        if self.gathers:
             own = rests[plane.cut(self._store.sharding.own(region))].data  # see Device.copy
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.codec is EXACT:

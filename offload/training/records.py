@@ -203,6 +203,8 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
             "all_gather_elements": counters.all_gather_elements,
             "reduce_scatter_elements": counters.reduce_scatter_elements,
         }
+    if counters.experts_fetched:
+        fields["experts_fetched"] = counters.experts_fetched
     if config.train.compile != "never":
         fields["compiled_graphs"] = engine.compiled_graphs
     if config.offload.graphs == "cpu":

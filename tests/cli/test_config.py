@@ -30,8 +30,8 @@ def test_every_key_of_the_contract_is_there() -> None:
         "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master decay_1d groups schedule warmup_steps",
         "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
         "use_dora config adapter restart_every restart_prune restart_warmup_steps",
-        "offload": "parameters optimizer gradients activations graphs optimizer_memory graphs_memory device_memory "
-        "host_memory nvme_dir nvme_memory prefetch zero_stage throttle frozen_weights device update",
+        "offload": "parameters optimizer gradients activations graphs experts optimizer_memory graphs_memory "
+        "device_memory host_memory nvme_dir nvme_memory prefetch zero_stage throttle frozen_weights device update",
         "checkpoint": "every keep resume on_error export",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]

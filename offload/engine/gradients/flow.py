@@ -21,7 +21,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER
+from offload.planning.memory import BUFFER, EXPERT_BUFFER
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -63,6 +63,7 @@ class GradientFlow:
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
+        self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # of these, what lasts for this step alone
         self._idle: dict[int, torch.Tensor] = {}  # the memory of what lasted for an earlier step
@@ -93,6 +94,7 @@ class GradientFlow:
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
+        self._record_buffer.reset()
         self.sums_in_fp32 = self._repeats = self.is_over = False
         self._witness = None
 
@@ -161,25 +163,69 @@ class GradientFlow:
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
         if not passing:
             return
-        dtypes = [torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32 for region in passing]
-        sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
         # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
         is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_bf16 for region in passing)
-        stretch = None if is_too_wide else self._buffer.take(sum(sizes))
+        stretch = None if is_too_wide else self._buffer.take(sum(map(self._passing_bytes, passing)))
         if stretch is None:
             for region in passing:
                 self.make_lasting(region, for_good=False)
             return
         self._lanes.compute_after((), fills=stretch.fills)
-        end = 0
-        for region, dtype, size in zip(passing, dtypes, sizes, strict=True):
-            flat = stretch.flat[end : end + size].view(dtype)
-            end += size
+        self._lay_out(passing, stretch)
+        for region in passing:
+            flat = self._open[region.index][0]
             if self.accumulates:  # a parameter without a gradient in this pass adds nothing
                 flat.zero_()
             for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
                 flat[span].zero_()
-            self._open[region.index] = flat, stretch
+
+    def open_record(self, regions: Sequence[Region]) -> None:
+        """Prepare for the backward of a record of experts, inside that of their unit. Its gradients are 0 until they
+        come: of its experts some may be without tokens.
+        """
+        if self._witness is None:
+            passing = [region for region in regions if region.trainable]
+            stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
+            assert stretch is not None, "there is room for the largest record"
+            self._lanes.compute_after((), fills=stretch.fills)
+            self._lay_out(passing, stretch)
+            stretch.flat.zero_()
+
+    def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
+        """Land the gradients of a record of experts, all but those of parameters that are `frozen`."""
+        if self._witness is None:
+            self._touch(regions, frozen)
+            self.close(regions)
+
+    def land_zeros(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
+        """No expert of a record has tokens: its gradients are 0, and nothing comes down."""
+        if self._witness is None:
+            self._touch(regions, frozen)
+            for region in regions:
+                if region.trainable and any(self.measures.touched[region.index]):
+                    self.landing.land_zeros(region)
+
+    def _touch(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
+        """All of these has gradients, if they are 0."""
+        for region in [region for region in regions if region.trainable]:
+            touched = self.measures.touched[region.index]
+            for position, piece in enumerate(region.pieces):
+                if not touched[position] and piece.parameter not in frozen:
+                    touched[position] = True
+                    self.measures.know(piece, 0.0)
+
+    def _passing_dtype(self, region: Region) -> torch.dtype:
+        return torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32
+
+    def _passing_bytes(self, region: Region) -> int:
+        return region.numel * self._passing_dtype(region).itemsize
+
+    def _lay_out(self, regions: Sequence[Region], stretch: RingSlice) -> None:
+        """Open regions one behind the other in a stretch of a buffer."""
+        end = 0
+        for region in regions:
+            begin, end = end, end + self._passing_bytes(region)
+            self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
     def widen(self, sums_in_fp32: bool) -> None:
         """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight."""
@@ -263,7 +309,7 @@ class GradientFlow:
     def free(self) -> None:
         """Let go of every buffer."""
         empty = torch.empty(0, dtype=torch.uint8)
-        self._buffer = Ring(empty, "")
+        self._buffer = self._record_buffer = Ring(empty, "")
         self.landing.free()
         self._lasting.clear()
         self._idle.clear()

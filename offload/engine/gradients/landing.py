@@ -171,6 +171,32 @@ class Landing:
         self.policy.landed(region, staged, stretch.fence)
         stretch.close()
 
+    def land_zeros(self, region: Region) -> None:
+        """All gradients of a region are 0, and need not come down."""
+        is_first, state = region.index not in self._landed, self._store[region]
+        self._landed.add(region.index)
+        if self.policy.drops or not is_first:
+            return
+        if self.accumulates:
+            assert state.gradients is not None
+            state.landing.fill(self._zero(region, state.gradients, state.landing.before_fill()))
+        elif state.keeps_gradients:
+            for _, lease in state.land():
+                lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
+            self.policy.landed(region, state.gradients, state.landing)
+        else:
+            plane = region.plane("gradients")
+            stretch = self._staging.take(plane.num_bytes(region.numel))
+            assert stretch is not None, "staging has room for the largest region"
+            stretch.fence.fill(self._zero(region, stretch.flat, stretch.fills))
+            self.policy.landed(region, stretch.flat.view(plane.dtype), stretch.fence)
+            stretch.close()
+
+    def _zero(self, region: Region, target: torch.Tensor, fills: Sequence[Ticket]) -> Ticket:
+        ticket = self._store.down.submit(target.zero_, fills=fills, name=f"zeros of {region.name}")
+        self._tickets.append(ticket)
+        return ticket
+
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to its fp32 plane."""
         state = self._store[region]
@@ -183,8 +209,8 @@ class Landing:
         if is_final:  # summed over the whole step already
             fence.fill(self._bring_down(region, plane, flat, source, reads, fence.before_fill()))
             return
-        # What ranks have added up is rounded once, when all passes are over.
-        dtype = region.plane("gradients").dtype if self._reduction is None else torch.float32
+        # What micro-batches, or ranks, have added up is rounded once, when all passes are over.
+        dtype = flat.dtype if self._reduction is None else torch.float32
         staged, stretch = self._staged(flat, dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
 

@@ -22,7 +22,9 @@ class Backward(Method):
 
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
-        self._state.accumulate(self._settings.splits and self._losses.is_plain)
+        # Experts come up once for each micro-batch, and their gradients down.
+        comes_often = self._losses.is_plain or bool(self._state.experts)
+        self._state.accumulate(self._settings.splits and comes_often)
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, kind)
         self.begin(kind)

@@ -317,7 +317,7 @@ class Judge:
         """Return the parameter whose gradient is farthest from the plain one, if one is too far."""
         infos, worst, text = self._state.infos, 1.0, ""
         for unit in self._state.units:
-            mine = [index for region in unit.regions for index in region.parameters]
+            mine = dict.fromkeys(index for region in unit.regions for index in region.parameters)
             whole = math.hypot(*(plain.gradients[index].norm for index in mine if index in plain.gradients), 0.0)
             for index in mine:
                 one, other = plain.gradients.get(index), way.gradients.get(index)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class MicroBatch:
     """What runs in the forward, and again in a recompute."""
     graph: Graph | None = None
     """The graph, where it is kept; else None, and the forward runs again."""
+    expert_outputs: list[torch.Tensor] = field(default_factory=list)
+    """What streamed experts gave in the forward, which a recompute takes, and need not come up for."""
 
 
 class Call:
@@ -123,7 +125,13 @@ class Call:
                 micro_batch.before.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
-        return run_without_graph(*use)
+        with self._runner.outputs.kept_in(micro_batch.expert_outputs):
+            result = run_without_graph(*use)
+        saved, outputs = self._runner.saved, micro_batch.expert_outputs
+        outputs[:] = [saved.put_away(tensor, movable=True) for tensor in outputs]
+        for tensor in outputs:
+            saved.hold(tensor, "unit inputs", self._claim)
+        return result
 
     def _check_inputs(self) -> None:
         for tensor, version in zip(self._inputs, self._versions, strict=True):
@@ -228,9 +236,9 @@ class Call:
         if graph is not None:
             graph.prepare()
         elif number < len(self._micro_batches) and number not in self._coming:
-            self._coming[number] = self._runner.saved.bring_back(
-                self.traits.cut_inputs(self._inputs, self._micro_batches[number].rows)
-            )
+            micro_batch = self._micro_batches[number]
+            inputs = self.traits.cut_inputs(self._inputs, micro_batch.rows)
+            self._coming[number] = self._runner.saved.bring_back([*inputs, *micro_batch.expert_outputs])
 
     def _recompute(self, number: int) -> tuple[Sequence[torch.Tensor], Sequence[Root]]:
         """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
@@ -239,6 +247,7 @@ class Call:
         unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
         saved = runner.saved.wait(self._coming.pop(number))
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
+        saved, outputs = saved[: len(self._needs)], saved[len(self._needs) :]
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         before = micro_batch.before
         runner.device.set_random_state(before.random)
@@ -249,6 +258,7 @@ class Call:
             ),
             before.condition.attributes_again(),
             before.drawn_again(),
+            runner.outputs.given(outputs),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._surroundings.run(

@@ -7,7 +7,7 @@ except the small ones (final norms, biases of a parent module), which stay on th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.hf.quantized import refuse_training
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
-from offload.layout.regions import ParameterInfo
+from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.optim.rule import Trained, UpdateRule
 
 _FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,11 +55,27 @@ class Candidate:
     """True if the weights stay on the device."""
     is_block: bool = False
     """True if the module is an element of one of the model's outermost lists."""
+    records: tuple[tuple[Piece, ...], ...] = ()
+    """Of experts, which come up a record at a time, what each record has; nothing for a unit that comes up as a whole.
+    """
 
     @property
     def parameters(self) -> list[int]:
         """Indices of the parameters, in module order, each once."""
         return list(dict.fromkeys(place.parameter for place in self.places))
+
+    @property
+    def cargoes(self) -> dict[str, Sequence[int | Piece]]:
+        """What comes up together, by the names that regions have for it: the unit, or each of its records."""
+        if not self.records:
+            return {self.name: self.parameters}
+        return {f"{self.name} [{number}]": pieces for number, pieces in enumerate(self.records)}
+
+
+def regions_of(unit: Candidate, regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Return the regions that a unit uses."""
+    names = unit.cargoes.keys()
+    return tuple(region for region in regions if not names.isdisjoint(region.units))
 
 
 def describe_parameters(

@@ -18,6 +18,7 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
+from offload.engine.units.expert_outputs import ExpertOutputs
 from offload.engine.units.forwards import Forward, OwnForwards
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.run_ahead import RunAhead
@@ -54,7 +55,7 @@ class UnitRunner:
         comm: Comm,
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
-        self.forwards = forwards
+        self.forwards, self.outputs = forwards, ExpertOutputs()
         self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
@@ -207,12 +208,12 @@ class UnitRunner:
         """True for a tensor over weights on the device, or one that stands for a parameter elsewhere."""
         return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
 
-    def make_live(self, regions: Sequence[Region]) -> dict[Piece, nn.Parameter]:
-        """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
-        are there.
+    def make_live(self, regions: Sequence[Region], slots: Slots | None = None) -> dict[Piece, nn.Parameter]:
+        """Return Parameters over the device's copy of `regions` (in `slots`; None: those of units), whose gradients go
+        to the flow as soon as they are there.
         """
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            live = self.slots.parameters(regions)
+            live = (slots or self.slots).parameters(regions)
         flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
         for piece, parameter in live.items():
             if parameter.requires_grad:

@@ -41,6 +41,8 @@ class Unit:
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.modules = list(self.module.modules())
         self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
+        self.in_records = bool(candidate.records)
+        """The unit is a layer's experts, which come up a few at a time inside the use of their block."""
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
         self.weight_bytes = sum(region.weight_bytes for region in regions)

@@ -1,0 +1,109 @@
+"""Experts that lie in stacks [experts, ...] become units of their own, which come up a few experts at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from offload.engine.units.find import Candidate, Place
+from offload.errors import ConfigError
+from offload.layout.codecs import EXACT
+from offload.layout.planes import DTYPES
+from offload.layout.regions import ParameterInfo, Piece
+from offload.optim.rule import UpdateRule
+
+RECORD_BYTES = 16 << 20
+"""Of weights. Smaller experts come up together: below this a link, and a disk more so, is slower a byte."""
+_LEAST_RECORDS = 4
+"""Of a layer's experts. With fewer, those that are up at once would be most of them."""
+
+
+def is_stack_of_experts(module: nn.Module) -> bool:
+    """True for a module whose forward goes through transformers' interface of experts."""
+    return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
+
+
+def cut_experts(candidates: Sequence[Candidate], infos: Sequence[ParameterInfo], rule: UpdateRule) -> list[Candidate]:
+    """Return the units with the experts of each block as a unit of their own, behind that block; what else a module of
+    experts has stays with its block. Raises ConfigError where experts cannot be cut.
+    """
+    uses = Counter(place.parameter for unit in candidates for place in unit.places)
+    found = []
+    for unit in candidates:
+        names = {module: name for name, module in unit.module.named_modules(prefix=unit.name)}
+        taken: list[Candidate] = []
+        for module in [module for module in names if unit.is_block and is_stack_of_experts(module)]:
+            stacks = [place for place in unit.places if place.module is module and _is_stack(module, place, infos)]
+            _check(names[module], module, stacks, infos, uses, rule)
+            records = _records(stacks, infos, module.num_experts)
+            taken.append(Candidate(names[module], module, stacks, whole=False, resident=False, records=records))
+        gone = {id(place) for each in taken for place in each.places}
+        found += [replace(unit, places=[place for place in unit.places if id(place) not in gone]), *taken]
+    if len(found) == len(candidates):
+        raise ConfigError(
+            "offload.experts is streamed, and the model has no experts that lie in stacks and are computed through "
+            "transformers' interface of experts: set --offload.experts whole."
+        )
+    return found
+
+
+def _is_stack(module: nn.Module, place: Place, infos: Sequence[ParameterInfo]) -> bool:
+    """True for a parameter with a row for each expert."""
+    shape = infos[place.parameter].shape
+    return len(shape) > 1 and shape[0] == module.num_experts
+
+
+def _check(
+    name: str,
+    module: nn.Module,
+    stacks: Sequence[Place],
+    infos: Sequence[ParameterInfo],
+    uses: Counter[int],
+    rule: UpdateRule,
+) -> None:
+    """Raise ConfigError where the experts of a module cannot be cut."""
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(
+            f"offload.experts is streamed, and {name} cannot be cut: {why}. Set --offload.experts whole."
+        )
+
+    if name.endswith(".base_layer"):  # of PEFT, which parametrizes the module while it is called
+        raise refuse("an adapter is over its parameters, and adds to them as a whole")
+    if not stacks:
+        raise refuse(f"it has no parameters [{module.num_experts} experts, ...] of its own")
+    for info in (infos[place.parameter] for place in stacks):
+        numel = info.numel // info.shape[0]
+        by = rule.parts[info.rule]
+        block = math.lcm(1, *(plane.block for plane in by.moments if info.trainable))
+        if uses[info.index] > 1:
+            raise refuse(
+                f"{info.name} is used in {uses[info.index]} places, and experts that share weights are not cut"
+            )
+        if info.trainable and (by.by_matrix or not by.has_gradients):
+            raise refuse(f"{type(by).__name__} needs {info.name} as a whole")
+        if info.codec is not EXACT:
+            raise refuse(f"{info.name} rests in {info.codec.name}, which is decoded as a whole")
+        if numel % block:
+            raise refuse(f"an expert has {numel} elements of {info.name}, which rest in blocks of {block}")
+
+
+def _records(
+    stacks: Sequence[Place], infos: Sequence[ParameterInfo], num_experts: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """Return what each record has: neighbours among the experts, each with a piece of every stack."""
+    shared = [infos[place.parameter] for place in stacks]
+    expert_bytes = sum(info.numel // num_experts * DTYPES[info.compute].itemsize for info in shared)
+    step = min(-(-RECORD_BYTES // max(1, expert_bytes)), max(1, num_experts // _LEAST_RECORDS))
+    return tuple(
+        tuple(
+            Piece(info.index, expert * (info.numel // num_experts), (1, *info.shape[1:]))
+            for expert in range(first, min(first + step, num_experts))
+            for info in shared
+        )
+        for first in range(0, num_experts, step)
+    )

@@ -1,0 +1,294 @@
+"""The experts of a layer, of which those alone come up that tokens are routed to, a record of a few at a time.
+
+They are called through transformers' own interface of experts. What is computed is the family's: its eager forward runs
+on the rows of one expert, with a choice of one expert for each row, over a stack that has this expert alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from offload.distributed.comm import Comm
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+from offload.lanes.lanes import Lanes
+from offload.layout.regions import Piece, Region
+from offload.planning.memory import EXPERT_SLOT
+from offload.planning.plan import Plan
+from offload.telemetry.counters import Counters
+from offload.tiers.due import Due
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
+
+IMPLEMENTATION = "offload"
+"""What transformers knows the streamed experts as."""
+_STREAMED: WeakValueDictionary[int, StreamedExperts] = WeakValueDictionary()
+"""By the identity of their module."""
+
+
+class Record(NamedTuple):
+    """What comes up together."""
+
+    regions: tuple[Region, ...]
+    """Where it rests."""
+    experts: tuple[int, ...]
+    """The numbers of its experts in the layer, ascending."""
+
+
+class RecordStream:
+    """The device's memory through which records of all layers' experts pass, one beside another that is on its way. The
+    order is known once a router has spoken, so nothing is learned, and nothing lies there from one use to the next.
+    """
+
+    def __init__(self, slots: Slots, lanes: Lanes, counters: Counters, num_places: int) -> None:
+        self.slots, self._lanes, self._counters, self._num_places = slots, lanes, counters, num_places
+
+    def pass_over(self, records: Sequence[Record]) -> Iterator[Record]:
+        """Yield records that are up, in this order, each until the next one is asked for."""
+        slots, num_asked = self.slots, 0
+        slots.forget()
+        for number, record in enumerate(records):
+            while num_asked < min(number + self._num_places, len(records)):
+                slots.fetch(slots.cargo_of(records[num_asked].regions), self._offset(num_asked))
+                self._counters.count("experts_fetched", len(records[num_asked].experts))
+                num_asked += 1
+            cargo = slots.cargo_of(record.regions)
+            slots.wait(cargo, record.regions)
+            try:
+                yield record
+            finally:
+                slots.used(cargo, record.regions, self._lanes.mark())
+
+    def _offset(self, number: int) -> int:
+        return number % self._num_places * (self.slots.capacity_bytes // self._num_places)
+
+
+class StreamedExperts:
+    """The experts of one layer, and the function that stands for their module's forward."""
+
+    def __init__(self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm) -> None:
+        self._unit, self._runner, self._stream, self._comm = unit, runner, stream, comm
+        self._own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
+        self._signature = inspect.signature(self._own)
+        by_name: dict[tuple[str, ...], list[Region]] = {}
+        for region in unit.regions:
+            by_name.setdefault(region.units, []).append(region)
+        self._records = [
+            Record(tuple(its), tuple(sorted({_expert(piece) for region in its for piece in region.pieces})))
+            for its in by_name.values()
+        ]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward it stands for."""
+        return self._unit.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the experts give together, [tokens, hidden]. Raises ConfigError where the call is none of a
+        router.
+        """
+        given = tuple(self._signature.bind(self.module, *args, **kwargs).arguments.values())[1:]
+        hidden, index, weights = self._checked(given)
+        if not torch.is_grad_enabled():
+            return self.result(hidden, index, weights)
+        anchor = self._runner.anchor if self._unit.trainable else None
+        return _ExpertsFunction.apply(self, anchor, hidden, index, weights)
+
+    def _checked(self, given: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if len(given) == 3 and all(isinstance(value, torch.Tensor) for value in given):
+            hidden, index, weights = given
+            is_index = index.dtype in (torch.int64, torch.int32) and index.dim() == 2
+            if hidden.dim() == 2 and is_index and index.shape == weights.shape and len(index) == len(hidden):
+                return hidden, index, weights
+        shown = ", ".join(
+            f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            for value in given
+        )
+        raise ConfigError(
+            f"offload.experts is streamed, and the experts {self._unit.name} were called with ({shown}), where a "
+            "router gives tokens [tokens, hidden], the numbers of their experts, integers [tokens, choices], and the "
+            "weights of these choices, of the same shape. Set --offload.experts whole."
+        )
+
+    def result(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the experts' output: in a recompute that of the forward; else it is computed, experts in ascending
+        order, as the family's forward adds them up.
+        """
+        result = self._runner.outputs.again()
+        if result is None:
+            result = torch.zeros_like(hidden)
+            for expert, live in self._up(index, descending=False, trains=False):
+                choices, tokens = _routed(index, expert)
+                result.index_add_(0, tokens, self._run(live, hidden[tokens], weights[tokens, choices]))
+            self._runner.outputs.keep(result)
+        return result
+
+    def backward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of the tokens and of their choices' weights; those of the experts land, if the backward
+        `trains`. Experts come in descending order, as autograd comes by them.
+        """
+        of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
+        for expert, live in self._up(index, descending=True, trains=trains):
+            choices, tokens = _routed(index, expert)
+            with torch.enable_grad():
+                rows = hidden[tokens].requires_grad_()
+                chosen = weights[tokens, choices].requires_grad_()
+                result = self._run(live, rows, chosen)
+            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else [rows, chosen])
+            assert rows.grad is not None
+            of_hidden.index_add_(0, tokens, rows.grad)
+            of_weights[tokens, choices] = torch.zeros_like(chosen) if chosen.grad is None else chosen.grad
+        return of_hidden, of_weights
+
+    def _up(
+        self, index: torch.Tensor, *, descending: bool, trains: bool
+    ) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
+        """Yield the experts that tokens were routed to, each with its Parameters [1, ...], by their indices in the
+        model. If it `trains`, take their gradients, and land those of all experts of the layer: as in plain PyTorch,
+        where a stack has one gradient, that of an expert without tokens is 0, and its update goes by that.
+        """
+        flow, frozen = self._runner.gradients, self._unit.frozen
+        order = -1 if descending else 1
+        hit = set(index.unique().tolist())
+        anywhere = self._on_any_rank(hit) if trains or self._stream.slots.gathers else hit
+        used = [record for record in self._records if not anywhere.isdisjoint(record.experts)][::order]
+        for record in self._stream.pass_over(used):
+            if trains:
+                flow.open_record(record.regions)
+            live = self._live(record, trains)
+            for expert in record.experts[::order]:
+                if expert in hit:
+                    yield expert, live[expert]
+            if trains:
+                flow.close_record(record.regions, frozen)
+        if trains:
+            for record in self._records:
+                if record not in used:
+                    flow.land_zeros(record.regions, frozen)
+
+    def _on_any_rank(self, hit: set[int]) -> set[int]:
+        """Return the experts that tokens are routed to on some rank, since ranks bring weights up together, and sum
+        gradients. Collective.
+        """
+        if self._comm.size == 1:
+            return hit
+        what = f"which experts of {self._unit.name} tokens are routed to"
+        return set().union(*self._comm.gather_objects(hit, what))
+
+    def _live(self, record: Record, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
+        """Return a record's Parameters, by expert and by their indices in the model."""
+        slots, frozen = self._stream.slots, self._unit.frozen
+        made = self._runner.make_live(record.regions, slots) if trains else slots.parameters(record.regions)
+        found: dict[int, dict[int, nn.Parameter]] = {}
+        for piece, parameter in made.items():
+            if not trains or piece.parameter in frozen:
+                parameter.requires_grad_(False)
+            found.setdefault(_expert(piece), {})[piece.parameter] = parameter
+        return found
+
+    def _run(self, live: Mapping[int, nn.Parameter], rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return what an expert gives for its rows, by the family's own forward."""
+        unit, index = self._unit, rows.new_zeros((len(rows), 1), dtype=torch.int64)
+        unit.install({**unit.resting, **live})
+        try:
+            return self._own(self.module, rows, index, weights[:, None])
+        finally:
+            unit.install(unit.resting)
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """The border between a unit's graph and the experts inside it, which are recomputed one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: StreamedExperts,
+        _anchor: torch.Tensor | None,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.experts = experts
+        ctx.save_for_backward(hidden, index, weights)
+        return experts.result(hidden, index, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        # As for a unit: a backward to chosen inputs leaves the weights' gradients alone.
+        trains = ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)  # not into the graph around it
+        of_hidden, of_weights = ctx.experts.backward(hidden, index, weights, gradient, trains)
+        return None, None, of_hidden, None, of_weights
+
+
+def _expert(piece: Piece) -> int:
+    """Return the number of the expert whose row of a stack a piece is."""
+    return piece.begin // piece.numel
+
+
+def _routed(index: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the choices and the tokens with which an expert was chosen, int64 [rows] each, in the family's order."""
+    choices, tokens = torch.where((index == expert).t())
+    return choices, tokens
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute a module of experts, by what streams them, or as the family does where nothing streams them."""
+    experts = _STREAMED.get(id(module))
+    own: Callable[..., torch.Tensor] = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+    return own(module, *args, **kwargs) if experts is None else experts.forward(*args, **kwargs)
+
+
+class ExpertStreams:
+    """What streams the experts of all layers of an engine; nothing where experts come up whole."""
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        runner: UnitRunner,
+        store: Store,
+        due: Due,
+        lanes: Lanes,
+        counters: Counters,
+        plan: Plan,
+    ) -> None:
+        """`plan`: has memory of the device for two records where they come up beside compute, and else for one."""
+        slot_bytes = plan.of("device", EXPERT_SLOT).num_bytes
+        self._streamed: list[StreamedExperts] = []
+        self._before: list[tuple[Any, Any]] = []  # configurations, and how these had experts computed
+        if slot_bytes:
+            slots = Slots(store, runner.device, due, lanes, counters, slot_bytes=slot_bytes, slot_name=EXPERT_SLOT)
+            stream = RecordStream(slots, lanes, counters, 2 if plan.overlap else 1)
+            self._streamed = [StreamedExperts(u, runner, stream, store.comm) for u in units if u.in_records]
+
+    def __bool__(self) -> bool:
+        return bool(self._streamed)
+
+    def divert(self) -> None:
+        """From now on calls of experts come here."""
+        if not self._streamed:
+            return
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # who has such experts has imported it
+
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+        configs: dict[int, Any] = {id(each.module.config): each.module.config for each in self._streamed}
+        self._before = [(config, config._experts_implementation) for config in configs.values()]
+        for config in configs.values():
+            config._experts_implementation = IMPLEMENTATION
+        _STREAMED.update((id(each.module), each) for each in self._streamed)
+
+    def undo(self) -> None:
+        """Let modules of experts be computed as they were before."""
+        for config, implementation in self._before:
+            config._experts_implementation = implementation
+        for each in self._streamed:
+            _STREAMED.pop(id(each.module), None)

@@ -1,0 +1,315 @@
+"""Experts that come up one record at a time, and those alone that tokens are routed to, against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+from offload import AdamW, Engine, Muon, Placement
+from offload.distributed.joining import open_comm
+from offload.engine.units import cut_experts
+from offload.errors import ConfigError, DoesNotFitError
+from tests.engine.compare import assert_same, assert_weights, weights
+from tests.engine.families import GROUPED, SPECIAL, build, llama, tokens
+from tests.engine.inside import parts_of, states
+from tests.engine.ranks import run
+from tests.engine.reference import Reference
+from tests.matrix import matrix, quick
+
+NUM_EXPERTS = 8
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"]
+RULE = AdamW(lr=3e-3, weight_decay=0.1)
+_SIZES: dict[str, Any] = {
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts": NUM_EXPERTS,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+
+
+def mixture(family: str, **more: Any) -> Callable[[], nn.Module]:
+    """Return what makes a small model of a family, computed by the family's own eager forward."""
+    sizes = GROUPED | SPECIAL | _SIZES | more
+    if family == "deepseek_v3":
+        sizes |= {**_LATENT, "num_key_value_heads": 4}
+    config = t.AutoConfig.for_model(family, **sizes)
+    return lambda: t.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+
+
+@pytest.fixture(autouse=True)
+def one_expert_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_experts, "RECORD_BYTES", 1)
+
+
+def streamed(**placement: Any) -> Placement:
+    return Placement(experts="streamed", **placement)
+
+
+def count_hits(model: nn.Module) -> Callable[[], int]:
+    """Return how many experts tokens have been routed to since the last call, summed over layers and calls."""
+    hits: list[int] = []
+    for module in model.modules():
+        if "_is_expert_parallel" in vars(module):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: hits.append(len(([*args, *kwargs.values()])[1].unique())), with_kwargs=True
+            )
+
+    def so_far() -> int:
+        found = sum(hits)
+        hits.clear()
+        return found
+
+    return so_far
+
+
+def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
+    """Train beside the reference, with the same bits after every step."""
+    known = {key: settings[key] for key in ("optimizer", "precision", "max_grad_norm") if key in settings}
+    reference = Reference(model, **known)
+    engine = Engine(model, **settings)
+    for seed in range(count):
+        torch.manual_seed(seed)
+        loss, norm = reference.step(tokens(seed))
+        torch.manual_seed(seed)
+        result = engine.step(tokens(seed))
+        assert result.loss.item() == loss.item()
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)  # whose squares are added up piece by piece
+        assert_weights(engine, reference, when=f"after step {seed}")
+    return engine
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, ["deepseek_v3", "gpt_oss"]))
+def test_families_have_the_bits_of_plain_pytorch(family: str) -> None:
+    train(build(mixture(family)), 2, optimizer=RULE, placement=streamed()).close()
+
+
+@matrix(
+    strength=1,
+    parameters=["cpu", "nvme"],
+    recompute=["always", "never", "auto"],
+    activations=["device", "cpu"],
+    precision=["fp32", "bf16"],
+    clip={
+        "deferred": {"clip": "deferred"},
+        "speculative": {"clip": "speculative", "max_grad_norm": 1e6},  # what is corrected has other last bits
+        "none": {"max_grad_norm": None},
+    },
+    debug=[False, 3],
+)
+def test_bits_hang_on_nothing_that_may_not_matter(
+    parameters: str,
+    activations: str,
+    recompute: str,
+    precision: str,
+    clip: dict[str, Any],
+    debug: int,
+    tmp_path: Path,
+) -> None:
+    folder = {"nvme_dir": tmp_path} if parameters == "nvme" else {}
+    place = streamed(parameters=parameters, optimizer=parameters, activations=activations, **folder)
+    settings = {"recompute": recompute, "precision": precision, "debug": debug, **clip}
+    slow = {"h2d": "1GB", "d2h": "1GB"}
+    train(
+        build(mixture("mixtral")),
+        optimizer=RULE,
+        placement=place,
+        throttle=slow,
+        **settings,
+    ).close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "precision"), quick([(1, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16")], [(1, "bf16")])
+)
+def test_micro_batches_add_up_as_those_of_whole_experts(rows: int, precision: str) -> None:
+    found = []
+    for experts in ("whole", "streamed"):
+        settings: dict[str, Any] = {"micro_batch_size": rows, "precision": precision}
+        with Engine(build(mixture("qwen3_moe")), RULE, Placement(experts=experts), **settings) as engine:
+            losses = [engine.step(tokens(seed)).loss for seed in range(3)]
+            found.append({**weights(engine), "losses": torch.stack(losses)})
+    assert_same(*found)
+
+
+def test_what_comes_up_is_what_tokens_are_routed_to() -> None:
+    """Twice a step; the weights of the layers' shared part, and of all else, as with whole experts."""
+    model = build(mixture("qwen3_moe"))
+    hits = count_hits(model)
+    with Engine(model, RULE, streamed(), recompute="always") as engine:
+        engine.step(tokens(0, 1))
+        hits()
+        engine.step(tokens(1, 1))
+        num_hit = hits() // 2  # the recompute calls the module as well
+        state = parts_of(engine)
+        experts = [unit for unit in state.units if unit.in_records]
+        record_bytes = experts[0].regions[0].weight_bytes
+        others = sum(unit.weight_bytes for unit in state.units if not unit.resident and not unit.in_records)
+        assert 0 < num_hit < 2 * NUM_EXPERTS
+        assert engine.counters.experts_fetched == 2 * num_hit
+        shared = engine.counters.h2d_bytes - 2 * num_hit * record_bytes
+        assert others < shared <= 2 * others
+        device = {name: size for tier, name, size in engine.allocations if tier == "device"}
+        assert device["expert slot"] == record_bytes * (2 if engine.overlaps else 1)
+        down = sum(unit.weight_bytes for unit in state.units if not unit.in_records)
+        assert engine.counters.d2h_bytes == down + num_hit * record_bytes
+
+
+def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
+    """A stack has one gradient there, with zeros for such an expert: its moments fade, and its weights decay."""
+    model = build(mixture("mixtral"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[0] = 0
+            layer.mlp.gate.weight[0, 0] = -1e4  # of a norm's output, whose first element is made positive
+            layer.post_attention_layernorm.weight[0] = 0
+    with train(model, 10, optimizer=RULE, placement=streamed()) as engine:
+        found = states(engine)["model.layers.0.mlp.experts.down_proj"]
+        assert found.num_steps == 10
+
+
+def test_the_device_need_not_hold_a_layer(tmp_path: Path) -> None:
+    """Where whole experts end with exit code 3, and `auto` chooses streamed ones."""
+    make = mixture("qwen3_moe", moe_intermediate_size=512)
+    whole = Engine(build(make), RULE, Placement(experts="whole"))
+    layer = max(unit.weight_bytes for unit in parts_of(whole).units)
+    whole.close()
+    with pytest.raises(DoesNotFitError) as refusal:
+        Engine(build(make), RULE, Placement(experts="whole", device_memory=layer))
+    assert refusal.value.exit_code == 3
+    engine = train(build(make), 2, optimizer=RULE, placement=Placement(device_memory=layer))
+    assert any(unit.in_records for unit in parts_of(engine).units)
+    engine.close()
+    with Engine(build(make), RULE, Placement()) as engine:
+        assert not any(unit.in_records for unit in parts_of(engine).units)
+
+
+def test_a_checkpoint_does_not_know_how_experts_came_up(tmp_path: Path) -> None:
+    make, found = mixture("gpt_oss"), []
+    for number, before, after in ((0, "whole", "streamed"), (1, "streamed", "whole"), (2, "whole", "whole")):
+        with Engine(build(make), RULE, Placement(experts=before)) as engine:
+            engine.step(tokens(0))
+            engine.save_checkpoint(tmp_path / str(number))
+        with Engine(build(make, seed=5), RULE, Placement(experts=after)) as engine:
+            engine.load_checkpoint(tmp_path / str(number))
+            engine.step(tokens(1))
+            found.append(weights(engine))
+    assert_same(found[0], found[2])
+    assert_same(found[1], found[2])
+
+
+def test_frozen_experts_and_own_loops_and_evaluation() -> None:
+    found = []
+    for experts in ("whole", "streamed"):
+        model = build(mixture("glm4_moe"))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("down_proj" not in name)
+        with Engine(model, RULE, Placement(experts=experts)) as engine:
+            losses = [engine.evaluate(tokens(7))]
+            for seed in range(2):
+                for part in range(2):
+                    loss = engine.model(**tokens(10 * seed + part)).loss
+                    engine.backward(loss)
+                losses.append(engine.update().loss)
+            with torch.no_grad():
+                losses.append(engine.model(**tokens(3)).loss)
+            found.append({**weights(engine), "losses": torch.stack([each.detach().cpu() for each in losses])})
+            engine.close(restore=True)
+            assert model.config._experts_implementation == "eager"
+    assert_same(*found)
+
+
+def of_ranks(experts: str, stage: int) -> dict[str, torch.Tensor]:
+    cut_experts.RECORD_BYTES = 1
+    comm = open_comm()
+    with Engine(build(mixture("qwen3_moe")), RULE, Placement(experts=experts), comm=comm, zero_stage=stage) as engine:
+        for seed in range(2):
+            batch = tokens(seed)
+            engine.step({key: value[comm.rank :: 2] for key, value in batch.items()})
+        return weights(engine)
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [3]))
+def test_ranks_bring_up_what_any_of_them_needs(stage: int) -> None:
+    whole, found = (run(2, of_ranks, experts=experts, stage=stage) for experts in ("whole", "streamed"))
+    for each in found:
+        assert_same(each, whole[0])
+
+
+def adapted(**lora: Any) -> Callable[[], nn.Module]:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    return lambda: peft.get_peft_model(mixture("qwen3_moe")(), peft.LoraConfig(r=4, init_lora_weights=False, **lora))
+
+
+def test_an_adapter_trains_over_frozen_experts_of_which_nothing_comes_down() -> None:
+    model = build(adapted(target_modules=["q_proj", "v_proj"]))
+    with train(model, 2, optimizer=RULE, placement=streamed()) as engine:
+        assert engine.counters.d2h_bytes < engine.counters.h2d_bytes / 10
+        assert engine.counters.experts_fetched > 0
+
+
+def test_an_adapter_over_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"experts\.base_layer cannot be cut: an adapter is over its parameters"):
+        Engine(build(adapted(target_modules=[], target_parameters=["experts.down_proj"])), placement=streamed())
+
+
+class Shared(nn.Module):
+    """Two layers with the same experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mixture("mixtral")()
+        first, second = self.model.model.layers
+        second.mlp.experts.gate_up_proj = first.mlp.experts.gate_up_proj
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (llama, {}, r"no experts that lie in stacks.*--offload.experts whole"),
+    (Shared, {}, r"experts\.gate_up_proj is used in 2 places, and experts that share weights are not cut"),
+    (mixture("mixtral"), {"optimizer": Muon()}, r"layers\.0\.mlp\.experts cannot be cut: Muon needs .* as a whole"),
+    (
+        mixture("qwen3_moe", moe_intermediate_size=18),
+        {"optimizer": AdamW(states="int8")},
+        r"an expert has .* elements of .*, which rest in blocks",
+    ),
+    (mixture("mixtral"), {"sequence_tile": 4}, r"train.sequence_tile is 4.*--train.sequence_tile none"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "words"), REFUSED)
+def test_what_cannot_be_cut_is_refused(make: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Engine(build(make), placement=streamed(), **settings)
+
+
+def test_a_router_that_is_none_is_refused() -> None:
+    model = build(mixture("mixtral"))
+    experts = model.model.layers[1].mlp.experts
+    with Engine(model, RULE, streamed()) as engine:
+        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts were called with .*float32 \[4, 2\].*a router"):
+            experts(torch.zeros(4, 32), torch.zeros(4, 2), torch.zeros(4, 2))
+        engine.step(tokens())
+
+
+def test_placement_refuses_another_way() -> None:
+    with pytest.raises(ConfigError, match=r"offload.experts is 'stream'.*streamed"):
+        Placement(experts="stream")
+
+
+def test_all_else_may_stay_on_the_device() -> None:
+    place = streamed(parameters="device", optimizer="cpu")
+    train(build(mixture("qwen3_moe")), 2, optimizer=RULE, placement=place).close()
