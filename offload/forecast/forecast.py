@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
+from offload.forecast.routed import told_experts
 from offload.forecast.search import Placer
 from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
@@ -218,17 +219,19 @@ class Forecaster:
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
-        structure, ranks, refusal = self._structure(told), ImaginedRanks(self.num_ranks), ""
+        plan, refusal = partial(EnginePlan.choosing_experts, self._structure, told, ImaginedRanks(self.num_ranks)), ""
         try:
-            prepared = EnginePlan.of(structure, told, ranks, machine)
+            prepared = plan(machine)
         except DoesNotFitError as error:
-            refusal, prepared = str(error), EnginePlan.of(structure, told, ranks, machine, checks=False)
-        work, notes = self._work(config, prepared), []
+            refusal, prepared = str(error), plan(machine, checks=False)
+        work, notes = self._work(config, prepared), list[str]()
         if isinstance(work, str):
             notes.append(f"what a step adds is not known: {work}.")
         if hardware.shares_memory:
             notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
         known = None if isinstance(work, str) else work
+        if known is not None:
+            notes += told_experts(prepared.structure, known)
         memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
         if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
             notes.append(f"how fast a disk of {hardware.name} is, is not known, and so is no step.")
@@ -272,7 +275,8 @@ class Forecaster:
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
     def _structure(self, told: Settings) -> Structure:
-        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
+        is_cut = told.placement.experts == "streamed"
+        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, is_cut))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._model, told, self.num_ranks, self._built.quantized)
         return self._structures[key]

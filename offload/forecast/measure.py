@@ -171,7 +171,7 @@ class _Probe:
         with ExitStack() as stack:
             for unit in candidates:
                 put_parameters(unit.places, made)
-                if not unit.resident:
+                if not unit.resident and not unit.records:
                     self._route(unit, stack)
             for place, old in before:
                 assert old is not None

@@ -11,6 +11,7 @@ from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import shared_out
 from offload.forecast.memory import StepMemory, device_budget
 from offload.forecast.played_step import Call, PlayedPlan, Simulated
+from offload.forecast.routed import RoutedExperts, routed_experts
 from offload.forecast.shortened import simulate_few
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.lanes.played import DECODING, Seconds
@@ -20,7 +21,16 @@ from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
-from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, gradient_lasts, resident_regions
+from offload.planning.memory import (
+    BUFFER,
+    SHARDS,
+    SLOT,
+    STAGING,
+    gradient_lasts,
+    resident_regions,
+    shard_bytes,
+    staging_bytes,
+)
 from offload.planning.settings import Settings
 from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
@@ -119,16 +129,18 @@ class PlannedStep:
         found = []
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
+            experts = self._experts.get(work.name or "")
             again = [work.forward] if regions and number not in in_graphs else []
             inputs, graph = memory.bytes_away(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
             adds_s = self._adding_seconds(work, regions)
+            alone = (0.0, 0.0) if experts is None else self._alone_seconds(experts)
             found.append(
                 Call(
-                    regions,
-                    forward[0] * times,
-                    (backward[0] + adds_s) * times,
+                    regions if experts is None else (*regions, *experts.hit),
+                    forward[0] * times + alone[0],
+                    (backward[0] + adds_s) * times + alone[1],
                     (forward[1] + host[0]) * times,
                     (backward[1] + host[1]) * times,
                     num_parts=min(parts, _MOST_PARTS),
@@ -138,6 +150,26 @@ class PlannedStep:
                 )
             )
         return found
+
+    @cached_property
+    def _experts(self) -> dict[str, RoutedExperts]:
+        """The streamed experts of blocks, by the blocks' names."""
+        return routed_experts(self.prepared.structure, self.workload)
+
+    def _alone_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
+        """Return what compute waits for the experts of a layer at least, in its forward and its backward: for the first
+        record, which nothing foretells, and for all of them in each micro-batch but one.
+        """
+        seconds, again = self.seconds(), self.workload.num_micro_batches - 1
+        up = seconds["h2d"](experts.record_bytes) + again * seconds["h2d"](experts.weight_bytes)
+        return up, up + again * seconds["d2h"](experts.gradient_bytes())
+
+    @cached_property
+    def _played_regions(self) -> list[Region]:
+        """All regions, with those of experts put together."""
+        gone = {r.index for unit in self.units if unit.in_records for r in unit.regions}
+        merged = [region for experts in self._experts.values() for region in (*experts.hit, *experts.missed)]
+        return [*(region for region in self.regions if region.index not in gone), *merged]
 
     @property
     def _has_backward(self) -> bool:
@@ -226,24 +258,27 @@ class PlannedStep:
         often = {name for name in names if name is not None and names.count(name) > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
         lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
-        layout, factor = _coarse(plan.layout, self.regions)
+        regions, experts, sharding = self._played_regions, list(self._experts.values()), plan.layout.sharding
+        layout, factor = _coarse(plan.layout, regions)
         slots, buffer = self._room()
+        planned = {STAGING: plan.of("device" if on_device else "cpu", STAGING).num_bytes}
+        planned[SHARDS] = plan.of("device", SHARDS).num_bytes
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
         waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
         if ACTIVATION_RING in rings:
             rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
         return PlayedPlan(
-            regions=tuple(self.regions),
+            regions=tuple(regions),
             settings=replace(settings, clip=self._clip(on_device), placement=replace(settings.placement, **waiting)),
             layout=layout,
             rings=rings,
-            buffer_bytes=buffer,
-            capacity_bytes=slots,
+            buffer_bytes=buffer + 2 * max((each.gradient_bytes(settings.splits) for each in experts), default=0),
+            capacity_bytes=slots + max((each.weight_bytes for each in experts), default=0),
             lookahead=lookahead,
             most=most,
-            staging_bytes=plan.of("device" if on_device else "cpu", STAGING).num_bytes,
-            shard_bytes=plan.of("device", SHARDS).num_bytes,
+            staging_bytes=staging_bytes(regions, 2, sharding) if experts else planned[STAGING],
+            shard_bytes=shard_bytes(regions, 2, sharding) if experts else planned[SHARDS],
             update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
             resident=frozenset(resident),
             lasting=frozenset(lasting),

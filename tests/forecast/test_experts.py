@@ -1,0 +1,92 @@
+"""What a plan says of experts that are streamed, against draws of a router and against what an engine holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from offload import AdamW, Engine, Placement
+from offload.config.config import Config
+from offload.engine.assemble import Structure
+from offload.engine.units import cut_experts
+from offload.forecast.forecast import Forecast, Forecaster
+from offload.forecast.routed import routed_experts
+from offload.forecast.workload import Workload
+from offload.machine.hardware import Hardware
+from offload.planning.settings import Settings
+
+NUM_EXPERTS, CHOICES = 8, 2
+MIXTURE = MixtralConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=NUM_EXPERTS,
+    num_experts_per_tok=CHOICES,
+    pad_token_id=0,
+)
+EXPERT_BYTES = 3 * 64 * 256 * 4
+
+
+@pytest.fixture(autouse=True)
+def one_expert_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_experts, "RECORD_BYTES", 1)
+
+
+def plan(folder: Path, experts: str, device_memory: int | None = None) -> Forecast:
+    MIXTURE.save_pretrained(folder)
+    values = {"model__path": str(folder), "model__init": "random", "train__precision": "fp32", "train__batch_size": 1}
+    config = Config().with_resolved(**values, train__head_chunk_bytes=1 << 16, data__sequence_length=16)
+    places = {f"offload__{kind}": "cpu" for kind in ("parameters", "optimizer", "gradients")}
+    config = config.with_resolved(offload__experts=experts, offload__device_memory=device_memory, **places)
+    return Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"))
+
+
+def held(found: Forecast) -> dict[str, int]:
+    return {each.name: each.num_bytes for each in found.prepared.plan.allocations if each.tier == "device"}
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MIXTURE)
+    structure = Structure.of(model, Settings(placement=Placement(experts="streamed")), 1, {})
+    found = routed_experts(structure, Workload((), 1, tokens))
+    torch.manual_seed(0)
+    draws = [torch.rand(tokens, NUM_EXPERTS).topk(CHOICES).indices.unique().numel() for _ in range(300)]
+    assert found.keys() == {"model.layers.0", "model.layers.1"}
+    for each in found.values():
+        assert each.record_bytes == EXPERT_BYTES
+        assert each.weight_bytes / EXPERT_BYTES == pytest.approx(sum(draws) / len(draws), abs=1)  # rounded up
+        assert sum(region.weight_bytes for region in (*each.hit, *each.missed)) == NUM_EXPERTS * EXPERT_BYTES
+
+
+def test_a_plan_lists_what_an_engine_holds_and_says_what_streaming_buys(tmp_path: Path) -> None:
+    whole, streamed = (plan(tmp_path, experts) for experts in ("whole", "streamed"))
+    names = ("expert slot", "expert gradient buffer", "unit slot")
+    assert [held(streamed).get(name) for name in names[:2]] == [2 * EXPERT_BYTES] * 2
+    assert held(whole).keys().isdisjoint(names[:2])
+    assert whole.timing is not None
+    assert streamed.timing is not None
+    assert streamed.timing.step_seconds > 0
+    assert not [note for note in whole.notes if "experts" in note]
+    (note,) = (note for note in streamed.notes if "experts" in note)
+    assert "For 16 tokens a micro-batch about 8 of 8 come up, so that 1% of their bytes are saved" in note
+    model = AutoModelForCausalLM.from_config(MIXTURE)
+    with Engine(model, AdamW(), Placement("cpu", "cpu", "cpu", experts="streamed")) as engine:
+        mine = {name: size for tier, name, size in engine.allocations if tier == "device"}
+        places = 2 if engine.overlaps else 1
+        assert [mine[name] // places for name in names[:2]] == [EXPERT_BYTES] * 2
+
+
+def test_auto_streams_where_the_device_does_not_hold_a_layer(tmp_path: Path) -> None:
+    layer = NUM_EXPERTS * EXPERT_BYTES
+    whole, auto = (plan(tmp_path, experts, device_memory=layer) for experts in ("whole", "auto"))
+    assert "unit slot" in whole.refusal
+    assert (auto.refusal, "expert slot" in held(auto)) == ("", True)
+    assert "expert slot" not in held(plan(tmp_path, "auto"))
