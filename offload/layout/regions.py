@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -57,8 +58,7 @@ class ParameterInfo:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of elements of one parameter: what one region has of it. Most parameters are one piece."""
 
     parameter: int
@@ -73,7 +73,7 @@ class Piece:
         """Return the piece that is all of a parameter."""
         return cls(info.index, 0, info.shape)
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """The elements of the piece."""
         return math.prod(self.shape)
