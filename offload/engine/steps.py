@@ -102,8 +102,8 @@ class Steps:
     def _noise(self, facts: BatchFacts) -> GradientNoise | None:
         """Return how the gradients of a step's parts scatter, where that is measured. Collective."""
         flow, own = self._state.gradients, facts.plan.ranks[facts.plan.rank]
-        targets = [] if facts.labels is None else map(facts.rule.count, facts.labels.split(own.micro_rows))
-        return flow.parts.noise(self._state.infos, flow.measures.squares, list(targets), self._state.comm)
+        targets = () if facts.labels is None else map(facts.rule.count, facts.labels.split(own.micro_rows))
+        return flow.parts.noise(self._state.infos, flow.measures.squares, targets, self._state.comm)
 
     def _evaluate(self, facts: BatchFacts) -> torch.Tensor:
         state = self._state

@@ -4,7 +4,7 @@ al., arXiv:1812.06162, appendix A.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ class Parts:
         self,
         infos: Sequence[ParameterInfo],  # noqa: ARG002
         squares: Sequence[float],  # noqa: ARG002
-        targets: Sequence[int],  # noqa: ARG002
+        targets: Iterable[int],  # noqa: ARG002
         comm: Comm,  # noqa: ARG002
     ) -> GradientNoise | None:
         """Return the noise of the step that was made; None where it is not known. `squares`: of each parameter's whole
@@ -91,17 +91,14 @@ class MeasuredParts(Parts):
             of_parts[self._part] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
     def noise(
-        self, infos: Sequence[ParameterInfo], squares: Sequence[float], targets: Sequence[int], comm: Comm
+        self, infos: Sequence[ParameterInfo], squares: Sequence[float], targets: Iterable[int], comm: Comm
     ) -> GradientNoise | None:
-        trained = [info for info in infos if info.trainable]
-        sums = []
+        trained, counts, sums = [info for info in infos if info.trainable], list(targets), list[float]()
         for info in trained:  # |g_m|^2 / n_m, of the parts that have targets
             found = self._squares.get(info.index, {})
-            sums.append(
-                sum(float(found[part]) / count for part, count in enumerate(targets) if count and part in found)
-            )
+            sums.append(sum(float(found[part]) / count for part, count in enumerate(counts) if count and part in found))
         pure = [float(info.index not in self._mixed) for info in trained]
-        own = [*pure, *sums, float(sum(map(bool, targets))), float(sum(targets))]
+        own = [*pure, *sums, float(sum(map(bool, counts))), float(sum(counts))]
         *told, num_parts, num_targets = comm.sum_in_order(own, "noise of the gradients")
         counted = [
             (info.numel, square, squares[info.index])
