@@ -416,6 +416,8 @@ def _check_rule(config: Config) -> None:
             f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and {rule} has no gradients to clip: leave "
             "it out, or set it to none."
         )
+    if not config.has_gradients and config.train.noise_scale:
+        raise ConfigError(f"train.noise_scale is true, and {rule} has no gradients that scatter: leave it out.")
     if config.optimizer.master == "bf16" and config.train.precision == "fp32":
         raise ConfigError(
             "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "

@@ -33,9 +33,10 @@ class Export:
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
         """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
-        run went on, and the folder was made after the checkpoint.
+        run went on, and the folder was made after the checkpoint. Nothing tells whether it is of an earlier step.
         """
-        if stands.num_done > stands.first_step:
+        is_last = not config.checkpoint.export_best or stands.best.step in (None, stands.num_done)
+        if stands.num_done > stands.first_step or not is_last:
             return False
         saved = self._saved / f"step-{stands.num_done}" / MANIFEST
         is_newer = False
@@ -72,12 +73,23 @@ class Export:
             self._say(f"sample: {prompt!r} -> {text!r}")
 
 
-def go_back(engine: Engine, config: Config, stands: RunProgress, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Take over the states of the best evaluation, where that is not the last. Collective. Raises CheckpointError."""
-    best = stands.best
-    if best.step not in (None, stands.num_done):
-        engine.load_checkpoint(folder.checkpoints / f"step-{best.step}", reset=config.optimizer.reset)
-        say(f"back to step {best.step}, whose eval loss of {best.loss:.4f} is the lowest")
+def go_back(
+    engine: Engine, config: Config, stands: RunProgress, folder: RunFolder, say: Callable[[str], None]
+) -> Path | None:
+    """Take over the states of the best evaluation, and return the checkpoint that has them; None where the last states
+    are the best, or the only ones: a save has failed, or the run began in another's folder, or at an earlier step.
+    Collective. Raises CheckpointError.
+    """
+    best, comm = stands.best, engine.comm
+    if best.step in (None, stands.num_done):
+        return None
+    path, which = folder.checkpoints / f"step-{best.step}", f"step {best.step}, whose eval loss of {best.loss:.4f}"
+    if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
+        say(f"note: there is no {path} of {which} is the lowest, so that the last weights are exported.")
+        return None
+    engine.load_checkpoint(path, reset=config.optimizer.reset)
+    say(f"back to {which} is the lowest")
+    return path
 
 
 def export_or_save(

@@ -296,6 +296,7 @@ class Trainer:
         self._saves.settle()
         self._leave_if_told(folder)
         has_some = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
+        has_some = comm.any(self._callbacks.control.take("should_save"), "whether to save the last step") or has_some
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
@@ -306,8 +307,6 @@ class Trainer:
         self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
         has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, stands)
-        if self.config.checkpoint.export_best and not has_export:
-            go_back(self._engine, self.config, stands, folder, self._say)
         exported = None if has_export else self._export_or_save(folder)
         self._callbacks.tell("on_train_end", export=exported)
         self._say(*told_streaming(stands.last))
@@ -322,17 +321,22 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported, stands.best)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or save the states, whichever can be done. Collective. Raises what the export does."""
+        """Export, or save the states, whichever can be done; of the best evaluation they are saved. Collective. Raises
+        what the export does.
+        """
         assert self._engine is not None
+        best = None
+        if self.config.checkpoint.export_best:
+            best = go_back(self._engine, self.config, self._stands, folder, self._say)
         return export_or_save(
             self._comm,
             partial(self._export.write, self._engine),
-            self._save_last,
+            self._save_last if best is None else lambda: None,
             partial(self._leave_if_told, folder),
             self._say,
             waits=self.config.checkpoint.on_error != "stop",
             saved=f"All {self._stands.num_done} steps are done, and their states are saved: `python -m offload.export "
-            f"{folder.path} OUT` exports them to a folder OUT, also on another disk.",
+            f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
         )
 
     def _leave_if_told(self, folder: RunFolder) -> None:

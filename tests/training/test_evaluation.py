@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.checkpoint.folder import Checkpoints
 from offload.engine.engine import Engine
-from offload.errors import ConfigError, InterruptedRun
+from offload.errors import ConfigError, DiskError, InterruptedRun
+from offload.files.atomic_folder import remove
+from offload.training.checkpoints import Saves
+from offload.training.finish import Export
 from offload.training.progress import Best
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
@@ -103,6 +106,43 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, j
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
+def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
+    run: Any, judged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is over exports its best once that is asked for; a failing export leaves no checkpoint of the last
+    step, whose states are gone by then; without the best checkpoint the last weights are exported.
+
+    Break: take the export of the last weights for that of the best; save after going back; load what is not there.
+    """
+    settings = {"train__steps": 10, "train__eval_every": 2, "checkpoint__keep_best": True}
+    run("run", **settings)
+    settings["checkpoint__export_best"] = True
+    result, _, said = run("run", **settings)
+    assert "back to step 8" in said
+    best = result.dir / "checkpoints/step-8"
+    assert result.export is not None
+    remove(result.dir / "checkpoints/step-10")
+    begin = Saves._begin
+
+    def full(self: Saves, engine: Engine, step: int, *args: Any) -> None:
+        if step == 10:
+            raise DiskError("the disk is full.", 28, result.dir)
+        begin(self, engine, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "_begin", full)
+        patch.setattr(Export, "write", lambda *_: full(None, None, 10))  # type: ignore[arg-type]
+        with pytest.raises(DiskError, match=rf"offload.export {best} OUT"):
+            run("run", **settings)
+    assert [path.name for path in Checkpoints(best.parent).folders()] == ["step-8"]
+    run("run", **settings)
+    remove(best)
+    result, _, said = run("run", **settings)
+    assert f"there is no {best} of step 8" in said
+    assert result.export is not None
+
+
 @pytest.mark.parametrize("when", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
 def test_a_resumed_run_stops_after_the_same_step(
     run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str
@@ -145,6 +185,7 @@ def test_a_resumed_run_stops_after_the_same_step(
         ({"checkpoint.keep_best": True, "train.eval_every": 0}, r"train\.eval_every is 0.*such as 100"),
         ({"train.early_stopping_patience": 2, "data.eval_share": 0.0}, r"data\.eval_share is 0"),
         ({"train.early_stopping_min_delta": 0.1}, r"no run stops early.*patience, such as 3"),
+        ({"train.noise_scale": True, "optimizer.name": "mezo"}, "mezo has no gradients"),
         ({"checkpoint.export_best": True}, r"checkpoint\.keep_best is false: set --checkpoint\.keep_best true"),
     ],
 )
