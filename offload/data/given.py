@@ -17,7 +17,8 @@ from offload.files.user_cache import default_cache_dir
 
 
 def as_file(rows: Any, name: str) -> str:
-    """Write rows as lines of JSON into the cache, under their hash, and return the path; a path stays what it is.
+    """Write rows as lines of JSON into the cache, in a folder of their hash, and return the path; a path stays what it
+    is.
 
     A row is a text, or a mapping as in `formats`, whose values may be arrays and tensors. `rows`: an iterable, or a
     data set with a length and numbered rows, which is read once; `name`: of the argument. Raises ConfigError.
@@ -35,7 +36,8 @@ def as_file(rows: Any, name: str) -> str:
                 stream.write(line)
         if not number:
             raise ConfigError(f"{name} has no rows; give at least one.")
-        path = folder / f"{digest.hexdigest()}.jsonl"
+        path = folder / digest.hexdigest() / f"{name}.jsonl"  # by which evaluations call it
+        path.parent.mkdir(exist_ok=True)
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,22 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of each, None of one that keeps nothing."""
-        found = [each.state_dict() if hasattr(each, "load_state_dict") else None for each in self._callbacks]
-        return {"callbacks": found}
+        return {"callbacks": [_state(each) for each in self._callbacks]}
+
+
+def _state(callback: Any) -> Any:
+    """Return what a checkpoint keeps of a callback. Raises ConfigError."""
+    if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
+        return None
+    state = callback.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the state_dict() of the callback {type(callback).__name__} cannot be kept in a checkpoint: {error}. Let "
+            "it return what JSON has: numbers, texts, lists and mappings."
+        ) from None
+    return state
 
 
 def _check(callback: Any) -> None:

@@ -218,6 +218,32 @@ def test_callbacks_are_told_of_a_run_and_go_on_with_it(
     assert [each for each in again.told if each.startswith("epoch")], "the data have fewer rows than the run"
 
 
+def test_a_save_asked_for_after_the_last_step_is_made_and_of_what_json_has(
+    settings: dict[str, Any], pretrained: Path
+) -> None:
+    class Saves:
+        kept: Any = None
+
+        def on_step_end(self, _config: Any, state: Any, control: Any, **_more: Any) -> None:
+            control.should_save = state.global_step == 4
+
+        def state_dict(self) -> Any:
+            return self.kept
+
+    class Keeps(Saves):
+        def load_state_dict(self, state: Any) -> None:
+            self.kept = state
+
+    settings |= {"model": {"path": str(pretrained)}, "checkpoint": {"export": False}}
+    result = Trainer(settings, data=ROWS, callbacks=[Saves]).run()
+    assert [each.name for each in (result.dir / "checkpoints").glob("step-*")] == ["step-4"]
+    keeps = Keeps()
+    keeps.kept = {"seen": torch.zeros(2)}
+    settings["run"]["dir"] += "-keeps"
+    with pytest.raises(ConfigError, match=r"callback Keeps cannot be kept .*Tensor"):
+        Trainer(settings, data=ROWS, callbacks=[keeps]).run()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -264,4 +290,4 @@ def test_rows_are_written_piece_by_piece_and_known_by_their_content(tmp_path: Pa
     assert as_file(list(rows()), "data") == str(path)
     assert as_file(["another"], "data") != str(path)
     assert as_file(path, "data") == str(path)
-    assert sorted(each.suffix for each in path.parent.iterdir()) == [".jsonl", ".jsonl"]
+    assert [each.name for each in path.parent.parent.rglob("*") if each.is_file()] == ["data.jsonl"] * 2
