@@ -57,6 +57,14 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+def _as_words(value: Any) -> Any:
+    """Take several words as a list, as several arguments, or as one text with spaces."""
+    words = _as_list(value)
+    if isinstance(words, tuple) and all(isinstance(word, str) for word in words):
+        return tuple(part for word in words for part in word.split())
+    return words
+
+
 def _as_numbers(value: Any) -> Any:
     """Take [0.9, 0.95] as a list, as several words, or as one word with commas."""
     words = [value] if isinstance(value, str) else value
@@ -174,6 +182,7 @@ def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
 Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
 Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -452,7 +461,7 @@ class OptimizerSection(Section):
     """For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the bytes, 2 a
     parameter, rounded at random after each step (from run.seed).
     """
-    freeze: Strings = ()
+    freeze: Words = ()
     """Parameters that do not train: regular expressions, several separated by spaces, each found in some parameter's
     name. They have no gradients and no states, and stream as frozen weights do. none: all train.
     """
