@@ -73,6 +73,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         """Raises ConfigError for one that waits for what never comes."""
+        if not isinstance(callbacks, Sequence):
+            raise ConfigError(f"callbacks is a {type(callbacks).__name__}; it should be a list of callbacks.")
         self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
         self.control, self._state, self._more = TrainControl(), TrainState(), dict[str, Any]()
         self._num_rows = self._batch_size = 1

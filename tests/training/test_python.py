@@ -257,6 +257,7 @@ def test_a_save_asked_for_after_the_last_step_is_made_and_of_what_json_has(
         ({"data": 3}, "data is a int; it should be a path, a list of rows"),
         ({"data": ROWS, "config": {"data": {"source": ["b.txt"]}}}, r"data\.source is .*b\.txt.*leave one of them out"),
         ({"model": Small(), "config": {"lora": {"rank": 2}}}, r"an adapter is asked for .*set model\.path"),
+        ({"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback; it should be a list"),
         (
             {"callbacks": [type("C", (), {"on_stepend": print})]},
             r"on_stepend, which is never called \(did you mean on_step_",
