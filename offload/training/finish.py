@@ -76,12 +76,12 @@ class Export:
 def go_back(
     engine: Engine, config: Config, stands: RunProgress, folder: RunFolder, say: Callable[[str], None]
 ) -> Path | None:
-    """Take over the states of the best evaluation, and return the checkpoint that has them; None where the last states
-    are the best, or the only ones: a save has failed, or the run began in another's folder, or at an earlier step.
-    Collective. Raises CheckpointError.
+    """Take over the states of the best evaluation, if these are to be exported, and return the checkpoint that has
+    them; None where the last states are the best, or the only ones: a save has failed, or the run began in another's
+    folder, or at an earlier step. Collective. Raises CheckpointError.
     """
     best, comm = stands.best, engine.comm
-    if best.step in (None, stands.num_done):
+    if not config.checkpoint.export_best or best.step in (None, stands.num_done):
         return None
     path, which = folder.checkpoints / f"step-{best.step}", f"step {best.step}, whose eval loss of {best.loss:.4f}"
     if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):

@@ -321,13 +321,9 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported, stands.best)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or save the states, whichever can be done; of the best evaluation they are saved. Collective. Raises
-        what the export does.
-        """
+        """Export, or save the states, whichever can be done. Collective. Raises what the export does."""
         assert self._engine is not None
-        best = None
-        if self.config.checkpoint.export_best:
-            best = go_back(self._engine, self.config, self._stands, folder, self._say)
+        best = go_back(self._engine, self.config, self._stands, folder, self._say)
         return export_or_save(
             self._comm,
             partial(self._export.write, self._engine),
