@@ -110,6 +110,10 @@ class Dataset:
         rows = self.train.at(step * self.batch_size, self.batch_size, self.seed)
         return _batch(self.train, rows, rank, world_size)
 
+    def num_tokens(self, step: int) -> int:
+        """Return how many tokens the rows of a step have, over all ranks, without padding."""
+        return int(self.train.lengths(self.train.at(step * self.batch_size, self.batch_size, self.seed)).sum())
+
     def eval_batches(
         self,
         batch_size: int,
@@ -133,6 +137,13 @@ class Dataset:
             begin = index * batch_size
             rows = found.at(begin, min(batch_size, found.num_rows - begin), _EVAL_SEED)
             yield _batch(found, rows, rank, world_size)
+
+    def eval_bytes(self, num_rows: int, name: str) -> int | None:
+        """Return how many bytes of text the targets are of in the first rows of one of `evals`, in the order of
+        `eval_batches`; None where that is not known: of token ids, and without a fast tokenizer.
+        """
+        found = self.evals[name]
+        return found.num_bytes(found.at(0, num_rows, _EVAL_SEED))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps to recognize this data; plain numbers and strings. The position is the step
@@ -204,7 +215,7 @@ def build_dataset(
             f"data.eval_share={eval_share} must lie in [0, 1): the share of the data kept for evaluation."
         )
     found = [Found(source, vocab_size, eval_share, on_bad_row) for source in sources]
-    held = [Found(source, vocab_size, 0.0, on_bad_row) for source in eval_sources]
+    held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_apart(found, held)
     where = cache_dir if cache_dir is not None else default_cache_dir()
     preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,20 +17,46 @@ _BATCH_CHARS = 2 << 20  # of which two are in memory, with some hundred bytes a 
 _BATCH_RECORDS = 4096
 
 
-Tokenized = tuple[np.ndarray, np.ndarray | None]
-"""Token ids int64 [n], and which of them are trained, bool [n]; None where all are."""
+Measured = Literal["none", "held out", "all"]
+"""Of which documents the bytes of each token are counted. Of all takes twice as long, since it needs offsets."""
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a document, or a piece of one."""
+
+    ids: np.ndarray
+    """int64 [n]."""
+    trained: np.ndarray | None
+    """Which of them are trained, bool [n]; None where all are."""
+    num_bytes: np.ndarray | None = None
+    """Of how many bytes of the text each is, in UTF-8, int64 [n]; None where that is not counted."""
+
+    def framed(self, before: Sequence[int], after: Sequence[int]) -> Tokenized:
+        """Return it between tokens that stand for no text: those before it are trained where all of it is, those after
+        it where its last token is.
+        """
+        ids, trained, num_bytes = self
+        if trained is not None:
+            first, last = trained.all(), trained[-1] if len(trained) else False
+            trained = np.concatenate([np.full(len(before), first), trained, np.full(len(after), last)])
+        if num_bytes is not None:
+            num_bytes = np.pad(num_bytes, (len(before), len(after)))
+        return Tokenized(
+            np.concatenate([np.asarray(before, np.int64), ids, np.asarray(after, np.int64)]), trained, num_bytes
+        )
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids [n] of a document or a piece of one; `trained` bool [n], None where all are. `closes`: the document
-    ends here."""
+    """Token ids [n] of a document or a piece of one; `trained` bool [n], None where all are; `num_bytes`: as
+    `Tokenized`. `closes`: the document ends here."""
 
     where: str
     in_eval: bool
     ids: np.ndarray
     trained: np.ndarray | None
     closes: bool
+    num_bytes: np.ndarray | None = None
 
 
 @dataclass
@@ -41,6 +67,7 @@ class _Draft:
     framed: bool  # the tokenizer's own first and last tokens are added; a chat template writes its own
     opens: bool = True
     closes: bool = True
+    measured: bool = False
 
 
 class Encoder:
@@ -51,9 +78,15 @@ class Encoder:
     document are framed only at its two ends.
     """
 
-    def __init__(self, tokenizer: Any, train_on_prompt: bool, bad: BadRows | None = None) -> None:
-        """`bad` takes conversations that the chat template refuses; without it the first one is an error."""
+    def __init__(
+        self, tokenizer: Any, train_on_prompt: bool, bad: BadRows | None = None, measured: Measured = "none"
+    ) -> None:
+        """`bad` takes conversations that the chat template refuses; without it the first one is an error. `measured`:
+        whose bytes are counted; until there is a document that is held out, those of the others are, from whose rows
+        some are taken where there is none.
+        """
         self._tokenizer = tokenizer
+        self._measured, self._holds_out = measured, False
         self._bad = bad or BadRows("error")
         self._train_on_prompt = train_on_prompt
         self.renderer = ChatRenderer(tokenizer, train_on_prompt)
@@ -75,7 +108,7 @@ class Encoder:
                     yield from before
                     before = (batch,)
                     continue
-                made = worker.submit(self._tokenize, [draft.segments for draft in batch])
+                made = worker.submit(self._tokenize, batch)
                 yield from before
                 before = self._made(batch, made)
             yield from before
@@ -90,6 +123,7 @@ class Encoder:
                 trained = None if self._train_on_prompt else record.trained
                 done = Encoded(record.where, in_eval, record.ids, trained, record.closes)
             else:
+                self._holds_out |= in_eval
                 try:
                     marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
                     new = self._drafts(in_eval, record) if marked is None else []
@@ -97,8 +131,11 @@ class Encoder:
                     self._bad.met(bad)
                     continue
                 if marked is not None:
-                    ids, trained = self._close(np.asarray(marked[0], np.int64), marked[1], framed=False)
-                    done = Encoded(record.where, in_eval, ids, trained, True)
+                    made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
+                    done = Encoded(record.where, in_eval, made.ids, made.trained, True)
+            for draft in new:
+                open_yet = self._measured == "held out" and (in_eval or not self._holds_out)
+                draft.measured = self._tokenizer.is_fast and (open_yet or self._measured == "all")
             drafts += new
             num_chars += sum(len(text) for draft in new for text, _ in draft.segments)
             if drafts and (done is not None or num_chars >= _BATCH_CHARS or len(drafts) >= _BATCH_RECORDS):
@@ -118,42 +155,40 @@ class Encoder:
         return [_Draft(record.where, in_eval, segments, framed=False) for segments in self.renderer.documents(record)]
 
     def _made(self, drafts: list[_Draft], tokenized: Future[list[Tokenized]]) -> Iterator[Encoded]:
-        for draft, (ids, trained) in zip(drafts, tokenized.result(), strict=True):
-            if not len(ids) and draft.opens and draft.closes:
+        for draft, made in zip(drafts, tokenized.result(), strict=True):
+            if not len(made.ids) and draft.opens and draft.closes:
                 self.num_empty += 1
                 continue
             if draft.framed and draft.opens and self._prefix:
-                ids = np.concatenate([np.asarray(self._prefix, np.int64), ids])
-                if trained is not None:
-                    trained = np.concatenate([np.full(len(self._prefix), trained.all()), trained])
+                made = made.framed(self._prefix, ())
             if draft.closes:
-                ids, trained = self._close(ids, trained, draft.framed)
-            yield Encoded(draft.where, draft.in_eval, ids, trained, draft.closes)
+                made = self._close(made, draft.framed)
+            yield Encoded(draft.where, draft.in_eval, made.ids, made.trained, draft.closes, made.num_bytes)
 
-    def _close(self, ids: np.ndarray, trained: np.ndarray | None, framed: bool) -> Tokenized:
+    def _close(self, made: Tokenized, framed: bool) -> Tokenized:
         """Append what ends a document. It is trained when the token before it is."""
         closing = list(self._suffix) if framed else []
         # A template may write a line end after its EOS.
-        if self._eos is not None and self._eos not in [*ids[-2:].tolist(), *closing][-2:]:
+        if self._eos is not None and self._eos not in [*made.ids[-2:].tolist(), *closing][-2:]:
             closing.append(self._eos)
-        if trained is not None:
-            trained = np.concatenate([trained, np.full(len(closing), trained[-1] if len(trained) else False)])
-        return np.concatenate([ids, np.asarray(closing, np.int64)]), trained
+        return made.framed((), closing)
 
-    def _tokenize(self, documents: list[Segments]) -> list[Tokenized]:
-        """Return (ids, trained or None) of each document."""
+    def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
+        """Return the tokens of each document, or piece of one."""
         if not self._tokenizer.is_fast:
-            return [self._tokenize_by_segment(segments) for segments in documents]
-        masked = [any(not trained for _, trained in segments) for segments in documents]
-        texts = ["".join(text for text, _ in segments) for segments in documents]
-        encode = self._rules.encode_batch if any(masked) else self._rules.encode_batch_fast  # which has no offsets
+            return [self._tokenize_by_segment(draft.segments) for draft in drafts]
+        masked = [any(not trained for _, trained in draft.segments) for draft in drafts]
+        texts = ["".join(text for text, _ in draft.segments) for draft in drafts]
+        has_offsets = any(masked) or any(draft.measured for draft in drafts)
+        encode = self._rules.encode_batch if has_offsets else self._rules.encode_batch_fast
         return [
-            (
+            Tokenized(
                 np.asarray(encoding.ids, np.int64),
-                _trained_tokens(encoding.offsets, segments) if has_mask else None,
+                _trained_tokens(encoding.offsets, draft.segments) if has_mask else None,
+                _byte_counts(encoding.offsets, text) if draft.measured else None,
             )
-            for encoding, segments, has_mask in zip(
-                encode(texts, add_special_tokens=False), documents, masked, strict=True
+            for encoding, draft, text, has_mask in zip(
+                encode(texts, add_special_tokens=False), drafts, texts, masked, strict=True
             )
         ]
 
@@ -165,7 +200,7 @@ class Encoder:
             part = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += part
             mask += [trained] * len(part)
-        return np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool)
+        return Tokenized(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -195,3 +230,16 @@ def _trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.nd
     end = np.minimum(np.maximum(end, start + 1), len(trained))
     start = np.minimum(start, end)
     return np.asarray(before[end] - before[start] > 0)
+
+
+def _byte_counts(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
+    """Return of how many bytes of a text each token is, in UTF-8, int64 [tokens]: of all since the token before, so
+    that the bytes of a text are those of its tokens. A character of several tokens counts with the first of them.
+
+    `offsets` are ranges in characters.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    before = np.concatenate([[0], np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))])
+    ends = np.maximum.accumulate(np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1])
+    ends[-1:] = len(text)
+    return np.diff(before[ends], prepend=0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
-from offload.data.encode import Encoded, Encoder
+from offload.data.encode import Encoded, Encoder, Measured
 from offload.data.formats import CHAT_FORMATS, Ids, Record, detect_format, read_records, texts_of
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
@@ -28,7 +28,7 @@ from offload.data.tokenizer import (
 )
 from offload.errors import ConfigError
 
-_VERSION = 2
+_VERSION = 3
 
 Progress = Callable[[str, float], None]
 
@@ -56,8 +56,10 @@ class TokenizedData:
 class Found:
     """The files of one source, and their records."""
 
-    def __init__(self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str) -> None:
-        self.source, self.eval_share, self.on_bad_row = source, eval_share, on_bad_row
+    def __init__(
+        self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
+    ) -> None:
+        self.source, self.eval_share, self.on_bad_row, self.is_evaluated = source, eval_share, on_bad_row, is_evaluated
         self.notes: list[str] = []  # of what was found, for the user
         self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
         self.formats = {file.format for file in self.files}
@@ -124,9 +126,10 @@ class Preparation:
             )
         if is_pretrained:
             raise ConfigError(
-                f"{model_path} has pretrained weights and no tokenizer (tokenizer.json or the like), and one that is "
-                "trained on the data would make noise of its embeddings: set --data.tokenizer to a folder or hub name, "
-                "that of the one that the model was trained with, or --model.init random to train from nothing."
+                f"{model_path or 'the model'} has pretrained weights and no tokenizer (tokenizer.json or the like), "
+                "and one that is trained on the data would make noise of its embeddings: set --data.tokenizer to a "
+                "folder or hub name, that of the one that the model was trained with, or --model.init random to "
+                "train from nothing."
             )
         hashes = [each.files_hash for each in self._found]
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
@@ -138,6 +141,7 @@ class Preparation:
         parts = (
             *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
             found.on_bad_row,
+            found.is_evaluated,
         )
         name = hash_text(repr(parts))
         return cached(
@@ -160,7 +164,10 @@ class Preparation:
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
         bad = BadRows(found.on_bad_row)
-        encoder = Encoder(tokenizer, train_on_prompt, bad) if tokenizer is not None else None
+        encoder = None
+        if tokenizer is not None:
+            measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
+            encoder = Encoder(tokenizer, train_on_prompt, bad, measured)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
@@ -177,7 +184,7 @@ class Preparation:
 
         for part in encoder.encode(metered()) if encoder else _as_they_are(metered(), train_on_prompt):
             self._check_ids(part, tokenizer)
-            writers[part.in_eval].append(part.ids, part.trained, part.closes)
+            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes)
         meta = {
             "train": writers[False].finish(),
             "eval": writers[True].finish(),

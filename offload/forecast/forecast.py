@@ -22,6 +22,7 @@ from offload.forecast.search import Placer
 from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
 from offload.hf.adapters import Adaptation
+from offload.hf.freeze import freeze
 from offload.hf.models import (
     BuiltModel,
     empty_model,
@@ -198,7 +199,8 @@ class Forecaster:
         """The model that is trained, on `meta`, with what of it its files have in few bits."""
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, Quantized]()
-        if self.config.adapts and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
+        freezes = self.config.adapts or self.config.optimizer.freeze
+        if freezes and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
             model.to(architecture.dtype)  # a frozen weight takes what its files have
         quantization = quantization_of(architecture)
         folder = None if quantization is None else locate(section)
@@ -210,6 +212,7 @@ class Forecaster:
             model = adaptation.over_shapes(model)
             taken = adaptation.taken_from(model)
             quantized = {each: codec for each, codec in quantized.items() if each not in taken}
+        freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:

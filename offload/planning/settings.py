@@ -67,6 +67,7 @@ class Settings:
     update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; both: on
         the device those of regions whose other states rest there, as many as it has room for, and the others on the
         host; or auto, whichever is measured to be fastest.
+    noise_scale: measure in each step how the gradients of micro-batches and ranks scatter (`StepResult.noise`).
     frozen_weights: how the matrices of frozen blocks rest and travel: exact; int8, a byte each with a scale for 128; or
         nf4, half a byte each as in QLoRA (arXiv:2305.14314). They are decoded on the device, and training is exact over
         the decoded weights. Embeddings, and what is outside of the blocks or has fewer than 4,096 elements or less than
@@ -95,6 +96,7 @@ class Settings:
     delay: int = 0
     delay_after: int = 0
     update: str = "auto"
+    noise_scale: bool = False
     frozen_weights: str = EXACT.name
     device: str | None = None
 

@@ -68,7 +68,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
 
 def _isolated(data: DataSection, kind: Kind) -> bool | None:
     """Return whether packed documents are apart; None for those of conversations. Raises ConfigError."""
-    if kind.name == "causal":
+    if kind.name == "causal" and (kind.auto is not None or data.packing_isolated is True):
         return None if data.packing_isolated == "auto" else data.packing_isolated
     if data.packing_isolated is True:
         raise ConfigError(

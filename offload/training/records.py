@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
+from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
@@ -20,6 +21,7 @@ from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
 from offload.training.parts import with_decisions
+from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
 
 
@@ -173,16 +175,29 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:
-    """Return the line of metrics.jsonl of a step, counted from 0.
+def told_coarse(stands: RunProgress) -> list[str]:
+    """Return what is to be said of steps whose corrections were coarse; nothing without such."""
+    text = (
+        f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
+        f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of these steps "
+        "are less exact than others. --train.clip deferred needs no corrections."
+    )
+    return [text] if stands.num_coarse else []
+
+
+def step_fields(
+    stands: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
+) -> dict[str, Any]:
+    """Return the line of metrics.jsonl of the step after those that `stands` has. num_tokens: without padding.
 
     seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
     before the first step. Its updates may run on into the next step. Tokens are positions of its rows, as in a plan.
     """
     counters, tokens = engine.counters, config.train.batch_size * int(config.data.sequence_length or 0)
     fields: dict[str, Any] = {
-        "step": step + 1,
+        "step": stands.num_done + 1,
         "tokens": tokens,
+        "tokens_seen": stands.num_tokens + num_tokens,
         "targets": result.tokens or 0,
         "loss": float(result.loss),
         "lr": engine.lr,
@@ -207,6 +222,8 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         fields["compiled_graphs"] = engine.compiled_graphs
     if config.offload.graphs == "cpu":
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
+    if result.noise is not None and not result.skipped:
+        fields |= stands.noise.fields(*result.noise)
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip != "deferred":

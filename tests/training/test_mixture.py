@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_losses")
+KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_sources")
 
 
 def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(run: Callable[..., A
     assert "25% of the rows of an epoch" in said
     assert f"eval: jsonl of {tmp_path}/judge.jsonl: 1 document" in said
     assert "rows of judge" in said
-    assert list(lines[3]["eval_losses"]) == ["judge"]
-    assert result.eval_loss == lines[-1]["eval_loss"] != lines[-1]["eval_losses"]["judge"]
+    assert list(lines[3]["eval_sources"]) == ["judge"]
+    assert result.eval_loss == lines[-1]["eval_loss"] != lines[-1]["eval_sources"]["judge"]["loss"]
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-8")
     _, again, _ = run("again", without=("data__source",), **settings)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.gradients.landing import Landing
+from offload.engine.gradients.noise import MeasuredParts, Parts
 from offload.engine.gradients.norms import Measures
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
@@ -38,7 +39,8 @@ Witness = Callable[[int, torch.Tensor], None]
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `measures` has what is known of all gradients. `is_over`: they were summed and measured, and none may be added.
+    `measures` has what is known of all gradients, `parts` of those of a batch's parts. `is_over`: they were summed and
+    measured, and none may be added.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
+        self.parts = MeasuredParts() if settings.noise_scale else Parts()
         self.landing = Landing(store, measures, device, lanes, counters, staging, sizes, bool(settings.debug))
         self._ragged = {
             region.index: [
@@ -90,6 +93,7 @@ class GradientFlow:
         """Forget the last step's gradients."""
         self._end_lasting()
         self.measures.begin_step()
+        self.parts.forget()
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
@@ -181,9 +185,12 @@ class GradientFlow:
                 flat[span].zero_()
             self._open[region.index] = flat, stretch
 
-    def widen(self, sums_in_fp32: bool) -> None:
-        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight."""
+    def widen(self, sums_in_fp32: bool, num_parts: int = 0) -> None:
+        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight. They are
+        of so many parts of this rank's batch; 0: it is not known of which.
+        """
         self.sums_in_fp32 = sums_in_fp32
+        self.parts.cut(num_parts)
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -222,6 +229,7 @@ class GradientFlow:
                 "were measured (by engine.grad_norm() or an update): call engine.update() first, and begin the next "
                 "step with a forward of the model."
             )
+        self.parts.see(index, gradient, self._repeats)
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
