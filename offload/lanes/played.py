@@ -132,9 +132,9 @@ class PlayedLanes(Lanes):
 
     def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
         """`seconds`: what bytes take by link: "h2d", "d2h", "update", "nvme_read", "nvme_write", "collective",
-        "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else computes, and
-        "here" for what compute does with states itself. `inline`: copies and updates are made by compute, but for those
-        of the disk.
+        "network", "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else
+        computes, and "here" for what compute does with states itself. `inline`: copies and updates are made by compute,
+        but for those of the disk.
         """
         self.now_s = self.compute_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
@@ -147,6 +147,7 @@ class PlayedLanes(Lanes):
         super().__init__(overlap=not inline, throttle={})
         self._compute = PlayedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
         self.here, self.here_together = self._inline("here"), self._inline("collective")
+        self.here_between = self._inline("network")
 
     # -- lanes -----------------------------------------------------------------------------------------------
 

@@ -73,7 +73,9 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.landing = Landing(store, measures, device, lanes, counters, staging, sizes, bool(settings.debug))
+        self.landing = Landing(
+            store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
+        )
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
