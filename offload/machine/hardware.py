@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -134,10 +135,12 @@ class Hardware:
 
 
 def parse_link(value: Any) -> float:
-    """Return bytes (a second) from "25Gbit", or from what `parse_size` takes. Raises ConfigError."""
-    text = str(value).strip().lower().removesuffix("/s")
-    number, bits, _ = text.partition("bit")
-    return float(parse_size(f"{number}b" if bits else text) or 0) / (8 if bits else 1)
+    """Return bytes a second from what networks are called by, "25Gbit", "25Gbps" or "25Gb/s", which are bits, or from
+    what `parse_size` takes. Raises ConfigError.
+    """
+    text = str(value).strip().removesuffix("/s")
+    bits = re.fullmatch(r"(.*?)(?:bits?|bps|(?<=[KMGT])b)", text)
+    return float(parse_size(f"{bits[1]}b" if bits else text) or 0) / (8 if bits else 1)
 
 
 def _why(error: Exception) -> str:
