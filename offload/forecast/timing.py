@@ -60,7 +60,7 @@ class Timing:
     exposed: how long compute had nothing to do, by the link that it waited for.
     network_bytes: what this rank sends to other machines in a step.
     hides_from_tokens: with how many tokens of all ranks a step would compute for as long as its busiest link works;
-        None where no number does, as what moves grows with them as fast.
+        None where no number does, as what moves grows with them as fast, or compute itself sends over the network.
     """
 
     step_seconds: float
@@ -323,6 +323,8 @@ class PlannedStep:
         """Return `Timing.hides_from_tokens`: what computes and what waits elsewhere grow with the tokens, and the rest
         of what moves does not.
         """
+        if found.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
+            return None  # compute sends by itself
         seconds, most = self.seconds(), 0.0
         computes = sum(call.forward_s + call.backward_s for call in self.calls)
         around = found.busy_s["compute"] - computes  # what the host does for each use
