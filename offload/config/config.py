@@ -82,11 +82,12 @@ _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
     "offload.prefetch",
     "offload.zero_stage",
+    "offload.replicas",
     "train.recompute",
     "optimizer.warmup_steps",
 )
 """What follows from the machine, or from the steps, and is found anew where it was found."""
-_TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
+_TIMING = ("prefetch", "zero_stage", "replicas", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
 

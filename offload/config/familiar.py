@@ -51,6 +51,7 @@ _NAMES: dict[str, str] = {
     "offload.nvme_dir": "nvme_path offload_folder offload_dir",
     "offload.device_memory": "max_memory gpu_memory",
     "offload.zero_stage": "stage deepspeed zero_optimization fsdp",
+    "offload.replicas": "hsdp hybrid_shard ddp dp_replicate mics",
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch",
     "checkpoint.keep": "save_total_limit",
     "checkpoint.keep_best": "save_best best_model keep_best_model",

@@ -43,6 +43,7 @@ from offload.hf.models import (
 )
 from offload.hf.quantized import method_of, quantization_of, refuse_training
 from offload.machine.limits import integrated_note
+from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import ask_whether_apart, not_apart
@@ -201,6 +202,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
+        + (f" in {forecast.num_replicas} replicas" if forecast is not None and forecast.num_replicas > 1 else "")
     )
     for text in told:
         say(text)
@@ -257,14 +259,18 @@ def _foretell(
     """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
     where that is not known. Collective.
     """
+    network = None
     if comm.size != comm.local_size:
-        return config, None
+        if comm.num_machines == 1:
+            note("what this run will hold is not forecast: the machines have different numbers of ranks.")
+            return config, None
+        network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, found=machine.free(comm))
     found, decided = None, config
     if comm.rank == 0:
         try:
-            decided, found = forecast_run(config, architecture, comm.size, machine, say)
+            decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
             note(f"what this run will hold is not forecast: {error}")
         except Exception as error:

@@ -217,6 +217,7 @@ def step_fields(
         fields |= {
             "all_gather_elements": counters.all_gather_elements,
             "reduce_scatter_elements": counters.reduce_scatter_elements,
+            "network_bytes": counters.network_bytes,
         }
     if config.train.compile != "never":
         fields["compiled_graphs"] = engine.compiled_graphs
