@@ -317,6 +317,11 @@ class DataSection(Section):
     after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
     model mixes them a document a row; false for other text.
     """
+    group_by_length: Flag = "auto"
+    """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
+    them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
+    each length would be anew.
+    """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""
     eval_share: Beta | None = None

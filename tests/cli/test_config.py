@@ -23,7 +23,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "run": "dir name seed report_to debug",
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
-        "packing_isolated train_on_prompt eval_share eval_source",
+        "packing_isolated group_by_length train_on_prompt eval_share eval_source",
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
         "early_stopping_min_delta noise_scale log_every head_chunk_bytes",
