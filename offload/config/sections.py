@@ -324,6 +324,10 @@ class DataSection(Section):
     """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""
+    num_workers: Natural | None = None
+    """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
+    for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
+    """
     eval_share: Beta | None = None
     """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
     eval_source: Sources = ()

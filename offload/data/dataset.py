@@ -229,6 +229,7 @@ def build_dataset(
     batch_size: int,
     seed: int = 0,
     cache_dir: Path | None = None,
+    num_workers: int | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
     """Prepare the data (once; later calls find it in the cache) and return its batches.
@@ -238,7 +239,8 @@ def build_dataset(
     whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
     conversations. `group_by_length`: whether batches are made of rows of about one length, where a row is a document.
     `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
-    skip, `stopping_strategy` as in `mixture.quotas`.  `progress` is called with (stage, fraction done) while there is
+    skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
+    for none but this. `progress` is called with (stage, fraction done) while there is
     something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
     nothing would be trained on.
     """
@@ -254,7 +256,7 @@ def build_dataset(
     held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_apart(found, held)
     where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None))
+    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0

@@ -63,6 +63,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         stopping_strategy=data.stopping_strategy,
         batch_size=config.train.batch_size,
         seed=config.run.seed,
+        num_workers=data.num_workers,
         progress=progress,
     )
 
