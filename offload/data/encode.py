@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.formats import Chat, Ids, Pair, Record, Text, texts_of
+from offload.data.formats import Chat, Ids, Pair, Record, Text, pieces_of, texts_of
 from offload.data.rows import BadRow, BadRows
 from offload.data.workers import made_ahead
 
@@ -184,7 +184,7 @@ class _Maker:
                 found += self._begun(asked)
             except BadRow as bad:
                 found.append(bad)
-        tokenized = iter(self._tokenize([part for part in found if isinstance(part, _Draft)]))
+        tokenized = self._tokenized(part for part in found if isinstance(part, _Draft))
         made = Made([], num_split=self._renderer.num_split - before)
         for part in found:
             encoded = self._finished(part, next(tokenized)) if isinstance(part, _Draft) else part
@@ -205,7 +205,12 @@ class _Maker:
             return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
         draft = partial(_Draft, record.where, asked.in_eval, asked.measured)
         if isinstance(record, Text):
-            return [draft([(record.text, True)], True, record.opens, record.closes)]
+            pieces = list(pieces_of(record.text))
+            last = len(pieces) - 1
+            return [
+                draft([(piece, True)], True, record.opens and not i, record.closes and i == last)
+                for i, piece in enumerate(pieces)
+            ]
         if isinstance(record, Pair):
             return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], framed=True)]
         return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
@@ -227,6 +232,19 @@ class _Maker:
         if self._eos is not None and self._eos not in [*made.ids[-2:].tolist(), *closing][-2:]:
             closing.append(self._eos)
         return made.framed((), closing)
+
+    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized]:
+        """Yield the tokens of each, made of so many at a time as the memory is meant for."""
+        some: list[_Draft] = []
+        num_chars = 0
+        for draft in drafts:
+            some.append(draft)
+            num_chars += len(draft.text)
+            if num_chars >= _BATCH_CHARS:
+                yield from self._tokenize(some)
+                some, num_chars = [], 0
+        if some:
+            yield from self._tokenize(some)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
         """Return the tokens of each document, or piece of one."""

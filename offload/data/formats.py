@@ -34,6 +34,7 @@ from offload.data.storage import LocalFile, opened
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
+_LONG_CHARS = 1 << 21  # of a row's text, which is no more than others have for a batch
 _PIECE_TOKENS = 1 << 20
 _LLMC_MAGIC = 20240520
 
@@ -222,7 +223,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
             held, opens = "", True
             while block := text.read(_PIECE_CHARS):
                 if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last
-                    cut = held.rfind("\n") + 1 or len(held)
+                    cut = _cut(held, len(held))
                     yield Text(where, held[:cut], opens, closes=False)
                     held, opens = held[cut:], False
                 held += block
@@ -232,6 +233,21 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
             f"{where} is not UTF-8 text ({_first_bad_byte(file)}: {error.reason}). Convert it, such as by `iconv -f "
             f"LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}; data.format={file.format}."
         ) from error
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Yield a text in pieces, as those of a file come: one that is not long as it is."""
+    begin = 0
+    while len(text) - begin > _LONG_CHARS:
+        end = _cut(text, begin + _PIECE_CHARS, begin)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def _cut(text: str, end: int, begin: int = 0) -> int:
+    """Return where to cut a piece that begins there, at `end` or before it: behind a line end, if there is one."""
+    return text.rfind("\n", begin, end) + 1 or end
 
 
 def _first_bad_byte(file: SourceFile) -> str:

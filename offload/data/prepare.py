@@ -29,7 +29,7 @@ from offload.data.tokenizer import (
 from offload.errors import ConfigError
 from offload.machine.cores import usable_cores
 
-_VERSION = 3
+_VERSION = 4
 _BYTES_THAT_PAY = 32 << 20  # two cores take a sixth less time for so much, with the seconds until processes run
 _MOST_WORKERS = 16  # each holds 300 MB
 

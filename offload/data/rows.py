@@ -155,8 +155,8 @@ def _json_array(text: io.TextIOWrapper, path: str) -> Iterator[Row]:
                 ) from error
             if end < len(held) or not refill():  # a number may go on behind the end
                 break
-        at = end
-        yield where, value
+        length, at = end - at, end
+        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
     at += 1
     if next_sign():
         raise ConfigError(
@@ -200,9 +200,11 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
             except csv.Error as error:
                 reason = str(error)
                 if "unexpected end" in reason or "field limit" in reason:
+                    longer = f"has a field of more than {_MAX_ROW_BYTES:,} characters; perhaps it "
                     raise ConfigError(
-                        f"{where} opens a quote that never closes, so the rest of the file would be one field: double "
-                        'the quotes inside of a field ("" for "), or take the quote out.'
+                        f"{where} {longer if 'limit' in reason else ''}opens a quote that never closes, so the rest of "
+                        'the file would be one field: double the quotes inside of a field ("" for "), or take the '
+                        "quote out."
                     ) from error
                 yield where, BadRow(f"{where} is no row of a {file.container} file: {reason}.")
                 continue

@@ -430,6 +430,13 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"a\.jsonl:2 is longer than 64 bytes"):
         load(_jsonl(tmp_path / "a.jsonl", lines))
     assert load(tmp_path / "a.jsonl", on_bad_row="skip").num_train_rows == 2
+    (tmp_path / "a.json").write_text(json.dumps(lines))
+    with pytest.raises(ConfigError, match=r"a\.json, record 2 is longer than 64 bytes"):
+        load(tmp_path / "a.json")
+    assert load(tmp_path / "a.json", on_bad_row="skip").num_train_rows == 2
+    (tmp_path / "a.csv").write_text(f'text\nok\n"{"x" * 300}"\n')
+    with pytest.raises(ConfigError, match=r"a\.csv:3 has a field of more than 64 characters; perhaps it opens a quote"):
+        load(tmp_path / "a.csv")
 
 
 def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
