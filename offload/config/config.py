@@ -80,6 +80,7 @@ _OF_ANY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "group
 """What another rule takes over of a run that is resumed."""
 _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
+    "data.num_workers",
     "offload.prefetch",
     "offload.zero_stage",
     "offload.replicas",
@@ -206,7 +207,7 @@ class Config(BaseModel):
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
             is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
-            if self.optimizer.reset and key in _OF_STATES:
+            if key in _OF_THE_MACHINE or (self.optimizer.reset and key in _OF_STATES):
                 is_fixed = False
             if is_given and is_fixed and own in (None, "auto"):
                 is_given = False

@@ -318,8 +318,17 @@ class DataSection(Section):
     after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
     model mixes them a document a row; false for other text.
     """
+    group_by_length: Flag = "auto"
+    """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
+    them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
+    each length would be anew.
+    """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""
+    num_workers: Natural | None = None
+    """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
+    for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
+    """
     eval_share: Beta | None = None
     """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
     eval_source: Sources = ()

@@ -143,6 +143,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     if first and config.data.packing_isolated == "auto":  # as the run began, whatever is auto by now
         cut = start.data.get("packing", True)
         config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
+    if first and config.data.group_by_length == "auto":
+        config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
     data = rank_0_first(comm, "preparation of the data", build)
     was_told = config.data.packing_isolated is True
     config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
@@ -228,6 +230,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )
         say(f"note: {why}: conversations are not packed. {data.rows}")
+    config = config.with_resolved(data__group_by_length=data.batching.by_length)
     return Run(
         config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
