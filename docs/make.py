@@ -138,11 +138,14 @@ def api_page() -> str:
     import offload
     from offload.engine.methods.result import StepResult
     from offload.integrations import accelerate, transformers
+    from offload.training import callbacks, trainer
 
     page = [MADE.format("the docstrings"), API]
     page.append(_class(offload.Engine, members=True))
     page.extend(_class(each) for each in (offload.Settings, offload.Placement))
     page.append(_class(StepResult))
+    page.extend(_class(each) for each in (trainer.Trainer, trainer.TrainResult, callbacks.Callbacks))
+    page.extend(_class(each, level=3) for each in (callbacks.TrainState, callbacks.TrainControl))
     page.append('## Update rules\n\nEach is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`.\n\n')
     rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO")
     page.extend(_class(getattr(offload, name), level=3) for name in rules)

@@ -105,7 +105,7 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     """
     environ = os.environ | forks.commands(tmp_path / "bin")
     script = "set -e\n" + "\n".join(blocks(path, "sh")).replace("/tmp/", f"{tmp_path}/")
-    if any(blocks(path, "python")) and "engine.step" in path.read_text():
+    if any(blocks(path, "python")) and re.search(r"engine\.step|\.run\(\)", path.read_text()):
         (tmp_path / "loop.py").write_text("\n".join([*blocks(path, "python"), *blocks(path, "python continued")]))
         script += f"\ncd {tmp_path} && python loop.py"
     assert script != "set -e\n", "nothing on this page runs"

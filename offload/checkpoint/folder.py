@@ -70,15 +70,16 @@ class Checkpoints:
             self._move(target, "foreign")
         return target
 
-    def saved(self, new: Path, keep: int | None = None) -> None:
+    def saved(self, new: Path, keep: int | None = None, best: int | None = None) -> None:
         """Point `latest` at a new checkpoint, if that can be; then remove all but the `keep` of the highest steps, the
-        lowest first. None: all stay. The new one stays in any case, and so does one that cannot be removed.
+        lowest first. None: all stay. The new one stays in any case, so does that of the `best` step, and so does one
+        that cannot be removed.
         """
         with contextlib.suppress(DiskError):  # nothing here believes it
             write_small(self.path / _LATEST, f"{new.name}\n")
         if keep is not None:
             for old in reversed(self.folders()[keep:]):
-                if old.name != new.name:
+                if old.name not in (new.name, f"step-{best}"):
                     with contextlib.suppress(DiskError):
                         remove(old)
 

@@ -7,6 +7,7 @@ No torch here: `--help` and a typing error must answer at once.
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,6 +50,7 @@ _FIXED = (
     "optimizer.name",
     "optimizer.states",
     "optimizer.master",
+    "optimizer.freeze",
     "run.seed",
 )
 """Sections and keys that make another run when they change: other data, another order, another model."""
@@ -74,17 +76,19 @@ _NAMES_OF_FILES = (
 )
 _OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
 """What may change where the states of the update rule begin anew."""
-_OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
+_OF_ANY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
 """What another rule takes over of a run that is resumed."""
 _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
+    "data.num_workers",
     "offload.prefetch",
     "offload.zero_stage",
+    "offload.replicas",
     "train.recompute",
     "optimizer.warmup_steps",
 )
 """What follows from the machine, or from the steps, and is found anew where it was found."""
-_TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
+_TIMING = ("prefetch", "zero_stage", "replicas", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
 
@@ -203,7 +207,7 @@ class Config(BaseModel):
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
             is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
-            if self.optimizer.reset and key in _OF_STATES:
+            if key in _OF_THE_MACHINE or (self.optimizer.reset and key in _OF_STATES):
                 is_fixed = False
             if is_given and is_fixed and own in (None, "auto"):
                 is_given = False
@@ -296,8 +300,8 @@ class Config(BaseModel):
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
-        _check_rule(self)
-        _check_adapter(self)
+        for check in (_check_rule, _check_adapter, _check_frozen, _check_best):
+            check(self)
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(
                 f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
@@ -414,6 +418,8 @@ def _check_rule(config: Config) -> None:
             f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and {rule} has no gradients to clip: leave "
             "it out, or set it to none."
         )
+    if not config.has_gradients and config.train.noise_scale:
+        raise ConfigError(f"train.noise_scale is true, and {rule} has no gradients that scatter: leave it out.")
     if config.optimizer.master == "bf16" and config.train.precision == "fp32":
         raise ConfigError(
             "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
@@ -457,6 +463,65 @@ def _check_adapter(config: Config) -> None:
         )
     if lora.restart_every:
         _check_restarts(config)
+
+
+def _check_frozen(config: Config) -> None:
+    """Refuse to freeze what is frozen, and what no checkpoint would have."""
+    if not config.optimizer.freeze:
+        return
+    given = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
+    for pattern in config.optimizer.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"optimizer.freeze has {pattern!r}, which is no regular expression: {error}.") from None
+    if config.adapts:
+        raise ConfigError(
+            f"{given}, and an adapter trains, beneath which the model is frozen as a whole: leave it out."
+        )
+    for key, own, other in (("parameters", "files", "cpu"), ("frozen_weights", config.offload.frozen_weights, "exact")):
+        if config.get(f"offload.{key}") == own != other:
+            raise ConfigError(
+                f"{given}, and offload.{key} is {own}: weights that rest so are in no checkpoint, and those of a model "
+                f"that trains in part have them all. Set --offload.{key} {other}, or train an adapter (--lora.rank)."
+            )
+
+
+def _check_best(config: Config) -> None:
+    """Refuse settings about the best evaluation of a run that would have one at the most."""
+    train, checkpoint = config.train, config.checkpoint
+    asked = {
+        "train.early_stopping_patience": train.early_stopping_patience is not None,
+        "checkpoint.keep_best": checkpoint.keep_best,
+        "checkpoint.export_best": checkpoint.export_best,
+    }
+    key = next((key for key, is_set in asked.items() if is_set), None)
+    if key is not None and not train.eval_every:
+        raise ConfigError(
+            f"{key} is {_show(config.get(key))}, and train.eval_every is 0, so that the only evaluation is that of the "
+            "end: set --train.eval_every, such as 100."
+        )
+    if key is not None and config.data.eval_share == 0 and not config.data.eval_source:
+        raise ConfigError(
+            f"{key} is {_show(config.get(key))}, and data.eval_share is 0, so that there is nothing to evaluate: set "
+            "--data.eval_share, such as 0.02, or --data.eval_source."
+        )
+    if train.early_stopping_min_delta and train.early_stopping_patience is None:
+        raise ConfigError(
+            f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g}, and no run stops early: set "
+            "--train.early_stopping_patience, such as 3, or leave it out."
+        )
+    if checkpoint.export_best and not (checkpoint.export and checkpoint.keep_best):
+        other = "export" if not checkpoint.export else "keep_best"
+        raise ConfigError(
+            f"checkpoint.export_best is true, and checkpoint.{other} is false: set --checkpoint.{other} true, or leave "
+            "it out."
+        )
+    if checkpoint.export_best and config.lora.restart_every:
+        raise ConfigError(
+            "checkpoint.export_best is true, and the adapter restarts (lora.restart_every), so that its base has "
+            "changed since: leave it out, and export that checkpoint by `python -m offload.export --merge`."
+        )
 
 
 def _check_restarts(config: Config) -> None:

@@ -57,6 +57,14 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+def _as_words(value: Any) -> Any:
+    """Take several words as a list, as several arguments, or as one text with spaces."""
+    words = _as_list(value)
+    if isinstance(words, tuple) and all(isinstance(word, str) for word in words):
+        return tuple(part for word in words for part in word.split())
+    return words
+
+
 def _as_numbers(value: Any) -> Any:
     """Take [0.9, 0.95] as a list, as several words, or as one word with commas."""
     words = [value] if isinstance(value, str) else value
@@ -174,6 +182,7 @@ def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
 Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
 Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -187,6 +196,7 @@ Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidato
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 Tile = Annotated[int | str, BeforeValidator(_as_tile)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
+Replicas = Annotated[Count | Literal["auto"], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
@@ -194,6 +204,10 @@ Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
 Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: as_sources(_as_structure(value)))]
 Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as_yaml(value)))]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
+
+
+GIVEN = "python:"
+"""Before the class of a model that `Trainer` was given, as model.path."""
 
 
 class Section(BaseModel):
@@ -304,8 +318,17 @@ class DataSection(Section):
     after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
     model mixes them a document a row; false for other text.
     """
+    group_by_length: Flag = "auto"
+    """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
+    them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
+    each length would be anew.
+    """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone."""
+    num_workers: Natural | None = None
+    """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
+    for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
+    """
     eval_share: Beta | None = None
     """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
     eval_source: Sources = ()
@@ -356,7 +379,20 @@ class TrainSection(Section):
     delay_after: Natural = 0
     """With train.delay: how many steps come before it."""
     eval_every: Natural = 100
-    """Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end alone."""
+    """Evaluate after this many steps, and at the end. 0: at the end alone."""
+    eval_batches: Count | Literal["all"] = 8
+    """How much an evaluation is of: so many batches of each eval source, the same each time. all: every row."""
+    early_stopping_patience: Count | None = None
+    """End the run once this many evaluations, one after the other, had no lower loss than the best before them; of
+    several eval sources that is the loss of the first. none: never.
+    """
+    early_stopping_min_delta: Rate = 0.0
+    """With train.early_stopping_patience: by how much a loss has to be lower to count."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale, in tokens: about the batch beyond which larger ones save few steps (McCandlish
+    et al., arXiv:1812.06162). From the norms of the gradients of micro-batches and ranks, of which there have to be
+    several; over those parameters whose gradients come part by part.
+    """
     log_every: Count = 10
     """Print a line after this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
@@ -434,6 +470,10 @@ class OptimizerSection(Section):
     master: Literal["fp32", "bf16"] = "fp32"
     """For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the bytes, 2 a
     parameter, rounded at random after each step (from run.seed).
+    """
+    freeze: Words = ()
+    """Parameters that do not train: regular expressions, several separated by spaces, each found in some parameter's
+    name. They have no gradients and no states, and stream as frozen weights do. none: all train.
     """
     decay_1d: bool = False
     """Decay biases and norms too (parameters with fewer than two dimensions)."""
@@ -554,9 +594,14 @@ class OffloadSection(Section):
     """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. auto: no more than
     pays, by search; 3 where that is not known.
     """
+    replicas: Replicas = "auto"
+    """Copies of the model that the ranks hold, each shared out over equally many of them, on one machine where that is
+    possible; gradients are summed between copies. auto: one on each machine where there are several, or one over all
+    machines where that is faster or alone fits, by search; else one.
+    """
     throttle: Throttle = None
     """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
-    YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.
+    YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: as fast as they are.
     """
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
     """How the matrices of frozen blocks rest and travel: as they are; in int8, a byte each with a scale for 128; or in
@@ -590,5 +635,11 @@ class CheckpointSection(Section):
     """
     on_error: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay as they are."""
+    keep_best: bool = False
+    """Save a checkpoint after each evaluation whose loss is the lowest so far, too, and keep the last of these beside
+    the newest ones.
+    """
     export: bool = True
     """At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."""
+    export_best: bool = False
+    """Write the weights of the evaluation with the lowest loss, instead of the last ones; with checkpoint.keep_best."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from offload.data.groups import Batching, ByLength, Mixed
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.data.packing import IGNORE, Layout
 from offload.data.prepare import Found, Preparation
@@ -56,6 +57,8 @@ class Dataset:
     """Rows of the eval sources, by their names."""
     source_rows: tuple[SourceRows, ...] = ()
     """The rows of each source that is trained on."""
+    batching: Batching = field(default_factory=Mixed)
+    """Which rows are a batch."""
 
     @property
     def sequence_length(self) -> int:
@@ -90,7 +93,7 @@ class Dataset:
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
-        return "a document a row"
+        return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
 
     def num_steps(self, epochs: float) -> int:
         """Return how many batches cover `epochs` passes over the training rows; the last one may run into the next
@@ -100,15 +103,27 @@ class Dataset:
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Return rank's contiguous share of the batch of `step` (from 0), see `share`.
 
-        `input_ids` and `labels` are int64 [rows, sequence_length], labels unshifted with -100 where nothing is trained.
+        `input_ids` and `labels` are int64 [rows, sequence_length], or as wide as the longest row of the whole batch
+        needs where batches are made by length; labels are unshifted, with -100 where nothing is trained.
         `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
         keys; in its place `position_ids` where documents of a row are apart. Raises ConfigError where there are more
         ranks than rows.
         """
         if self.batch_size < world_size:
             raise ConfigError(too_few_rows(self.batch_size, world_size))
-        rows = self.train.at(step * self.batch_size, self.batch_size, self.seed)
-        return _batch(self.train, rows, rank, world_size)
+        return self._read(self.train, self.rows_of(step), rank, world_size)
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Return which rows to train on are the batch of `step` (from 0), int64 [batch_size]."""
+        return self.batching.at(self.train, step, self.batch_size, self.seed)
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return of which of `sources` each of these rows to train on is, int64 [n]."""
+        return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
+
+    def num_tokens(self, step: int) -> int:
+        """Return how many tokens the batch of `step` (from 0) has, over all ranks, without padding."""
+        return int(self.train.lengths(self.rows_of(step)).sum())
 
     def eval_batches(
         self,
@@ -132,7 +147,34 @@ class Dataset:
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             begin = index * batch_size
             rows = found.at(begin, min(batch_size, found.num_rows - begin), _EVAL_SEED)
-            yield _batch(found, rows, rank, world_size)
+            yield self._read(found, rows, rank, world_size)
+
+    def _read(self, rows: RowSet, indices: np.ndarray, rank: int, world_size: int) -> Batch:
+        """Read rank's share of `indices`, or a row without targets where it is empty."""
+        import torch
+
+        own = indices[share(len(indices), rank, world_size)]
+        is_filler = not len(own)
+        if is_filler:
+            own = indices[:1]
+        width = self.batching.width(rows.lengths(indices), rows.sequence_length)
+        ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
+        if is_filler:
+            labels[:] = IGNORE
+        batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if (positions := rows.positions(own)) is not None:
+            batch["position_ids"] = torch.from_numpy(positions)
+        elif (rows.lengths(indices) < width).any():
+            mask = np.arange(width) < rows.lengths(own)[:, None]
+            batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        return batch
+
+    def eval_bytes(self, num_rows: int, name: str) -> int | None:
+        """Return how many bytes of text the targets are of in the first rows of one of `evals`, in the order of
+        `eval_batches`; None where that is not known: of token ids, and without a fast tokenizer.
+        """
+        found = self.evals[name]
+        return found.num_bytes(found.at(0, num_rows, _EVAL_SEED))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps to recognize this data; plain numbers and strings. The position is the step
@@ -144,12 +186,15 @@ class Dataset:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
+        if self.batching.by_length:  # of runs of earlier versions there is nothing to be told
+            settings["group_by_length"] = True
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError when `state`, of a `state_dict`, belongs to other batches than these."""
-        keys = {"sequence_length": "data", "packing": "data", "batch_size": "train", "seed": "run"}
-        own = self.state_dict()
+        keys = {"sequence_length": "data", "packing": "data", "group_by_length": "data"}
+        keys |= {"batch_size": "train", "seed": "run"}
+        own, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
         for key, section in keys.items():
             if state.get(key) != own[key]:
                 hint = " (isolated: --data.packing_isolated true)" if "isolated" in (own[key], state.get(key)) else ""
@@ -176,6 +221,7 @@ def build_dataset(
     sequence_length: int,
     packing: bool = True,
     isolated: bool | None = False,
+    group_by_length: bool = False,
     train_on_prompt: bool = False,
     eval_share: float = 0.0,
     on_bad_row: str = "error",
@@ -183,6 +229,7 @@ def build_dataset(
     batch_size: int,
     seed: int = 0,
     cache_dir: Path | None = None,
+    num_workers: int | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
     """Prepare the data (once; later calls find it in the cache) and return its batches.
@@ -190,10 +237,12 @@ def build_dataset(
     `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
     there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
     whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
-    conversations. `eval_share` of each source is held out; `eval_sources` are evaluated each by
-    its name. `on_bad_row` is error or skip, `stopping_strategy` as in `mixture.quotas`. `progress` is called with
-    (stage, fraction done) while there is something to prepare. Raises ConfigError for every setting or file that cannot
-    be used, and for a source of which nothing would be trained on.
+    conversations. `group_by_length`: whether batches are made of rows of about one length, where a row is a document.
+    `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
+    skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
+    for none but this. `progress` is called with (stage, fraction done) while there is
+    something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
+    nothing would be trained on.
     """
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
@@ -204,10 +253,10 @@ def build_dataset(
             f"data.eval_share={eval_share} must lie in [0, 1): the share of the data kept for evaluation."
         )
     found = [Found(source, vocab_size, eval_share, on_bad_row) for source in sources]
-    held = [Found(source, vocab_size, 0.0, on_bad_row) for source in eval_sources]
+    held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_apart(found, held)
     where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None))
+    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
@@ -238,6 +287,7 @@ def build_dataset(
         tuple(each.facts(None, 0) for each in evaluated),
         {each.name: each.train for each in evaluated},
         tuple(training),
+        ByLength() if group_by_length and layout is False else Mixed(),
     )
 
 
@@ -256,23 +306,3 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
 def share(num_rows: int, rank: int, world_size: int) -> slice:
     """Return which of `num_rows` rows are rank's: shares are contiguous and differ by one row at most."""
     return slice(num_rows * rank // world_size, num_rows * (rank + 1) // world_size)
-
-
-def _batch(rows: RowSet, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-    """Read rank's share of `indices`, or a row without targets where it is empty."""
-    import torch
-
-    own = indices[share(len(indices), rank, world_size)]
-    is_filler = not len(own)
-    if is_filler:
-        own = indices[:1]
-    ids, labels = rows.read(own)
-    if is_filler:
-        labels[:] = IGNORE
-    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    if (positions := rows.positions(own)) is not None:
-        batch["position_ids"] = torch.from_numpy(positions)
-    elif (rows.lengths(indices) < rows.sequence_length).any():
-        mask = np.arange(rows.sequence_length) < rows.lengths(own)[:, None]
-        batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
-    return batch

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from offload.data.order import rows_at
-from offload.data.packing import IGNORE, Layout, Rows
+from offload.data.packing import IGNORE, Layout, Rows, total_bytes
 from offload.data.store import TokenStore
 
 
@@ -109,6 +109,10 @@ class IsolatedRows:
                 labels[place][~self.store.trained[begin:end]] = IGNORE
             labels[place][:1] = IGNORE
         return ids, labels
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        """Return how many bytes of text the targets of these rows are of; None where that is not known."""
+        return total_bytes(self.store.trained_bytes(begin + 1, end) for _, begin, end in self._placed(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
         """Return the position of each token in its document, or in the padding, int64 [n, sequence_length]."""

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from offload.data.order import rows_at
-from offload.data.packing import Layout
+from offload.data.packing import Layout, total_bytes
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
@@ -48,6 +48,9 @@ class RowSet(Protocol):
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        """Return how many bytes of text the targets of these rows are of; None where that is not known."""
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the position of each token in its document, int64 [n, sequence_length]; None where a row is one."""
@@ -113,6 +116,9 @@ class Mixture:
         for part, here, own in self._by_part(rows):
             ids[here], labels[here] = part.read(own)
         return ids, labels
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        return total_bytes(part.num_bytes(own) for part, _, own in self._by_part(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         positions = np.empty((len(rows), self.sequence_length), np.int64)

@@ -12,6 +12,7 @@ A row without any target would make a loss of 0/0 and is left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,6 +25,12 @@ Layout = bool | Literal["isolated"]
 """How rows are cut: from the stream of all documents (True), a document each (False), or of several that are apart."""
 IGNORE = -100  # the label that torch's and transformers' losses leave out
 _GROUP_TOKENS = 1 << 22
+
+
+def total_bytes(parts: Iterable[int | None]) -> int | None:
+    """Return the sum of what parts have; None where one is not known."""
+    known = list(parts)
+    return None if None in known else sum(each or 0 for each in known)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,11 @@ class Rows:
             if store.trained is not None:
                 labels[i, : end - start][~store.trained[start:end]] = IGNORE
         return ids, labels
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        """Return how many bytes of text the targets of these rows are of; None where that is not known."""
+        spans = zip(*self._spans(rows), strict=True)
+        return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for start, end, fresh in spans)
 
     def positions(self, rows: np.ndarray) -> None:
         """A row is one sequence."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
-from offload.data.encode import Encoded, Encoder
+from offload.data.encode import Encoded, Encoder, Measured
 from offload.data.formats import CHAT_FORMATS, Ids, Record, detect_format, read_records, texts_of
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
@@ -27,8 +27,11 @@ from offload.data.tokenizer import (
     trained_tokenizer,
 )
 from offload.errors import ConfigError
+from offload.machine.cores import usable_cores
 
-_VERSION = 2
+_VERSION = 4
+_BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
+_MOST_WORKERS = 16  # each holds 300 MB
 
 Progress = Callable[[str, float], None]
 
@@ -56,8 +59,10 @@ class TokenizedData:
 class Found:
     """The files of one source, and their records."""
 
-    def __init__(self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str) -> None:
-        self.source, self.eval_share, self.on_bad_row = source, eval_share, on_bad_row
+    def __init__(
+        self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
+    ) -> None:
+        self.source, self.eval_share, self.on_bad_row, self.is_evaluated = source, eval_share, on_bad_row, is_evaluated
         self.notes: list[str] = []  # of what was found, for the user
         self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
         self.formats = {file.format for file in self.files}
@@ -91,7 +96,15 @@ class Found:
 class Preparation:
     """Sources that have one tokenizer, and the tokens made of them."""
 
-    def __init__(self, found: Sequence[Found], vocab_size: int, cache_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        found: Sequence[Found],
+        vocab_size: int,
+        cache_dir: Path,
+        progress: Progress,
+        num_workers: int | None = None,
+    ) -> None:
+        """`num_workers`: processes that tokenize, None for as many as pay."""
         self.notes = [note for each in found for note in each.notes]
         self._found = found
         self._formats = set[str]().union(*(each.formats for each in found))
@@ -99,6 +112,7 @@ class Preparation:
         self._vocab_size = vocab_size
         self._cache_dir = cache_dir
         self._progress = progress
+        self._num_workers = num_workers
 
     def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
@@ -124,9 +138,10 @@ class Preparation:
             )
         if is_pretrained:
             raise ConfigError(
-                f"{model_path} has pretrained weights and no tokenizer (tokenizer.json or the like), and one that is "
-                "trained on the data would make noise of its embeddings: set --data.tokenizer to a folder or hub name, "
-                "that of the one that the model was trained with, or --model.init random to train from nothing."
+                f"{model_path or 'the model'} has pretrained weights and no tokenizer (tokenizer.json or the like), "
+                "and one that is trained on the data would make noise of its embeddings: set --data.tokenizer to a "
+                "folder or hub name, that of the one that the model was trained with, or --model.init random to "
+                "train from nothing."
             )
         hashes = [each.files_hash for each in self._found]
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
@@ -138,6 +153,7 @@ class Preparation:
         parts = (
             *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
             found.on_bad_row,
+            found.is_evaluated,
         )
         name = hash_text(repr(parts))
         return cached(
@@ -160,7 +176,11 @@ class Preparation:
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
         bad = BadRows(found.on_bad_row)
-        encoder = Encoder(tokenizer, train_on_prompt, bad) if tokenizer is not None else None
+        workers = _that_pay(found) if self._num_workers is None else self._num_workers
+        encoder = None
+        if tokenizer is not None:
+            measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
+            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
@@ -177,12 +197,12 @@ class Preparation:
 
         for part in encoder.encode(metered()) if encoder else _as_they_are(metered(), train_on_prompt):
             self._check_ids(part, tokenizer)
-            writers[part.in_eval].append(part.ids, part.trained, part.closes)
+            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes)
         meta = {
             "train": writers[False].finish(),
             "eval": writers[True].finish(),
             "num_empty": encoder.num_empty if encoder else 0,
-            "num_split": encoder.renderer.num_split if encoder else 0,
+            "num_split": encoder.num_split if encoder else 0,
             "streams": streams,
             "num_bad": bad.num,
             "bad": bad.examples,
@@ -198,6 +218,15 @@ class Preparation:
                 f"{part.where} holds the token id {wrong}{token}; the model's vocabulary has {self._vocab_size}. Use "
                 "the tokenizer that belongs to the model (data.tokenizer), or a model with a larger vocab_size."
             )
+
+
+def _that_pay(found: Found) -> int:
+    """Return how many processes tokenize a source faster than this one does with the threads of `tokenizers`: none, but
+    where Python does much for each record, and for longer than processes take to start.
+    """
+    cores = len(usable_cores())
+    pays = cores > 1 and found.holds_chats and found.num_bytes >= _BYTES_THAT_PAY
+    return min(cores, _MOST_WORKERS) if pays else 0
 
 
 def _as_they_are(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -> Iterator[Encoded]:

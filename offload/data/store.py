@@ -2,8 +2,9 @@
 whole.
 
 A folder holds tokens.npy (uint16 or uint32 [tokens]), documents.npy (int64 [documents + 1], where each begins; the last
-entry is the end) and, only where something is not trained, trained.npy (bool [tokens]). The files do not depend on how
-rows are cut from them.
+entry is the end) and, only where something is not trained, trained.npy (bool [tokens]). Of text that is evaluated on it
+also holds bytes.npy (uint32 [tokens]): of how many bytes of the text each token is. The files do not depend on how rows
+are cut from them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ class TokenStore:
         self.tokens = _open(folder / "tokens.npy", self.num_tokens)
         self.documents = _open(folder / "documents.npy", self.num_documents + 1)
         self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
+        self._bytes = _open(folder / "bytes.npy", self.num_tokens) if meta["has_bytes"] else None
+
+    def trained_bytes(self, begin: int, end: int) -> int | None:
+        """Return how many bytes of text the trained ones of tokens [begin, end) are of; None where it is not known."""
+        if self._bytes is None:
+            return None
+        found = self._bytes[begin:end]
+        return int((found if self.trained is None else found[self.trained[begin:end]]).sum(dtype=np.int64))
 
 
 class TokenWriter:
@@ -44,12 +53,23 @@ class TokenWriter:
         self._tokens = _Column(folder / "tokens.npy", np.dtype(np.uint16 if vocab_size <= 65536 else np.uint32))
         self._documents = _Column(folder / "documents.npy", np.dtype(np.int64))
         self._trained = _Column(folder / "trained.npy", np.dtype(np.bool_)) if masked else None
+        self._bytes: _Column | None = _Column(folder / "bytes.npy", np.dtype(np.uint32))
         self._documents.append(np.zeros(1))
         self._all_trained = True
 
-    def append(self, ids: np.ndarray, trained: np.ndarray | None, closes: bool) -> None:
-        """Append ids [n] and their mask [n] (None: all trained) to the current document; `closes` ends it."""
+    def append(
+        self, ids: np.ndarray, trained: np.ndarray | None, closes: bool, num_bytes: np.ndarray | None = None
+    ) -> None:
+        """Append ids [n], their mask [n] (None: all trained) and the bytes of text of each [n] (None: not known, and so
+        of no token) to the current document; `closes` ends it.
+        """
         self._tokens.append(ids)
+        if self._bytes is not None and num_bytes is not None:
+            self._bytes.append(num_bytes)
+        elif self._bytes is not None:
+            self._bytes.finish()
+            self._bytes.path.unlink()
+            self._bytes = None
         if self._trained is not None:
             self._trained.append(np.ones(len(ids)) if trained is None else trained)
             self._all_trained &= trained is None or bool(trained.all())
@@ -65,11 +85,14 @@ class TokenWriter:
             if masked:
                 digests.append(digest)
             else:
-                (self._folder / "trained.npy").unlink()
+                self._trained.path.unlink()
+        if self._bytes is not None:  # which tell nothing new of the tokens, and are in no digest
+            self._bytes.finish()
         return {
             "num_tokens": self._tokens.num_items,
             "num_documents": self._documents.num_items - 1,
             "masked": masked,
+            "has_bytes": self._bytes is not None,
             "content_hash": hash_text(" ".join(digests)),
         }
 
@@ -78,7 +101,7 @@ class _Column:
     """One .npy file of unknown length: the header is written again when the length is known."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+        self.path, self._dtype = path, dtype
         self._stream: BinaryIO = path.open("wb")
         self._digest = xxhash.xxh3_128()
         self.num_items = 0

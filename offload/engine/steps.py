@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
+from offload.engine.gradients.noise import GradientNoise
 from offload.engine.judging import Judging
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import BatchFacts, agree_on_pass, host_labels
@@ -95,7 +96,14 @@ class Steps:
         self.resolve_clip(facts.plan.num_elements)
         with self._recovery.ending():
             self._state.spare_memory.begin_step(facts.plan.num_elements)
-            return self.method.step(partial(self.losses.parts, facts), facts.plan.kind, facts.num_targets)
+            result = self.method.step(partial(self.losses.parts, facts), facts.plan.kind, facts.num_targets)
+            return replace(result, noise=self._noise(facts))
+
+    def _noise(self, facts: BatchFacts) -> GradientNoise | None:
+        """Return how the gradients of a step's parts scatter, where that is measured. Collective."""
+        flow, own = self._state.gradients, facts.plan.ranks[facts.plan.rank]
+        targets = () if facts.labels is None else map(facts.rule.count, facts.labels.split(own.micro_rows))
+        return flow.parts.noise(self._state.infos, flow.measures.squares, targets, self._state.comm)
 
     def _evaluate(self, facts: BatchFacts) -> torch.Tensor:
         state = self._state

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from offload.config.presets import PRESETS
-from offload.config.sections import ModelSection
+from offload.config.sections import GIVEN, ModelSection
 from offload.errors import ConfigError, OffloadError, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
@@ -87,6 +87,11 @@ def quiet_transformers() -> None:
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
     """Read the architecture: of the preset, or from model.path. Raises ConfigError."""
     path = locate(section)
+    if section.path is not None and path is None:
+        raise ConfigError(
+            f"model.path is {section.path}, a model that was given in Python: give it to offload.Trainer(model=...) "
+            "again, or set --model.path to a folder."
+        )
     if path is None:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
@@ -107,9 +112,9 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
 
 def locate(section: ModelSection) -> Path | None:
     """Return the folder or config.json of model.path, a hub model's local copy (downloaded if need be), or None for a
-    preset.
+    preset and for a model that was given in Python.
     """
-    if section.path is None:
+    if section.path is None or section.path.startswith(GIVEN):
         return None
     path = Path(section.path).expanduser()
     if path.exists():

@@ -163,7 +163,8 @@ class Loggers:
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a line: `train/loss`, and of evaluations `eval/loss` and `eval/NAME/loss`."""
-    found = {f"eval/{name}/loss": value for name, value in fields.get("eval_losses", {}).items()}
+    sources = fields.get("eval_sources", {})
+    found = {f"eval/{name}/{key}": value for name, each in sources.items() for key, value in each.items()}
     for key, value in fields.items():
         group, _, rest = key.partition("_") if key.startswith("eval_") else ("train", "", key)
         found[f"{group}/{rest}"] = value

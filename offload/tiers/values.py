@@ -32,9 +32,12 @@ class Values:
         infos: Sequence[ParameterInfo],
         sharding: Sharding,
         comm: Comm,
+        within: Comm,
         lanes: Lanes,
     ) -> None:
-        self._infos, self.sharding, self.comm, self._lanes = infos, sharding, comm, lanes
+        """`comm`: of all ranks; `within`: of those of this replica."""
+        self._infos, self.sharding, self._lanes = infos, sharding, lanes
+        self.comm, self._within = comm, within
         self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Of each parameter its pieces, in order, each with its region and its position there."""
         for state in states.values():
@@ -156,7 +159,7 @@ class Values:
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
                 if low < high:
-                    self.comm.broadcast(found[low - zero - begin : high - zero - begin], rank, what)
+                    self._within.broadcast(found[low - zero - begin : high - zero - begin], rank, what)
         return found
 
     def opened(

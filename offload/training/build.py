@@ -28,6 +28,7 @@ from offload.forecast.forecast import Forecast
 from offload.forecast.here import forecast_run, shortage, summary
 from offload.hf.adapters import Adaptation
 from offload.hf.base_mark import mark_base
+from offload.hf.given import GivenModel
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -42,6 +43,7 @@ from offload.hf.models import (
 )
 from offload.hf.quantized import method_of, quantization_of, refuse_training
 from offload.machine.limits import integrated_note
+from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import ask_whether_apart, not_apart
@@ -51,7 +53,14 @@ from offload.training.ranks import rank_0_first
 from offload.training.restarts import RestartedAdapter
 from offload.training.resume import ResumePoint, none_is_whole
 from offload.training.run_folder import LONG_BYTES
-from offload.training.trained import AdapterOverBase, Trained, WholeModel, begun_architecture, refuse_growth
+from offload.training.trained import (
+    AdapterOverBase,
+    GivenModule,
+    Trained,
+    WholeModel,
+    begun_architecture,
+    refuse_growth,
+)
 
 Say = Callable[[str], None]
 
@@ -95,33 +104,36 @@ class Begun(NamedTuple):
     """Whether rows of the embedding are added."""
 
     @classmethod
-    def read(cls, start: ResumePoint, *, has_accelerator: bool) -> Begun:
-        """Read the architecture, and check it against the settings. Raises ConfigError and MissingLibraryError."""
+    def read(cls, start: ResumePoint, given: GivenModel | None = None, *, has_accelerator: bool) -> Begun:
+        """Read the architecture, and check it against the settings; `given`: of a model that was made already. Raises
+        ConfigError and MissingLibraryError.
+        """
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)
-        architecture = begun_architecture(start)
-        kind = model_kind(architecture)
+        architecture = begun_architecture(start) if given is None else given.architecture()
+        kind = model_kind(architecture) if given is None else given.kind(architecture)
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.adapts  # in the checkpoint, all of them
-        grows = not has_weights and grow_vocabulary(config, architecture)
+        grows = not has_weights and given is None and grow_vocabulary(config, architecture)
         if config.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
         return cls(config, architecture, kind, trained, grows)
 
 
-def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
+def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenModel | None = None) -> Run:
     """Read the architecture, make the data, then the model and its engine; each checks what it can before the next.
     Collective.
 
-    `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank. Raises OffloadError.
+    `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank; `given`: a model in place
+    of the one that the configuration names. Raises OffloadError.
     """
     first = next(iter(start.folders), None)
     whole = None if start.config.adapts else first  # the checkpoint that has all weights
     with as_one(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
-        begun = Begun.read(start, has_accelerator=accelerator is not None)
+        begun = Begun.read(start, given, has_accelerator=accelerator is not None)
     config, architecture, kind, trained, grows = begun
     vocabulary = vocab_size(architecture)
 
@@ -131,6 +143,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if first and config.data.packing_isolated == "auto":  # as the run began, whatever is auto by now
         cut = start.data.get("packing", True)
         config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
+    if first and config.data.group_by_length == "auto":
+        config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
     data = rank_0_first(comm, "preparation of the data", build)
     was_told = config.data.packing_isolated is True
     config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
@@ -144,6 +158,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     without_steps, config = config, config.resolve_steps(data.num_steps)
 
     def build_base() -> BuiltModel:
+        if given is not None:
+            return given.built()
         return build_model(
             config.model,
             seed=config.run.seed,
@@ -163,8 +179,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
-        if whole:
-            built = BuiltModel(rebuild_model(whole, config.model), _no_weights, whole)
+        if whole and given is None:
+            built = trained.over(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
         else:
             built = rebuild()
         for text in built.notes:
@@ -184,10 +200,11 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
-    weights = "the weights of a checkpoint" if whole else f"{config.model.init} weights"
+    weights = "the weights of a checkpoint" if whole else "given" if given else f"{config.model.init} weights"
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
+        + (f" in {forecast.num_replicas} replicas" if forecast is not None and forecast.num_replicas > 1 else "")
     )
     for text in told:
         say(text)
@@ -213,6 +230,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )
         say(f"note: {why}: conversations are not packed. {data.rows}")
+    config = config.with_resolved(data__group_by_length=data.batching.by_length)
     return Run(
         config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
@@ -226,7 +244,9 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
         quantization = quantization_of(architecture)
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
             raise refuse_training(f"model.path is {config.model.path}, which", method_of(quantization))
-        return WholeModel(kind)
+        if kind.auto is None:
+            return GivenModule(kind, config.optimizer.freeze)
+        return WholeModel(kind, config.optimizer.freeze)
     base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
     if first is not None:
         base.check(start.base, first)
@@ -242,14 +262,18 @@ def _foretell(
     """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
     where that is not known. Collective.
     """
+    network = None
     if comm.size != comm.local_size:
-        return config, None
+        if comm.num_machines == 1:
+            note("what this run will hold is not forecast: the machines have different numbers of ranks.")
+            return config, None
+        network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, found=machine.free(comm))
     found, decided = None, config
     if comm.rank == 0:
         try:
-            decided, found = forecast_run(config, architecture, comm.size, machine, say)
+            decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
             note(f"what this run will hold is not forecast: {error}")
         except Exception as error:

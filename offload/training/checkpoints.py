@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.folder import Checkpoints
-from offload.config.sections import CheckpointSection
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving
@@ -18,9 +17,10 @@ from offload.engine.engine import Engine
 from offload.errors import DiskError, format_bytes
 from offload.files.atomic_folder import remove
 from offload.files.directories import free_bytes
-from offload.training.disk_needs import DiskNeeds
+from offload.training.build import Run
+from offload.training.callbacks import Callbacks
+from offload.training.progress import RunProgress
 from offload.training.run_folder import LONG_BYTES
-from offload.training.trained import Trained
 
 _AUTO_S = 3600.0
 """Between checkpoints that no number of steps asks for: so much is lost at most, and a disk is written once for it."""
@@ -29,7 +29,7 @@ _AUTO_S = 3600.0
 @dataclass
 class _UnderWay:
     """A checkpoint on its way to the disk: since when, and for how long training stood still for it. is_hourly: the
-    next one takes its place.
+    next one takes its place. best_step: that of the best evaluation, whose checkpoint stays.
     """
 
     saving: Saving
@@ -37,6 +37,7 @@ class _UnderWay:
     path: Path
     begin: float
     is_hourly: bool
+    best_step: int | None
     stalled_s: float = 0.0
 
 
@@ -45,22 +46,21 @@ class Saves:
 
     def __init__(
         self,
+        run: Run,
         comm: Comm,
         path: Path,
-        section: CheckpointSection,
+        stands: RunProgress,
+        callbacks: Callbacks,
         say: Callable[[str], None],
-        last_step: int | None,
-        needs: DiskNeeds,
-        trained: Trained,
     ) -> None:
-        """`say` prints a line; `last_step`: of the checkpoint that the run begins at; `needs`: of the run's disk;
-        `trained`: what is saved.
+        """`stands`: where the run begins; `callbacks` are told of each checkpoint that is whole; `say` prints a
+        line.
         """
-        self._comm, self._section, self._say = comm, section, say
-        self._checkpoints, self._needs, self._next_s = Checkpoints(path), needs, time.monotonic() + _AUTO_S
-        self._trained = trained
-        self._hourly: Path | None = None
-        self.last_step = last_step
+        self._comm, self._section, self._say = comm, run.config.checkpoint, say
+        self._checkpoints, self._needs, self._next_s = Checkpoints(path), run.disk_needs, time.monotonic() + _AUTO_S
+        self._trained, self._best_step, self._callbacks = run.trained, stands.best.step, callbacks
+        self._hourly: int | None = None  # the step of the last one, if that was saved for the hour
+        self.last_step = None if run.meta is None else stands.num_done
         self.failure: DiskError | None = None  # of the last save
         self._under_way: _UnderWay | None = None
         self._stalled_s = 0.0  # for how long training stood still for saves
@@ -136,7 +136,8 @@ class Saves:
                     path = self._checkpoints.target(step)
             meta = {**meta, **self._trained.marks()}
             saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trained.trained_only)
-            self._under_way = _UnderWay(saving, step, path, begin, is_hourly)
+            best_step = meta["best"]["step"] if self._section.keep_best else None
+            self._under_way = _UnderWay(saving, step, path, begin, is_hourly, best_step)
         self._under_way.stalled_s = time.perf_counter() - begin
 
     def _end(self) -> None:
@@ -147,11 +148,12 @@ class Saves:
                 under_way.saving.finish()
                 with as_one(self._comm, "keeping of checkpoints"):
                     if self._comm.rank == 0:
-                        self._checkpoints.saved(under_way.path, self._section.keep)
-                        if self._hourly is not None:
+                        self._checkpoints.saved(under_way.path, self._section.keep, under_way.best_step)
+                        for step in self._outlived(under_way.best_step):
                             with suppress(DiskError):
-                                remove(self._hourly)
-                        self._hourly = under_way.path if under_way.is_hourly else None
+                                remove(self._checkpoints.path / f"step-{step}")
+                        self._hourly = under_way.step if under_way.is_hourly else None
+                        self._best_step = under_way.best_step
         finally:
             self._under_way = None
         self.last_step, self.failure, end = under_way.step, None, time.perf_counter()
@@ -163,6 +165,16 @@ class Saves:
                     f"step {under_way.step}  saved {under_way.path} ({format_bytes(num_bytes)} in "
                     f"{end - under_way.begin:.1f} s, of which training stood still for {stalled_s:.1f} s)"
                 )
+        self._callbacks.tell("on_save", checkpoint=under_way.path)
+
+    def _outlived(self, best_step: int | None) -> set[int]:
+        """Return the steps of checkpoints that one which is on the disk now has taken the place of: the last hourly
+        one, and the best one until now where it was saved for that alone.
+        """
+        every, was = self._section.every, self._best_step
+        is_regular = was is None or self._section.keep is not None or (isinstance(every, int) and was % every == 0)
+        steps = {self._hourly, None if is_regular else was} - {None, best_step}
+        return {step for step in steps if step is not None}
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:

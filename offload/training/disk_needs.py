@@ -57,6 +57,7 @@ class DiskNeeds:
             num += section.keep or 1
         if section.keep is None and isinstance(section.every, int) and config.train.steps:
             num = math.ceil((config.train.steps - num_done) / section.every)
+        num += section.keep_best
         if free < (wanted := self.export_bytes + num * self.states_bytes):
             yield (
                 f"note: {there}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "

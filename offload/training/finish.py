@@ -1,4 +1,4 @@
-"""What a run ends with: the evaluation of its last step, and the export, proved."""
+"""What a run ends with: the export, proved."""
 
 from __future__ import annotations
 
@@ -6,81 +6,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
-from offload.data.dataset import Dataset, share
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import DiskError, common, is_common
 from offload.hf import reload
 from offload.training.build import Run
-from offload.training.objectives import Batch, Objective
 from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
 
 _AGAIN_S, _LOOK_S = 60.0, 0.5
 """After which an export that failed is tried again, and how often a signal is looked for until then."""
-NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
-
-
-class Evaluation(NamedTuple):
-    """The loss over some rows."""
-
-    name: str
-    """Of the eval source; empty for what is held out of the training data."""
-    loss: float
-    """Mean over the target tokens, of all ranks."""
-    rows: str
-    """What was evaluated."""
-
-
-def evaluate(engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int) -> list[Evaluation]:
-    """Return the evaluation of the first rows of all that has some to evaluate. Collective."""
-    found = [_evaluate(engine, data, objective, comm, batch_size, name) for name in data.evals]
-    return [each for each in found if each is not None]
-
-
-def _evaluate(
-    engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int, name: str
-) -> Evaluation | None:
-    num_rows = data.evals[name].num_rows
-    batches = [
-        own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
-        for index, rows in enumerate(data.eval_batches(batch_size, NUM_EVAL_BATCHES, comm.rank, comm.size, name))
-    ]
-    counts = comm.sum_in_order([objective.count(batch) for batch in batches], "targets of the evaluation")
-    losses = [float(engine.evaluate(batch)) * n for batch, n in zip(batches, counts, strict=True) if n]
-    num_tokens = round(sum(counts))
-    if not num_tokens:
-        return None
-    rows_done = min(num_rows, NUM_EVAL_BATCHES * batch_size)
-    of = f" of {name}" if name else ""
-    return Evaluation(
-        name, sum(losses) / num_tokens, f"{num_tokens:,} tokens in {rows_done:,} of {num_rows:,} rows{of}"
-    )
-
-
-def own_share(objective: Objective, comm: Comm, rows: Batch, step: int, num_rows: int) -> Batch:
-    """Return the model's batch of this rank's share of `num_rows`."""
-    return objective.apply(rows, step, share(num_rows, comm.rank, comm.size).start, num_rows)
-
-
-def next_share(
-    data: Dataset, objective: Objective, comm: Comm, step: int, num_rows: int
-) -> tuple[Batch | None, Exception | None]:
-    """Return this rank's share of a step's rows, None at their end; and over several ranks what failed, of which the
-    others have to hear first.
-    """
-    try:
-        return own_share(objective, comm, data.batch(step, comm.rank, comm.size), step, num_rows), None
-    except StopIteration:
-        return None, None
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        return None, error
 
 
 class Export:
@@ -95,9 +33,10 @@ class Export:
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
         """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
-        run went on, and the folder was made after the checkpoint.
+        run went on, and the folder was made after the checkpoint. Nothing tells whether it is of an earlier step.
         """
-        if stands.num_done > stands.first_step:
+        is_last = not config.checkpoint.export_best or stands.best.step in (None, stands.num_done)
+        if stands.num_done > stands.first_step or not is_last:
             return False
         saved = self._saved / f"step-{stands.num_done}" / MANIFEST
         is_newer = False
@@ -108,8 +47,9 @@ class Export:
 
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
-        rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
-        self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
+        if self._trained.library:
+            rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
+            self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")
@@ -120,6 +60,8 @@ class Export:
         engine is in the way any more.
         """
         reason = reload.reason_not_to_reload(self.path, self._base_bytes, self._budget_bytes)
+        if not self._trained.library:
+            reason = "it is of a module of your own, whose state_dict it has"
         if reason is not None:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return
@@ -129,6 +71,25 @@ class Export:
         if self._kind.name == "causal" and tokenizer is not None:
             prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)
             self._say(f"sample: {prompt!r} -> {text!r}")
+
+
+def go_back(
+    engine: Engine, config: Config, stands: RunProgress, folder: RunFolder, say: Callable[[str], None]
+) -> Path | None:
+    """Take over the states of the best evaluation, if these are to be exported, and return the checkpoint that has
+    them; None where the last states are the best, or the only ones: a save has failed, or the run began in another's
+    folder, or at an earlier step. Collective. Raises CheckpointError.
+    """
+    best, comm = stands.best, engine.comm
+    if not config.checkpoint.export_best or best.step in (None, stands.num_done):
+        return None
+    path, which = folder.checkpoints / f"step-{best.step}", f"step {best.step}, whose eval loss of {best.loss:.4f}"
+    if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
+        say(f"note: there is no {path} of {which} is the lowest, so that the last weights are exported.")
+        return None
+    engine.load_checkpoint(path, reset=config.optimizer.reset)
+    say(f"back to {which} is the lowest")
+    return path
 
 
 def export_or_save(

@@ -18,6 +18,8 @@ class Objective:
     """
 
     name = "next token"
+    takes_labels = True
+    """Whether the targets are the tokens that have a label in the data, but for those that are first."""
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         """Return the model's batch for a step; the same step gives the same batch.
@@ -49,6 +51,7 @@ class MaskedTokens(Objective):
     """
 
     name = "masked tokens"
+    takes_labels = False
 
     def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
         self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
@@ -87,6 +90,7 @@ class Continuation(Objective):
     """
 
     name = "second half of a row from the first"
+    takes_labels = False
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         half = batch["input_ids"].shape[1] // 2

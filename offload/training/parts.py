@@ -56,19 +56,21 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
         isolated=_isolated(data, kind),
+        group_by_length=_grouped(config),
         train_on_prompt=data.train_on_prompt,
         eval_share=float(data.eval_share or 0),
         on_bad_row=data.on_bad_row,
         stopping_strategy=data.stopping_strategy,
         batch_size=config.train.batch_size,
         seed=config.run.seed,
+        num_workers=data.num_workers,
         progress=progress,
     )
 
 
 def _isolated(data: DataSection, kind: Kind) -> bool | None:
     """Return whether packed documents are apart; None for those of conversations. Raises ConfigError."""
-    if kind.name == "causal":
+    if kind.name == "causal" and (kind.auto is not None or data.packing_isolated is True):
         return None if data.packing_isolated == "auto" else data.packing_isolated
     if data.packing_isolated is True:
         raise ConfigError(
@@ -76,6 +78,17 @@ def _isolated(data: DataSection, kind: Kind) -> bool | None:
             "causal language models alone. Set --data.packing false for a document a row."
         )
     return False
+
+
+def _grouped(config: Config) -> bool:
+    """Return whether rows that are a document each are batched by length. Raises ConfigError."""
+    data = config.data
+    if data.group_by_length is True and data.packing:
+        raise ConfigError(
+            "data.group_by_length is true, and rows are packed, which have one length: set --data.packing false for a "
+            "document a row, or leave data.group_by_length out."
+        )
+    return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
 
 
 def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:

@@ -1,20 +1,65 @@
-"""Where a run stands: its steps, its losses, its time."""
+"""Where a run stands: its steps, its losses, the best of them, its time."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.config.sections import TrainSection
+
+_NOISE_RATE = 0.02
+
+
+@dataclass
+class Best:
+    """The evaluation with the lowest loss, and how long it is ago."""
+
+    loss: float | None = None
+    """Its loss; None before the first one."""
+    step: int | None = None
+    """After which it was made; None before the first one."""
+    mark: float | None = None
+    """The loss that the next one has to be below, by `train.early_stopping_min_delta`, to be waited for no more."""
+    num_since: int = 0
+    """The evaluations since the one that set the mark."""
+
+    def judge(self, loss: float, step: int, min_delta: float) -> None:
+        """Take an evaluation after a step. A loss that is no number is never better."""
+        if loss < (math.inf if self.loss is None else self.loss):
+            self.loss, self.step = loss, step
+        self.num_since += 1
+        if loss < (math.inf if self.mark is None else self.mark - min_delta):
+            self.mark, self.num_since = loss, 0
+
+
+@dataclass
+class Noise:
+    """The gradient noise scale over the last hundred steps or so: both estimates of a step are noisy, and their ratio
+    is biased, so that it is one of means (McCandlish et al., arXiv:1812.06162, appendix A.1).
+    """
+
+    trace: float = 0.0
+    """Of the covariance of the gradients of single targets, exponentially averaged."""
+    square: float = 0.0
+    """Of the gradient, likewise."""
+
+    def fields(self, trace: float, square: float, share: float) -> dict[str, float]:
+        """Take the estimates of a step; return the fields of its line of metrics.jsonl."""
+        self.trace += _NOISE_RATE * (trace - self.trace)
+        self.square += _NOISE_RATE * (square - self.square)
+        scale = self.trace / self.square if self.square > 0 else math.nan
+        return {"noise_scale": scale, "noise_trace": trace, "noise_square": square, "noise_share": share}
 
 
 class RunProgress:
     """Counts from where the run was begun or resumed, which is now.
 
     `num_done`, `num_coarse`: steps of the run, in this process and before. `loss` is of the last step, `eval_loss` of
-    the last evaluation, which was made after `eval_step`; both are None without one.
+    the last evaluation, which was made after `eval_step`; both are None without one. `best`: of all evaluations.
+    `num_tokens`: of all steps, without padding. `noise`: of the gradients.
     """
 
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
@@ -23,18 +68,22 @@ class RunProgress:
         self.num_done = self.first_step = int(known["step"])
         self.loss, self.eval_loss, self.num_coarse = known["loss"], known["eval_loss"], known["num_coarse"]
         self.eval_step: int | None = known.get("eval_step")
+        self.noise = Noise(**known.get("noise", {}))
+        self.best, self.num_tokens = Best(**known.get("best", {})), int(known.get("tokens", 0))
         self.last: Mapping[str, Any] = {}
         """The line of metrics.jsonl of the last step that this process made."""
         self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
 
     def step_made(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
         """Count a step."""
+        self.num_tokens = fields["tokens_seen"]
         self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
         self.num_coarse += is_coarse
 
     def evaluated(self, loss: float) -> None:
         """Note an evaluation after the last step."""
         self.eval_step, self.eval_loss = self.num_done, loss
+        self.best.judge(loss, self.num_done, self._train.early_stopping_min_delta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs of it, for JSON."""
@@ -44,6 +93,9 @@ class RunProgress:
             "loss": self.loss,
             "eval_loss": self.eval_loss,
             "eval_step": self.eval_step,
+            "best": asdict(self.best),
+            "tokens": self.num_tokens,
+            "noise": asdict(self.noise),
             "num_coarse": self.num_coarse,
         }
 
@@ -53,10 +105,19 @@ class RunProgress:
         return self._before_s + time.monotonic() - self._begun
 
     @property
-    def is_late(self) -> bool:
-        """True where the time of the run is over, of which one step is made in any case."""
-        limit = self._train.max_seconds
-        return self.num_done > 0 and limit is not None and self.elapsed_s >= limit
+    def why_over(self) -> str:
+        """Say why the run ends before its last step, of which one is made in any case; empty where it goes on."""
+        limit, patience, best = self._train.max_seconds, self._train.early_stopping_patience, self.best
+        if patience is not None and best.num_since >= patience:
+            lower = (
+                f"lower by {self._train.early_stopping_min_delta:g}"
+                if self._train.early_stopping_min_delta
+                else "lower"
+            )
+            since = f"none of {best.num_since} evaluations since was {lower} (train.early_stopping_patience)"
+            return since if best.mark is None else f"the eval loss was {best.mark:.4f} once, and {since}"
+        is_late = self.num_done > 0 and limit is not None and self.elapsed_s >= limit
+        return f"the {limit:g} s of train.max_seconds are over" if is_late else ""
 
     @property
     def eta_s(self) -> float | None:

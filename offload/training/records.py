@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
+from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
@@ -20,6 +21,7 @@ from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
 from offload.training.parts import with_decisions
+from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
 
 
@@ -173,21 +175,34 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:
-    """Return the line of metrics.jsonl of a step, counted from 0.
+def told_coarse(stands: RunProgress) -> list[str]:
+    """Return what is to be said of steps whose corrections were coarse; nothing without such."""
+    text = (
+        f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
+        f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of these steps "
+        "are less exact than others. --train.clip deferred needs no corrections."
+    )
+    return [text] if stands.num_coarse else []
+
+
+def step_fields(
+    stands: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
+) -> dict[str, Any]:
+    """Return the line of metrics.jsonl of the step after those that `stands` has. num_tokens: without padding.
 
     seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
-    before the first step. Its updates may run on into the next step. Tokens are positions of its rows, as in a plan.
+    before the first step. Its updates may run on into the next step.
     """
-    counters, tokens = engine.counters, config.train.batch_size * int(config.data.sequence_length or 0)
+    counters = engine.counters
     fields: dict[str, Any] = {
-        "step": step + 1,
-        "tokens": tokens,
+        "step": stands.num_done + 1,
+        "tokens": num_tokens,
+        "tokens_seen": stands.num_tokens + num_tokens,
         "targets": result.tokens or 0,
         "loss": float(result.loss),
         "lr": engine.lr,
         "grad_norm": float(result.grad_norm),
-        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "tokens_per_second": num_tokens / max(seconds, 1e-9),
         "step_seconds": seconds,
         "h2d_bytes": counters.h2d_bytes,
         "d2h_bytes": counters.d2h_bytes,
@@ -202,6 +217,7 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         fields |= {
             "all_gather_elements": counters.all_gather_elements,
             "reduce_scatter_elements": counters.reduce_scatter_elements,
+            "network_bytes": counters.network_bytes,
         }
     if counters.experts_fetched:
         fields["experts_fetched"] = counters.experts_fetched
@@ -209,6 +225,8 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         fields["compiled_graphs"] = engine.compiled_graphs
     if config.offload.graphs == "cpu":
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
+    if result.noise is not None and not result.skipped:
+        fields |= stands.noise.fields(*result.noise)
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip != "deferred":

@@ -17,6 +17,7 @@ from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.hf.adapters import write_adapter
+from offload.hf.freeze import freeze
 from offload.hf.models import BuiltModel, build_model, load_model_config, model_kind, quiet_transformers
 from offload.hf.sources import Removed
 from offload.planning.from_config import update_rule
@@ -93,6 +94,7 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
         device="cpu",
     )
     built = _adapted(base, config) if config.adapts else _whole(base, config)
+    freeze(built.model, config.optimizer.freeze)
     engine = Engine(built.model, settings=settings, fill=built.fill)
     built.close()
     if is_checkpoint(base):

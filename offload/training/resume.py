@@ -65,6 +65,12 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
 def check_settings(config: Config, num_ranks: int) -> None:
     """Refuse settings that can be refused before any work. Raises ConfigError."""
     config.check_ranks(num_ranks)
+    train = config.train
+    if train.noise_scale and num_ranks == 1 and (train.micro_batch_size or train.batch_size) >= train.batch_size:
+        raise ConfigError(
+            f"train.noise_scale is true, and the {train.batch_size} rows of a step are one part, whose gradients have "
+            "nothing to be compared with: set --train.micro_batch_size to fewer rows, or train over several ranks."
+        )
     if dirs := placement(config).dirs:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)

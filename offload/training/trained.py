@@ -24,6 +24,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
 from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, summary, write_adapter
 from offload.hf.base_mark import BaseMark, base_config
+from offload.hf.freeze import freeze
 from offload.hf.loftq import begin_at_loss
 from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
 from offload.hf.residual import to_bytes
@@ -44,7 +45,7 @@ class Trained(Protocol):
     main_file: ClassVar[str]
     """The file that every folder that it leaves has."""
     library: ClassVar[str]
-    """By which that is loaded."""
+    """By which that is loaded; empty where none can."""
 
     def over(self, built: BuiltModel) -> BuiltModel:
         """Return what is trained, of a model that need not be filled. Raises ConfigError."""
@@ -102,29 +103,39 @@ class WholeModel(Trained):
 
     kind: Kind
     """What sort of model it is."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of what of it does not train, and is in its checkpoints all the same."""
     trained_only: ClassVar[bool] = False
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
     def over(self, built: BuiltModel) -> BuiltModel:
-        """Return the model as it is."""
+        """Return the model, with what does not train frozen."""
+        freeze(built.model, self.frozen)
         return built
 
     def name(self, model: Any) -> str:
         """Return the name of its class."""
         return type(model).__name__
 
-    def told(self, model: Any) -> Iterator[str]:  # noqa: ARG002
-        """Yield nothing."""
-        return iter(())
+    def told(self, model: Any) -> Iterator[str]:
+        """Yield how much of it trains, where that is not all."""
+        if self.frozen:
+            num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
+            yield f"frozen: {num_all - num_trained:,} parameters (optimizer.freeze); {num_trained:,} train"
 
     def num_saved(self, model: nn.Module) -> int:
-        """Return the number of all parameters."""
-        return sum(parameter.numel() for parameter in model.parameters())
+        """Return the number of parameters that train."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of what is frozen."""
+        frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+        return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in frozen)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of all parameters."""
-        return weight_bytes * self.num_saved(model)
+        return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
 
     def marks(self) -> Mapping[str, Any]:
         """Return nothing."""
@@ -147,6 +158,14 @@ class WholeModel(Trained):
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
         """Load the folder with transformers."""
         return reload.reload(folder, self.kind.auto)
+
+
+@dataclass(frozen=True)
+class GivenModule(WholeModel):
+    """A module that is not transformers', all of it."""
+
+    main_file: ClassVar[str] = "model.safetensors"
+    library: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)

@@ -7,49 +7,63 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from offload.config.config import Config
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
-from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
+from offload.errors import InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
+from offload.training.callbacks import Callbacks
 from offload.training.checkpoints import Saves
-from offload.training.finish import Export, evaluate, export_or_save, next_share
+from offload.training.evaluation import Evaluations
+from offload.training.finish import Export, export_or_save, go_back
+from offload.training.given import settle
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.parts import rate_at, with_decisions
-from offload.training.progress import RunProgress
+from offload.training.progress import Best, RunProgress
 from offload.training.ranks import Notes, Parting, tally
-from offload.training.records import Records, step_fields, told_streaming, told_tiers
+from offload.training.records import Records, step_fields, told_coarse, told_streaming, told_tiers
 from offload.training.resume import open_run
 from offload.training.run_folder import RunFolder
+from offload.training.shares import next_share
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to. `loss` is of the last step; `eval_loss` of the last evaluation, None without eval rows."""
+    """What a run came to. `loss` is of the last step; `eval_loss` of the last evaluation, None without eval rows;
+    `best` is the best one.
+    """
 
     dir: Path
     steps: int
     loss: float
     eval_loss: float | None
     export: Path | None
+    best: Best
 
 
 class Trainer:
-    """`Trainer(config).run()` does what `python -m offload.train` does.
+    """`Trainer(config).run()` does what `python -m offload.train` does. `config`: a Config, the path of a YAML file, or
+    a mapping such as {"train": {"steps": 10}}; None for the built-in run.
+
+    `model`: a module in place of model.path, which is consumed; of transformers, or any whose forward takes input_ids
+    and labels and returns a loss. `data`, `eval_data`: rows in place of data.source and data.eval_source, texts or
+    mappings with the keys of a format (docs/reference/data.md): any iterable, or a data set with numbered rows.
+    `callbacks`: see `Callbacks`; transformers' TrainerCallback has the same methods.
 
     Over several ranks (by torchrun's variables, or the process group that there is) it is collective. Rank 0 writes the
     run folder and prints; the others print what is theirs alone.
@@ -57,13 +71,23 @@ class Trainer:
     Raises OffloadError, one on every rank; InterruptedRun after a signal.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config | str | Path | Mapping[str, Any] | None = None,
+        *,
+        model: nn.Module | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        self.config, self._given = settle(config, model, data, eval_data)
+        self._callbacks = Callbacks(callbacks)
         self._engine: Engine | None = None
         self._folder: RunFolder | None = None
         self._records = Records()
 
     def run(self) -> TrainResult:
+        """Train, and return what came of it."""
         self.config.check(may_go_on=True)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
@@ -106,23 +130,25 @@ class Trainer:
         self.config = start.config
         if self._is_first:
             self._records = Records(self._folder, self._say)
-        run = make_run(start, comm, self._say, self._notes.add)
+        run = make_run(start, comm, self._say, self._notes.add, self._given)
         self.config, self._data, self._objective, self._trained = run.config, run.data, run.objective, run.trained
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
-        section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
-        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs, run.trained)
+        self._saves = Saves(run, comm, self._folder.checkpoints, self._stands, self._callbacks, self._say)
         self._export = Export(self._folder, run, self._say)
+        self._evaluations = Evaluations(run, comm, self._records, self._stands, self._callbacks, self._say)
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._stands.num_done))
         self._stop.begin()
+        self._callbacks.begin(run, self._stands)
         try:
             try:
                 self._train()
             finally:
-                self._end_steps()
+                self._records.end_steps(self._say)
+                self._say(*told_coarse(self._stands))
             return self._finish(self._folder)
         except Exception as error:
             if comm.size == 1 or is_common(error):  # what was saved before the failure is whole
@@ -146,8 +172,9 @@ class Trainer:
     # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        train, stands = self.config.train, self._stands
+        train, stands, evaluations = self.config.train, self._stands, self._evaluations
         assert self._engine is not None
+        evaluations.make_missed(self._engine)
         for step in itertools.count(stands.num_done):
             if train.steps is not None and step >= train.steps:
                 if step == stands.first_step:
@@ -157,6 +184,7 @@ class Trainer:
             batch = self._next_batch(step)
             if batch is None:
                 return
+            self._callbacks.tell("on_step_begin")
             self._say(*self._trained.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
@@ -167,18 +195,19 @@ class Trainer:
                 self._open_records(result)
             elif self.config.train.clip != self._engine.clip:  # the steps up to this one have decided it
                 self.config = self._records.decide(self.config, self._engine)
-            fields = step_fields(step, result, end - begin, self._engine, self.config)
+            fields = step_fields(stands, self._data.num_tokens(step), result, end - begin, self._engine, self.config)
             fields |= mark | self._saves.take_stalled()
             stands.step_made(fields, is_coarse=result.coarse)
             self._records.step(fields, begin, end, self._engine)
-            if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first
-                fields |= self._evaluate()
+            self._callbacks.step_made(fields)
+            if evaluations.is_due and not self._stop.is_agreed(self._comm):  # a stop saves first
+                fields |= evaluations.make(self._engine)
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
             self._progress.step(fields, num_steps=train.steps, eta_s=stands.eta_s)
             every = self.config.checkpoint.every
-            if isinstance(every, int) and stands.num_done % every == 0:
+            if (isinstance(every, int) and stands.num_done % every == 0) or evaluations.has_new_best:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
@@ -190,7 +219,12 @@ class Trainer:
         own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
         self._records.sync()  # the run goes on from here, and its lines are to reach as far
         save = self._saves.save if is_last else self._saves.try_to_save
-        save(self._engine, self._stands.num_done, self._stands.state_dict() | own, self._files)
+        save(
+            self._engine,
+            self._stands.num_done,
+            self._stands.state_dict() | self._callbacks.state_dict() | own,
+            self._files,
+        )
         self._records.mark("checkpoint", begin, time.perf_counter())
 
     def _save_last(self) -> None:
@@ -202,16 +236,18 @@ class Trainer:
         """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
         any more, or the time is over, by rank 0's count. One exchange; a save first, where one of them is told to.
         """
-        comm, train = self._comm, self.config.train
-        batch, failure = next_share(self._data, self._objective, comm, step, train.batch_size)
+        assert self._engine is not None
+        comm, control = self._comm, self._callbacks.control
+        batch, failure = next_share(self._data, self._objective, comm, step, self.config.train.batch_size)
         votes = tally(
             comm,
             "what comes after a step",
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
-            save=self._stop.take_save() or (self._is_first and self._saves.is_time),
-            late=self._is_first and self._stands.is_late,
+            save=self._stop.take_save() or control.take("should_save") or (self._is_first and self._saves.is_time),
+            evaluate=control.take("should_evaluate"),
+            over=control.should_training_stop or (self._is_first and bool(self._stands.why_over)),
             saved=self._saves.is_due,
             without=batch is None,
         )
@@ -221,14 +257,15 @@ class Trainer:
             outcome(comm, None, failure, "making of a batch")
         if votes["saved"] == comm.size:
             self._saves.settle()
+        if votes["evaluate"] and not votes["stop"] and self._stands.eval_step != step:
+            self._records.amend(step, self._evaluations.make(self._engine))
+            votes["save"] += self._evaluations.has_new_best
         if votes["save"] and not votes["stop"] and step > self._stands.first_step and self._saves.newest_step != step:
             self._save()
         if votes["stop"]:
             self._stop.agree(comm)
-        elif votes["late"]:
-            self._say(f"the {train.max_seconds:g} s of train.max_seconds are over, so the run ends after {step} steps.")
-        elif votes["without"] and not step:
-            raise common(ConfigError("data.source has no rows for a first step; give more data."))
+        elif votes["over"]:
+            self._say(f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after {step} steps.")
         elif votes["without"]:
             self._say(f"the data are at their end after {step} steps.")
         else:
@@ -249,43 +286,6 @@ class Trainer:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         self._say(told_tiers(self._engine, self.config, self._folder.path))
 
-    def _end_steps(self) -> None:
-        """Write what was kept of the steps, however they ended."""
-        self._records.end_steps(self._say)
-        if num_coarse := self._stands.num_coarse:
-            self._say(
-                f"coarse: in {num_coarse} of {self._stands.num_done} steps the gradients were clipped more than "
-                f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of "
-                "these steps are less exact than others. --train.clip deferred needs no corrections."
-            )
-
-    @property
-    def _is_eval_step(self) -> bool:
-        """True where an evaluation is due after the last step that was made."""
-        every = self.config.train.eval_every
-        return every > 0 and self._stands.num_done % every == 0
-
-    def _evaluate(self) -> dict[str, Any]:
-        """Return the evaluation's fields of metrics.jsonl, if there are eval rows. Collective."""
-        assert self._engine is not None
-        begin, stands = time.perf_counter(), self._stands
-        found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
-        if not found:
-            return {}
-        stands.evaluated(found[0].loss)
-        self._records.mark("evaluation", begin, time.perf_counter())
-        self._say(*(f"step {stands.num_done}  eval loss {each.loss:.4f} over {each.rows}" for each in found))
-        named = {each.name: each.loss for each in found if each.name}
-        return {"eval_loss": stands.eval_loss, **({"eval_losses": named} if named else {})}
-
-    def _evaluate_last(self) -> None:
-        """Evaluate the weights after the last step, unless that is done. Collective."""
-        assert self._engine is not None
-        if not self._is_eval_step:  # the evaluation of the end of a run, which sees the newest weights
-            self._engine.catch_up()
-        if self._stands.eval_step != self._stands.num_done:
-            self._records.amend(self._stands.num_done, self._evaluate())
-
     # -- after the last step -----------------------------------------------------------------------------------------
 
     def _finish(self, folder: RunFolder) -> TrainResult:
@@ -296,14 +296,19 @@ class Trainer:
         self._saves.settle()
         self._leave_if_told(folder)
         has_some = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
+        has_some = comm.any(self._callbacks.control.take("should_save"), "whether to save the last step") or has_some
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
-        self._evaluate_last()
+        self._evaluations.make_last(self._engine)
+        if self._evaluations.has_new_best and self._saves.last_step != stands.num_done:
+            self._save()
+            self._saves.settle()
         self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
         has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, stands)
         exported = None if has_export else self._export_or_save(folder)
+        self._callbacks.tell("on_train_end", export=exported)
         self._say(*told_streaming(stands.last))
         self._close_engine()
         with as_one(comm, "check of the export"):
@@ -313,20 +318,21 @@ class Trainer:
         if self._saves.failure is not None:
             raise common(self._saves.unsaved(stands.num_done, exported))
         self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
-        return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
+        return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported, stands.best)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
         """Export, or save the states, whichever can be done. Collective. Raises what the export does."""
         assert self._engine is not None
+        best = go_back(self._engine, self.config, self._stands, folder, self._say)
         return export_or_save(
             self._comm,
             partial(self._export.write, self._engine),
-            self._save_last,
+            self._save_last if best is None else lambda: None,
             partial(self._leave_if_told, folder),
             self._say,
             waits=self.config.checkpoint.on_error != "stop",
             saved=f"All {self._stands.num_done} steps are done, and their states are saved: `python -m offload.export "
-            f"{folder.path} OUT` exports them to a folder OUT, also on another disk.",
+            f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
         )
 
     def _leave_if_told(self, folder: RunFolder) -> None:
@@ -337,11 +343,11 @@ class Trainer:
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
         told = f"interrupted by {self._stop.name} after step {self._stands.num_done}{of}"
-        if not self._stands.num_done:
+        if self._engine is None or not self._stands.num_done:
             raise common(InterruptedRun(f"{told}: there was nothing to save."))
         self._save_last()
-        if self._is_eval_step or self._stands.num_done == self.config.train.steps:
-            self._evaluate_last()
+        if self._evaluations.is_due or self._stands.num_done == self.config.train.steps:
+            self._evaluations.make_last(self._engine)
         raise common(
             InterruptedRun(
                 f"{told}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "

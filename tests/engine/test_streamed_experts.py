@@ -12,9 +12,14 @@ import transformers as t
 from torch import nn
 
 from offload import AdamW, Engine, Muon, Placement
+from offload.distributed.comm import ImaginedRanks
 from offload.distributed.joining import open_comm
+from offload.engine.assemble import prepare
 from offload.engine.units import cut_experts
 from offload.errors import ConfigError, DoesNotFitError
+from offload.machine.hardware import Hardware
+from offload.planning.machines import DescribedMachine
+from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, assert_weights, weights
 from tests.engine.families import GROUPED, SPECIAL, build, llama, tokens
 from tests.engine.inside import parts_of, states
@@ -294,6 +299,17 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
 def test_what_cannot_be_cut_is_refused(make: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Engine(build(make), placement=streamed(), **settings)
+
+
+def test_over_replicas_streamed_experts_are_refused_and_auto_stays_whole() -> None:
+    """Break: choose by whether a layer fits alone."""
+    with torch.device("meta"):
+        model = mixture("qwen3_moe", moe_intermediate_size=512)()
+    ranks, machine = ImaginedRanks(2, 2), DescribedMachine(Hardware.read("rtx-4090"), 1)
+    with pytest.raises(ConfigError, match=r"experts is streamed, and there are 2 replicas.*--offload.replicas 1, or"):
+        prepare(model, Settings(RULE, streamed()), ranks, machine)
+    with pytest.raises(DoesNotFitError):
+        prepare(model, Settings(RULE, Placement(device_memory=100_000)), ranks, machine)
 
 
 def test_a_router_that_is_none_is_refused() -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from offload import AdamW, Engine, Placement
 from offload.config.config import Config
+from offload.distributed.comm import Comm
 from offload.engine.assemble import Structure
 from offload.engine.units import cut_experts
 from offload.forecast.forecast import Forecast, Forecaster
@@ -55,7 +56,7 @@ def held(found: Forecast) -> dict[str, int]:
 def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MIXTURE)
-    structure = Structure.of(model, Settings(placement=Placement(experts="streamed")), 1, {})
+    structure = Structure.of(model, Settings(placement=Placement(experts="streamed")), Comm(), {})
     found = routed_experts(structure, Workload((), 1, tokens))
     torch.manual_seed(0)
     draws = [torch.rand(tokens, NUM_EXPERTS).topk(CHOICES).indices.unique().numel() for _ in range(300)]

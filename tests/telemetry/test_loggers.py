@@ -13,7 +13,7 @@ from offload.telemetry.loggers import Loggers, check_loggers
 
 LINES = [
     {"step": 1, "loss": 2.5, "lr": 0.1, "lanes": {"h2d": {}}, "peak_device_bytes": 7, "grad_norm": float("nan")},
-    {"step": 2, "loss": 1.5, "lr": 0.2, "eval_loss": 1.25, "eval_losses": {"books": 1.25}},
+    {"step": 2, "loss": 1.5, "lr": 0.2, "eval_loss": 1.25, "eval_sources": {"books": {"loss": 1.25}}},
 ]
 WANTED = {
     "train/loss": {1: 2.5, 2: 1.5},

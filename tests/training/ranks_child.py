@@ -53,6 +53,34 @@ def happen(way: str, rank: int) -> None:
         return build(*args)
 
     Dataset.batch, Engine.step, run.build_data = batch, step, build_data  # type: ignore[method-assign]
+    if way == "asks":
+        from offload.training import trainer
+
+        real = trainer.Trainer
+        trainer.Trainer = lambda config: real(config, callbacks=[Asks(rank)])  # type: ignore[misc, assignment]
+
+
+class Asks:
+    """A callback that asks for everything on rank 1 after the second step, and says what it is told on all."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_step_end(self, _config: Any, state: Any, control: Any, **_more: Any) -> None:
+        if self._rank == 1 and state.global_step == AT:
+            control.should_training_stop = control.should_save = control.should_evaluate = True
+
+    def on_evaluate(self, _config: Any, state: Any, _control: Any, *, metrics: Any, **_more: Any) -> None:
+        assert metrics["eval_loss"] > 0
+        print(f"rank {self._rank}: on_evaluate {state.global_step}", flush=True)
+
+    def on_save(self, _config: Any, state: Any, _control: Any, *, checkpoint: Any, **_more: Any) -> None:
+        assert checkpoint.name == f"step-{AT}"
+        print(f"rank {self._rank}: on_save {state.global_step}", flush=True)
+
+    def on_train_end(self, _config: Any, state: Any, _control: Any, *, export: Any, **_more: Any) -> None:
+        assert export is not None
+        print(f"rank {self._rank}: on_train_end {state.global_step}", flush=True)
 
 
 def warn(text: str) -> None:

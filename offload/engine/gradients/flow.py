@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.gradients.landing import Landing
+from offload.engine.gradients.noise import MeasuredParts, Parts
 from offload.engine.gradients.norms import Measures
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
@@ -38,7 +39,8 @@ Witness = Callable[[int, torch.Tensor], None]
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `measures` has what is known of all gradients. `is_over`: they were summed and measured, and none may be added.
+    `measures` has what is known of all gradients, `parts` of those of a batch's parts. `is_over`: they were summed and
+    measured, and none may be added.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.landing = Landing(store, measures, device, lanes, counters, staging, sizes, bool(settings.debug))
+        self.parts = MeasuredParts() if settings.noise_scale else Parts()
+        self.landing = Landing(
+            store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
+        )
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
@@ -91,6 +96,7 @@ class GradientFlow:
         """Forget the last step's gradients."""
         self._end_lasting()
         self.measures.begin_step()
+        self.parts.forget()
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
@@ -194,25 +200,16 @@ class GradientFlow:
     def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
         """Land the gradients of a record of experts, all but those of parameters that are `frozen`."""
         if self._witness is None:
-            self._touch(regions, frozen)
+            self.measures.touch(regions, frozen)
             self.close(regions)
 
     def land_zeros(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
         """No expert of a record has tokens: its gradients are 0, and nothing comes down."""
         if self._witness is None:
-            self._touch(regions, frozen)
+            self.measures.touch(regions, frozen)
             for region in regions:
                 if region.trainable and any(self.measures.touched[region.index]):
                     self.landing.land_zeros(region)
-
-    def _touch(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
-        """All of these has gradients, if they are 0."""
-        for region in [region for region in regions if region.trainable]:
-            touched = self.measures.touched[region.index]
-            for position, piece in enumerate(region.pieces):
-                if not touched[position] and piece.parameter not in frozen:
-                    touched[position] = True
-                    self.measures.know(piece, 0.0)
 
     def _passing_dtype(self, region: Region) -> torch.dtype:
         return torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32
@@ -227,9 +224,12 @@ class GradientFlow:
             begin, end = end, end + self._passing_bytes(region)
             self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
-    def widen(self, sums_in_fp32: bool) -> None:
-        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight."""
+    def widen(self, sums_in_fp32: bool, num_parts: int = 0) -> None:
+        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight. They are
+        of so many parts of this rank's batch; 0: it is not known of which.
+        """
         self.sums_in_fp32 = sums_in_fp32
+        self.parts.cut(num_parts)
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -269,6 +269,7 @@ class GradientFlow:
                 "were measured (by engine.grad_norm() or an update): call engine.update() first, and begin the next "
                 "step with a forward of the model."
             )
+        self.parts.see(piece, gradient, self._repeats)
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]

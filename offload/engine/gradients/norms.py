@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -68,6 +68,15 @@ class Measures:
             self.squares[piece] = square
             self._known.add(piece)
 
+    def touch(self, regions: Sequence[Region], frozen: Container[int]) -> None:
+        """All pieces of these regions have gradients, if they are 0; but those of parameters that are `frozen`."""
+        for region in [region for region in regions if region.trainable]:
+            touched = self.touched[region.index]
+            for position, piece in enumerate(region.pieces):
+                if not touched[position] and piece.parameter not in frozen:
+                    touched[position] = True
+                    self.know(piece, 0.0)
+
     def measured(self, region: Region) -> None:
         """A region's gradients have landed: from now on what is known of them is final."""
         found = self._pending.get(region.index)
@@ -88,12 +97,12 @@ class Measures:
         return partial(self._device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
-        """Measure this rank's range of the sum over ranks, on the lane of exchanges. With `agrees` the others are told
-        at once, else in `finish`.
+        """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange. With `agrees` the
+        others are told at once, else in `finish`.
         """
         room, touched = self._rooms[region.index], self.touched[region.index]
         flags = room[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
-        squares = _squares(region, shard, self._store.sharding.shard(region))
+        squares = _squares(region, shard, self._store.sharding.piece(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
         if not agrees:
             self._shares[region.index] = self._brought_down(share, room)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.engine.gradients.noise import GradientNoise
 from offload.errors import ConfigError
 from offload.telemetry.timeline import LaneTime
 
@@ -96,5 +97,7 @@ class StepResult:
     """Of the step on this thread."""
     lanes: Mapping[str, LaneTime] = field(default_factory=dict)
     """How long each lane was busy in it, and how long compute waited for it."""
+    noise: GradientNoise | None = None
+    """With `noise_scale`: how the gradients of micro-batches and ranks scatter; None where it is not known exactly."""
     measured: ZerothOrderRecord | None = None
     """Of a step without gradients: what it measured, from which its update follows. None where it was skipped."""

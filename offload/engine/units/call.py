@@ -184,7 +184,8 @@ class Call:
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(self._micro_batches):
-                    found.append(self._backward_of(number, micro_batch, gradients, trains))
+                    with runner.gradients.parts.within(number, len(self._micro_batches)):
+                        found.append(self._backward_of(number, micro_batch, gradients, trains))
             runner.saved.look_back(self, 1)  # ahead of the weights that come once this use is left
             if trains:
                 runner.gradients.close(unit.regions)

@@ -27,10 +27,18 @@ def is_stack_of_experts(module: nn.Module) -> bool:
     return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
 
 
-def cut_experts(candidates: Sequence[Candidate], infos: Sequence[ParameterInfo], rule: UpdateRule) -> list[Candidate]:
+def cut_experts(
+    candidates: Sequence[Candidate], infos: Sequence[ParameterInfo], rule: UpdateRule, num_replicas: int = 1
+) -> list[Candidate]:
     """Return the units with the experts of each block as a unit of their own, behind that block; what else a module of
-    experts has stays with its block. Raises ConfigError where experts cannot be cut.
+    experts has stays with its block. Raises ConfigError where experts cannot be cut, or there are several replicas.
     """
+    if num_replicas > 1:
+        raise ConfigError(
+            f"offload.experts is streamed, and there are {num_replicas} replicas of the model: each routes tokens to "
+            "experts of its own, and gradients are summed between all of them. Set --offload.replicas 1, or "
+            "--offload.experts whole."
+        )
     uses = Counter(place.parameter for unit in candidates for place in unit.places)
     found = []
     for unit in candidates:

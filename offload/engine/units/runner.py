@@ -226,7 +226,7 @@ class UnitRunner:
     def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
         """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
         self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
-        self.gradients.widen(is_cut)
+        self.gradients.widen(is_cut, -(-batch_rows // rows))
         try:
             yield
         finally:

@@ -1,0 +1,115 @@
+"""The gradient noise scale: how the gradients of a batch's parts scatter around that of the whole batch (McCandlish et
+al., arXiv:1812.06162, appendix A.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from offload.distributed.comm import Comm
+from offload.layout.regions import ParameterInfo, Piece
+
+
+class GradientNoise(NamedTuple):
+    """Estimates of one step, without bias, over those parameters whose gradients came part by part."""
+
+    trace: float
+    """tr(S), of the covariance of the gradients of single targets."""
+    square: float
+    """|G|^2, of the true gradient: that of the batch less its noise, so that it may be below 0."""
+    share: float
+    """Of all weights that train, those that it is over."""
+
+
+class Parts:
+    """Is told which part of a batch gradients are of; this one keeps nothing."""
+
+    def forget(self) -> None:
+        """A step begins."""
+
+    def cut(self, num_parts: int) -> None:
+        """The batch of this rank is cut into so many parts from now on; of one, all gradients are, and of 0, none."""
+
+    @contextmanager
+    def within(self, number: int, count: int) -> Iterator[None]:  # noqa: ARG002
+        """Within, gradients are of part `number` of the `count` that a unit runs over."""
+        yield
+
+    def see(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
+        """Take what autograd gives a piece of a parameter; `is_sum`: of several parts, cut by the unit itself."""
+
+    def noise(
+        self,
+        infos: Sequence[ParameterInfo],  # noqa: ARG002
+        squares: Mapping[Piece, float],  # noqa: ARG002
+        targets: Iterable[int],  # noqa: ARG002
+        comm: Comm,  # noqa: ARG002
+    ) -> GradientNoise | None:
+        """Return the noise of the step that was made; None where it is not known. `squares`: of each piece's whole
+        gradient; `targets`: of each part of this rank. Collective.
+        """
+        return None
+
+
+class MeasuredParts(Parts):
+    """Squares of each part's gradient, piece by piece of the parameters.
+
+    A piece counts where its gradient of a part came once and alone: not where a unit runs over the whole batch
+    (those that stay on the device, a head in chunks), and not where two uses of it add up (tied weights).
+    """
+
+    def __init__(self) -> None:
+        self._num_parts = 0
+        self._part: int | None = None
+        self._squares: dict[Piece, dict[int, torch.Tensor]] = {}
+        self._mixed: set[Piece] = set()
+
+    def forget(self) -> None:
+        self._squares.clear()
+        self._mixed.clear()
+
+    def cut(self, num_parts: int) -> None:
+        self._num_parts, self._part = num_parts, 0 if num_parts == 1 else None
+
+    @contextmanager
+    def within(self, number: int, count: int) -> Iterator[None]:
+        before, self._part = self._part, number if count == self._num_parts else None
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def see(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
+        of_parts = self._squares.setdefault(piece, {})
+        if self._part is None or self._part in of_parts or (is_sum and self._num_parts > 1):
+            self._mixed.add(piece)
+        else:
+            of_parts[self._part] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+
+    def noise(
+        self, infos: Sequence[ParameterInfo], squares: Mapping[Piece, float], targets: Iterable[int], comm: Comm
+    ) -> GradientNoise | None:
+        trained = [piece for piece in squares if infos[piece.parameter].trainable]
+        counts, sums = list(targets), list[float]()
+        for piece in trained:  # |g_m|^2 / n_m, of the parts that have targets
+            found = self._squares.get(piece, {})
+            sums.append(sum(float(found[part]) / count for part, count in enumerate(counts) if count and part in found))
+        pure = [float(piece not in self._mixed) for piece in trained]
+        own = [*pure, *sums, float(sum(map(bool, counts))), float(sum(counts))]
+        *told, num_parts, num_targets = comm.sum_in_order(own, "noise of the gradients")
+        counted = [
+            (piece.numel, square, squares[piece])
+            for piece, is_pure, square in zip(trained, told[: len(trained)], told[len(trained) :], strict=True)
+            if is_pure == comm.size
+        ]
+        if num_parts < 2 or not counted:
+            return None
+        # With g_m the sum over the n_m targets of part m, over N: E[sum |g_m|^2 N / n_m] = |G|^2 + tr(S) M / N.
+        apart, whole = num_targets * sum(each[1] for each in counted), sum(each[2] for each in counted)
+        trace = num_targets * (apart - whole) / (num_parts - 1)
+        share = sum(each[0] for each in counted) / sum(piece.numel for piece in trained)
+        return GradientNoise(trace, whole - trace / num_targets, share)

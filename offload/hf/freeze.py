@@ -1,0 +1,31 @@
+"""Which parameters of a model do not train, by patterns of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from offload.errors import ConfigError
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Set requires_grad to False for each parameter in one of whose names one of the regular expressions is found; a
+    tied parameter has several. Raises ConfigError for a pattern that is found in none, and where nothing is left.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        found = [parameter for name, parameter in named if re.search(pattern, name)]
+        if not found:
+            raise ConfigError(
+                f"optimizer.freeze has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
+                f"as {named[len(named) // 2][0]}: mend the expression, or leave it out."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(
+            f"optimizer.freeze is {' '.join(patterns)}, which is found in the names of all {len(named)} parameters: "
+            "there is nothing to train. Leave one of its expressions out."
+        )

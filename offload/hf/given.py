@@ -1,0 +1,80 @@
+"""A model that was made in Python, in the place of one that is read from a folder."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from offload.config.sections import GIVEN
+from offload.errors import ConfigError
+from offload.hf.models import BuiltModel, Kind, model_kind
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """A model of transformers, or any module whose forward takes `input_ids` and `labels`, int64 [rows, tokens], and
+    returns a loss: the labels are unshifted, with -100 where nothing is trained. It is consumed by the run.
+    """
+
+    model: Any
+    """The module."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"the model is a {type(self.model).__name__}; it should be a torch.nn.Module.")
+        if hasattr(self.model, "peft_config"):
+            raise ConfigError(
+                "the model has an adapter of PEFT in it: name the folder of its base as model.path, and describe the "
+                "adapter by lora.rank, lora.config or lora.adapter."
+            )
+        names = inspect.signature(self.model.forward).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+        lacking = [name for name in ("input_ids", "labels") if name not in names]
+        if lacking and not takes_all:
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward does not take {' and '.join(lacking)}: a run calls the model "
+                "with input_ids and labels, and trains on the loss that it returns. For other batches there is "
+                "offload.Engine, with a loop of your own."
+            )
+
+    @property
+    def path(self) -> str:
+        """What stands for it in a configuration, as model.path."""
+        return f"{GIVEN}{type(self.model).__name__}"
+
+    @property
+    def is_transformers(self) -> bool:
+        """True for a model of transformers, whose export that loads."""
+        return isinstance(self.model, PreTrainedModel)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Where the tokenizer may be that it was trained with: where it came from itself."""
+        return getattr(self.model, "name_or_path", None) or None
+
+    def architecture(self) -> PreTrainedConfig:
+        """Return the configuration; of another module one that knows its vocabulary: the rows of its largest
+        embedding. Raises ConfigError for a module without one.
+        """
+        if self.is_transformers:
+            return copy.deepcopy(self.model.config)
+        tables = [each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)]
+        if not tables:
+            raise ConfigError(f"{type(self.model).__name__} has no nn.Embedding, so it is no model of tokens.")
+        return PreTrainedConfig(vocab_size=max(tables))
+
+    def kind(self, architecture: PreTrainedConfig) -> Kind:
+        """Return what sort of model it is. Raises ConfigError."""
+        if not self.is_transformers:
+            return Kind("causal", None)
+        architecture.architectures = [type(self.model).__name__]
+        return Kind(model_kind(architecture).name, type(self.model))
+
+    def built(self) -> BuiltModel:
+        """Return it, ready for an engine."""
+        return BuiltModel(self.model, lambda _name, _module: None, None)

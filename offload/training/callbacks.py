@@ -1,0 +1,153 @@
+"""What a user's code is told of a run, and may ask of it, under the names that transformers' TrainerCallback has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import ConfigError, nearest
+from offload.training.build import Run
+from offload.training.progress import RunProgress
+
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_step_end",
+    "on_log",
+    "on_evaluate",
+    "on_save",
+    "on_epoch_end",
+    "on_train_end",
+)
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Where a run stands, for callbacks; the fields are those of transformers' TrainerState."""
+
+    global_step: int = 0
+    """The steps that are made."""
+    max_steps: int = 0
+    """The steps of the run; 0 where nothing but its time is limited."""
+    epoch: float = 0.0
+    """The passes over the training rows that are made."""
+    num_input_tokens_seen: int = 0
+    """The tokens of all steps, without padding."""
+    best_metric: float | None = None
+    """The lowest eval loss so far."""
+    best_global_step: int | None = None
+    """After which step that was."""
+    is_world_process_zero: bool = True
+    """True on rank 0."""
+    is_local_process_zero: bool = True
+    """True on the first rank of a machine."""
+
+
+@dataclass(slots=True)
+class TrainControl:
+    """What a callback may ask for by setting it; asked on one rank it is done on all, before the next step."""
+
+    should_training_stop: bool = False
+    """End the run as if its steps were made: with an evaluation and the export."""
+    should_save: bool = False
+    """Save a checkpoint, once."""
+    should_evaluate: bool = False
+    """Evaluate, once."""
+
+    def take(self, name: str) -> bool:
+        """Return what is asked for once, and take it as done."""
+        asked = bool(getattr(self, name))
+        setattr(self, name, False)
+        return asked
+
+
+class Callbacks:
+    """All callbacks of a run, in their order. Each may have any of EVENTS as methods, which are called as
+    `on_step_end(config, state, control, **more)` on every rank. One with `state_dict` and `load_state_dict` is kept in
+    checkpoints (rank 0's), as JSON.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        """Raises ConfigError for one that waits for what never comes."""
+        if not isinstance(callbacks, Sequence):
+            raise ConfigError(f"callbacks is a {type(callbacks).__name__}; it should be a list of callbacks.")
+        self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
+        self.control, self._state, self._more = TrainControl(), TrainState(), dict[str, Any]()
+        self._num_rows = self._batch_size = 1
+        for each in self._callbacks:
+            _check(each)
+
+    def begin(self, run: Run, stands: RunProgress) -> None:
+        """The run is about to make steps."""
+        config, comm = run.config, run.engine.comm
+        self._state = TrainState(
+            max_steps=config.train.steps or 0,
+            is_world_process_zero=comm.rank == 0,
+            is_local_process_zero=comm.local_rank == 0,
+        )
+        self._config, self._stands = config, stands
+        self._num_rows, self._batch_size = run.data.num_train_rows, config.train.batch_size
+        self._more = {"model": run.engine.model, "engine": run.engine, "processing_class": run.data.tokenizer}
+        for callback, state in zip(self._callbacks, (run.meta or {}).get("callbacks", ()), strict=False):
+            if state is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(state)
+        for event in ("on_init_end", "on_train_begin", "on_epoch_begin"):
+            self.tell(event)
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Call the method of an event; what it raises ends the run."""
+        if not self._callbacks:
+            return
+        state, stands = self._state, self._stands
+        state.global_step, state.num_input_tokens_seen = stands.num_done, stands.num_tokens
+        state.epoch = stands.num_done * self._batch_size / self._num_rows
+        state.best_metric, state.best_global_step = stands.best.loss, stands.best.step
+        for callback in self._callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                self.control = method(self._config, state, self.control, **self._more, **more) or self.control
+
+    def step_made(self, fields: Mapping[str, Any]) -> None:
+        """A step is made, whose line of metrics.jsonl has these fields."""
+        before = (self._stands.num_done - 1) * self._batch_size // self._num_rows
+        self.tell("on_step_end")
+        self.tell("on_log", logs=dict(fields))
+        if self._stands.num_done * self._batch_size // self._num_rows > before:
+            self.tell("on_epoch_end")
+            self.tell("on_epoch_begin")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of each, None of one that keeps nothing."""
+        return {"callbacks": [_state(each) for each in self._callbacks]}
+
+
+def _state(callback: Any) -> Any:
+    """Return what a checkpoint keeps of a callback. Raises ConfigError."""
+    if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
+        return None
+    state = callback.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the state_dict() of the callback {type(callback).__name__} cannot be kept in a checkpoint: {error}. Let "
+            "it return what JSON has: numbers, texts, lists and mappings."
+        ) from None
+    return state
+
+
+def _check(callback: Any) -> None:
+    """Refuse a callback with a method for an event that no run here has. Raises ConfigError."""
+    for name in dir(callback):
+        if not name.startswith("on_") or name in EVENTS or not callable(getattr(callback, name)):
+            continue
+        owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), type(callback))
+        if owner.__module__ != "transformers.trainer_callback":  # whose own does nothing
+            raise ConfigError(
+                f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: a "
+                f"run has {', '.join(EVENTS)}."
+            )

@@ -1,0 +1,134 @@
+"""The evaluations of a run: the loss over rows that it does not train on, in the units that people compare."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.training.build import Run
+from offload.training.callbacks import Callbacks
+from offload.training.progress import RunProgress
+from offload.training.records import Records
+from offload.training.shares import own_share
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over some rows."""
+
+    name: str
+    """Of the eval source; empty for what is held out of the training data."""
+    loss: float
+    """Mean over the target tokens, of all ranks, in nats."""
+    num_tokens: int
+    """The target tokens."""
+    num_bytes: int | None
+    """The bytes of the text that these are from; None where that is not known."""
+    rows: str
+    """What was evaluated."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the loss; inf beyond what a number holds."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Return the bits that all targets take, over the bytes of their text: comparable between tokenizers."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+
+    def fields(self) -> dict[str, float]:
+        """Return it for a line of metrics.jsonl."""
+        bits = {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
+        return {"loss": self.loss, "perplexity": self.perplexity, **bits}
+
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits a byte"
+        of = f" of {self.name}" if self.name else ""
+        return f"eval loss {self.loss:.4f}, perplexity {self.perplexity:.4g}{bits} over {self.rows}{of}"
+
+
+class Evaluations:
+    """Makes the evaluations of a run: those that are due after a step, and that of its end."""
+
+    def __init__(
+        self,
+        run: Run,
+        comm: Comm,
+        records: Records,
+        stands: RunProgress,
+        callbacks: Callbacks,
+        say: Callable[[str], None],
+    ) -> None:
+        """`callbacks` are told of each; `say` prints a line."""
+        self._data, self._objective, self._train = run.data, run.objective, run.config.train
+        self._comm, self._records, self._stands, self._say = comm, records, stands, say
+        self._callbacks = callbacks
+        self._keeps_best = run.config.checkpoint.keep_best
+
+    @property
+    def is_due(self) -> bool:
+        """True where an evaluation is due after the last step that was made."""
+        every = self._train.eval_every
+        return every > 0 and self._stands.num_done % every == 0
+
+    @property
+    def has_new_best(self) -> bool:
+        """True where the weights after the last step are the best so far, and are to be kept."""
+        return self._keeps_best and self._stands.best.step == self._stands.num_done
+
+    def make(self, engine: Engine) -> dict[str, Any]:
+        """Evaluate all that there is to evaluate; return the fields of metrics.jsonl, if there are any. Collective."""
+        begin, stands = time.perf_counter(), self._stands
+        found = [each for name in self._data.evals if (each := self._evaluate(engine, name)) is not None]
+        if not found:
+            return {}
+        stands.evaluated(found[0].loss)
+        self._records.mark("evaluation", begin, time.perf_counter())
+        for each in found:
+            self._say(f"step {stands.num_done}  {each}")
+        sources = {each.name: each.fields() for each in found if each.name}
+        fields: dict[str, Any] = {f"eval_{key}": value for key, value in found[0].fields().items()}
+        fields |= {"eval_sources": sources} if sources else {}
+        self._callbacks.tell("on_evaluate", metrics=dict(fields))
+        return fields
+
+    def make_missed(self, engine: Engine) -> None:
+        """Make the evaluation that a process was to make after its last step, and may not have lived to, where what
+        follows depends on it. Collective.
+        """
+        stands = self._stands
+        decides = self._keeps_best or self._train.early_stopping_patience is not None
+        if decides and self.is_due and stands.num_done and stands.eval_step != stands.num_done:
+            self.make(engine)
+
+    def make_last(self, engine: Engine) -> None:
+        """Evaluate the weights after the last step, unless that is done. Collective."""
+        if not self.is_due:  # the evaluation of the end of a run, which sees the newest weights
+            engine.catch_up()
+        if self._stands.eval_step != self._stands.num_done:
+            self._records.amend(self._stands.num_done, self.make(engine))
+
+    def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
+        """Evaluate the first rows of a source. Collective."""
+        data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.batch_size
+        most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
+        num_rows = data.evals[name].num_rows
+        num_done = num_rows if most is None else min(num_rows, most * batch_size)
+        num_tokens, total = 0, 0.0
+        for index, rows in enumerate(data.eval_batches(batch_size, most, comm.rank, comm.size, name)):
+            batch = own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
+            (count,) = comm.sum_in_order([objective.count(batch)], "targets of the evaluation")
+            if count:
+                num_tokens += round(count)
+                total += float(engine.evaluate(batch)) * count
+        if not num_tokens:
+            return None
+        num_bytes = data.eval_bytes(num_done, name) if objective.takes_labels else None
+        rows_done = f"{num_tokens:,} tokens in {num_done:,} of {num_rows:,} rows"
+        return Evaluation(name, total / num_tokens, num_tokens, num_bytes, rows_done)

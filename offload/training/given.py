@@ -1,0 +1,53 @@
+"""What a run is given in Python, in the words of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.config.config import Config
+from offload.data.given import as_file
+from offload.errors import ConfigError
+from offload.hf.given import GivenModel
+
+
+def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, GivenModel | None]:
+    """Return the configuration of a run, and the model that it is given, if any. `config`: as `Trainer` takes it;
+    `model`, `data`, `eval_data`: None for those that the configuration names. Raises ConfigError.
+    """
+    if config is None or isinstance(config, Mapping):
+        config = Config.load(None, config, may_go_on=True)
+    elif isinstance(config, str | Path):
+        config = Config.load(config, may_go_on=True)
+    elif not isinstance(config, Config):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; it should be a path, a mapping of settings, or a Config."
+        )
+    config = config.model_copy(deep=True)
+    given = None if model is None else GivenModel(model)
+    if given is not None:
+        if config.adapts:
+            raise ConfigError(
+                "an adapter is asked for (lora), and a model is given in Python: its base has to be one that can be "
+                "found again; set model.path to its folder."
+            )
+        _put(config, "model.path", given.path)
+        if config.data.tokenizer is None and given.tokenizer is not None:
+            _put(config, "data.tokenizer", given.tokenizer)
+    if data is not None:
+        if config.data.sources:
+            raise ConfigError("data is given, and data.sources is set too: leave one of them out.")
+        _put(config, "data.source", [as_file(data, "data")])
+    if eval_data is not None:
+        _put(config, "data.eval_source", [as_file(eval_data, "eval_data")])
+    return config, given
+
+
+def _put(config: Config, key: str, value: Any) -> None:
+    """Set what is given beside the configuration, which must not say otherwise. Raises ConfigError."""
+    section, field = key.split(".")
+    was, default = config.get(key), config.SECTIONS[section].model_fields[field].get_default()
+    setattr(getattr(config, section), field, value)
+    if was not in (default, config.get(key)):
+        raise ConfigError(f"{key} is {was}, and another one is given to Trainer: leave one of them out.")

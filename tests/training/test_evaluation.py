@@ -1,0 +1,196 @@
+"""Evaluations of whole runs: their numbers against plain PyTorch, and what a run decides by them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offload.checkpoint.folder import Checkpoints
+from offload.engine.engine import Engine
+from offload.errors import ConfigError, DiskError, InterruptedRun
+from offload.files.atomic_folder import remove
+from offload.training.checkpoints import Saves
+from offload.training.finish import Export
+from offload.training.progress import Best
+
+LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
+"""Of a run's evaluations, as `judged` has them: the third from the end is the best, by less than 0.5."""
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the evaluation after step 2 n find LOSSES[n - 1], whatever the weights."""
+    monkeypatch.setattr(
+        Engine, "evaluate", lambda engine, _batch: torch.tensor(LOSSES[min(engine.num_steps // 2, len(LOSSES)) - 1])
+    )
+
+
+def documents(path: Path) -> Path:
+    """Write documents with letters of one to four bytes, a blank line at the end of each."""
+    rows = [f"Nr. {number}: Ünïcödé, 漢字 and 🙂 cost {number % 7} bytes more.\n\n" for number in range(60)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch(run: Any, tmp_path: Path) -> None:
+    """Whole documents, a row each: the targets are all tokens but the first of each, and an end that is no text."""
+    data = documents(tmp_path / "rows.jsonl")
+    held = documents(tmp_path / "held.jsonl")
+    held.write_text("\n".join(held.read_text().splitlines()[:9]))
+    settings = {"data__packing": False, "data__sequence_length": 64, "data__eval_source": [{"path": str(held)}]}
+    result, lines, said = run(
+        "run", data__source=str(data), data__eval_share=0.2, train__eval_batches="all", **settings
+    )
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    model = AutoModelForCausalLM.from_pretrained(result.export)
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    for line in held.read_text().splitlines():
+        text = json.loads(line)["text"]
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        ids = torch.tensor([[*encoded["input_ids"], tokenizer.eos_token_id]])
+        assert ids.shape[1] <= 64
+        nats += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        num_tokens += ids.shape[1] - 1
+        num_bytes += len(text[encoded["offset_mapping"][0][1] :].encode())
+    found = lines[-1]["eval_sources"]["held"]
+    assert found["loss"] == pytest.approx(nats / num_tokens, rel=1e-5)
+    assert found["perplexity"] == math.exp(found["loss"])
+    assert found["bits_per_byte"] * num_bytes * math.log(2) == pytest.approx(found["loss"] * num_tokens, rel=1e-12)
+    assert f"{num_tokens:,} tokens in 9 of 9 rows of held" in said
+    assert lines[-1]["eval_perplexity"] == math.exp(lines[-1]["eval_loss"])
+    assert lines[-1]["eval_bits_per_byte"] > 0
+
+
+def test_a_run_stops_when_no_loss_is_lower(run: Any, judged: None) -> None:
+    """By 0.5 the fourth evaluation is no better than the second."""
+    settings = {"train__steps": 12, "train__eval_every": 2, "train__early_stopping_patience": 2}
+    result, _, said = run("by 0.5", **settings, train__early_stopping_min_delta=0.5, checkpoint__export=False)
+    assert (result.steps, result.best.step, result.best.loss) == (8, 8, pytest.approx(3.9))
+    assert "the eval loss was 4.0000 once, and none of 2 evaluations since was lower by 0.5" in said
+    result, _, _ = run("by any", **settings, checkpoint__export=False)
+    assert (result.steps, result.best.step) == (12, 8)
+
+
+def test_what_is_no_number_is_never_better() -> None:
+    best = Best()
+    for step, loss in enumerate([math.nan, 2.0, math.nan, math.inf], start=1):
+        best.judge(loss, step, 0.0)
+    assert best == Best(2.0, 2, 2.0, 2)
+
+
+def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, judged: None, tmp_path: Path) -> None:
+    """Break: let retention remove the best one; export without going back."""
+    settings = {"train__steps": 12, "train__eval_every": 2, "checkpoint__keep_best": True}
+    newest = {"checkpoint__every": 3, "checkpoint__keep": 1, "checkpoint__export_best": True}
+    result, _, said = run("best", **settings, **newest)
+    assert [path.name for path in Checkpoints(result.dir / "checkpoints").folders()] == ["step-12", "step-8"]
+    assert "back to step 8, whose eval loss of 3.9000 is the lowest" in said
+    last, _, _ = run("all", **settings, checkpoint__export=True)
+    assert [path.name for path in Checkpoints(last.dir / "checkpoints").folders()] == ["step-12", "step-8"]
+    models = [AutoModelForCausalLM.from_pretrained(each.export) for each in (result, last)]
+    assert not torch.equal(models[0].lm_head.weight, models[1].lm_head.weight)
+    with_export = tmp_path / "from-checkpoint"
+    from offload.export import main
+
+    assert main([str(result.dir / "checkpoints/step-8"), str(with_export)]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(with_export)
+    for one, other in zip(models[0].parameters(), exported.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
+    run: Any, judged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is over exports its best once that is asked for; a failing export leaves no checkpoint of the last
+    step, whose states are gone by then; without the best checkpoint the last weights are exported.
+
+    Break: take the export of the last weights for that of the best; save after going back; load what is not there.
+    """
+    settings = {"train__steps": 10, "train__eval_every": 2, "checkpoint__keep_best": True}
+    run("run", **settings)
+    settings["checkpoint__export_best"] = True
+    result, _, said = run("run", **settings)
+    assert "back to step 8" in said
+    best = result.dir / "checkpoints/step-8"
+    assert result.export is not None
+    remove(result.dir / "checkpoints/step-10")
+    begin = Saves._begin
+
+    def full(self: Saves, engine: Engine, step: int, *args: Any) -> None:
+        if step == 10:
+            raise DiskError("the disk is full.", 28, result.dir)
+        begin(self, engine, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "_begin", full)
+        patch.setattr(Export, "write", lambda *_: full(None, None, 10))  # type: ignore[arg-type]
+        with pytest.raises(DiskError, match=rf"offload.export {best} OUT"):
+            run("run", **settings)
+    assert [path.name for path in Checkpoints(best.parent).folders()] == ["step-8"]
+    run("run", **settings)
+    remove(best)
+    result, _, said = run("run", **settings)
+    assert f"there is no {best} of step 8" in said
+    assert result.export is not None
+
+
+@pytest.mark.parametrize("when", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
+def test_a_resumed_run_stops_after_the_same_step(
+    run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Killed after a save, or told to stop in a step after which an evaluation is due, which comes after the save.
+
+    Break: leave the count of evaluations out of checkpoints; do not make the missed evaluation.
+    """
+    settings = {"train__steps": 20, "train__eval_every": 2, "train__early_stopping_patience": 1, "checkpoint__every": 1}
+    settings |= {"checkpoint__export": False, "checkpoint__keep_best": True}
+    settings |= {"train__noise_scale": True, "train__micro_batch_size": 2}
+    whole, wanted, _ = run("whole", **settings)
+    assert whole.steps == 6
+    step = Engine.step
+
+    def told(self: Engine, *args: Any, **more: Any) -> Any:
+        if self.num_steps == 5:
+            if when == "killed":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", told)
+        with pytest.raises(KeyboardInterrupt if when == "killed" else InterruptedRun):
+            run("parts", **settings)
+    found, lines, _ = run("parts", **settings)
+    assert (found.steps, found.best, found.eval_loss) == (whole.steps, whole.best, whole.eval_loss)
+    keys = ("step", "loss", "eval_loss", "tokens_seen", "noise_scale")
+    assert None not in [line["noise_scale"] for line in wanted]
+    assert [[line.get(key) for key in keys] for line in lines] == [[line.get(key) for key in keys] for line in wanted]
+    again, _, said = run("parts", **settings)
+    assert again.steps == 6
+    assert "so the run ends after 6 steps" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"checkpoint.keep_best": True, "train.eval_every": 0}, r"train\.eval_every is 0.*such as 100"),
+        ({"train.early_stopping_patience": 2, "data.eval_share": 0.0}, r"data\.eval_share is 0"),
+        ({"train.early_stopping_min_delta": 0.1}, r"no run stops early.*patience, such as 3"),
+        ({"train.noise_scale": True, "optimizer.name": "mezo"}, "mezo has no gradients"),
+        ({"checkpoint.export_best": True}, r"checkpoint\.keep_best is false: set --checkpoint\.keep_best true"),
+    ],
+)
+def test_what_decides_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
+    from offload.config.config import Config
+
+    with pytest.raises(ConfigError, match=said):
+        Config.load(None, settings)

@@ -1,0 +1,98 @@
+"""Runs in which a part of the model is frozen: their weights against plain PyTorch's, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offload.checkpoint.reader import Reader
+from offload.config.config import Config
+from offload.errors import ConfigError
+from offload.hf.freeze import freeze
+
+FREEZE = ["embed_tokens", r"layers\.[01]\."]
+
+
+def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
+    """Streamed or resident, in one process or two; the others train as they do in the whole run's first step."""
+    settings = {"optimizer__freeze": FREEZE, "checkpoint__every": 2}
+    begun, _, _ = run("begun", train__steps=1, optimizer__lr=0.0)
+    result, lines, said = run("some", **settings)
+    streamed, streamed_lines, _ = run("streamed", **settings, offload__parameters="cpu", offload__optimizer="cpu")
+    before, after, other = (
+        dict(AutoModelForCausalLM.from_pretrained(each.export).named_parameters()) for each in (begun, result, streamed)
+    )
+    for name, weight in after.items():
+        is_frozen = "embed_tokens" in name or "layers.0." in name or "layers.1." in name
+        assert torch.equal(weight, before[name]) == is_frozen, name
+        assert torch.equal(weight, other[name]), name
+    num_frozen = sum(weight.numel() for name, weight in after.items() if torch.equal(weight, before[name]))
+    assert f"frozen: {num_frozen:,} parameters (optimizer.freeze)" in said
+    with Reader(result.dir / "checkpoints/step-3") as reader:
+        planes = {name: set(entry.planes) for name, entry in reader.contents.items()}
+    assert planes["model.embed_tokens.weight"] < planes["lm_head.weight"]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in streamed_lines]
+    num_trained = sum(weight.numel() for weight in after.values()) - num_frozen
+    assert streamed_lines[-1]["d2h_bytes"] < 4 * (num_trained + num_frozen // 2), "no gradients of what is frozen"
+    more, _, _ = run("some", **{**settings, "train__steps": 5, "optimizer__warmup_steps": 0})
+    assert more.steps == 5
+    with pytest.raises(ConfigError, match=r"optimizer\.freeze is .* and was"):
+        run("some", **{**settings, "optimizer__freeze": ["embed_tokens"], "train__steps": 6})
+
+
+def test_gradients_are_those_of_plain_pytorch(run: Any) -> None:
+    """The norm of the first step is that of the parameters that train."""
+    from offload.config.sections import ModelSection
+    from offload.data.dataset import Dataset
+
+    batches: list[dict[str, torch.Tensor]] = []
+    batch = Dataset.batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, "batch", lambda self, *args: batches.append(batch(self, *args)) or batches[-1])
+        result, lines, _ = run("run", optimizer__freeze=FREEZE, train__steps=1, checkpoint__export=False)
+    from offload.hf.models import build_model, fill_all
+
+    path = Config.load(result.dir / "config.yaml").model.path
+    model = fill_all(build_model(ModelSection(path=path), seed=0)).train()
+    freeze(model, FREEZE)
+    model(**batches[0]).loss.backward()
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    assert lines[0]["grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-5)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.norm = nn.LayerNorm(3)
+        self.head.weight = self.table.weight
+
+
+def test_a_tied_parameter_is_found_by_any_of_its_names_and_what_finds_nothing_is_refused() -> None:
+    model = Tied()
+    freeze(model, ["head"])
+    assert not model.table.weight.requires_grad
+    assert model.norm.weight.requires_grad
+    with pytest.raises(ConfigError, match="'tabel'.*none of the 4 parameters' names, such as"):
+        freeze(Tied(), ["tabel"])
+    with pytest.raises(ConfigError, match="all 4 parameters: there is nothing to train"):
+        freeze(Tied(), ["weight", "bias"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer.freeze": ["("]}, "no regular expression"),
+        ({"optimizer.freeze": "norm )"}, r"has '\)', which is no"),
+        ({"optimizer.freeze": ["norm"], "lora.rank": 4}, "an adapter trains"),
+        ({"optimizer.freeze": ["norm"], "offload.parameters": "files"}, r"--offload\.parameters cpu"),
+        ({"optimizer.freeze": ["norm"], "offload.frozen_weights": "nf4"}, r"--offload\.frozen_weights exact"),
+    ],
+)
+def test_what_cannot_be_frozen_so_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Config.load(None, settings)
