@@ -104,22 +104,20 @@ class EnginePlan:
         does not hold a layer of a mixture. Over ranks whole.
         """
 
-        def plan(settings: Settings) -> EnginePlan:
-            return cls.of(structure_of(settings), settings, comm, machine, checks=checks)
+        def plan(how: str) -> EnginePlan:
+            told = replace(settings, placement=replace(settings.placement, experts=how))
+            return cls.of(structure_of(told), told, comm, machine, checks=checks)
 
         if settings.placement.experts != "auto":
-            return plan(settings)
-        whole, streamed = (
-            replace(settings, placement=replace(settings.placement, experts=how)) for how in ("whole", "streamed")
-        )
+            return plan(settings.placement.experts)
         try:
-            return plan(whole)
+            return plan("whole")
         except DoesNotFitError as error:
             if comm.size > 1:
                 raise
             try:
-                return plan(streamed)
-            except ConfigError:  # there are no experts, or they cannot be cut
+                return plan("streamed")
+            except ConfigError:  # there are no experts, or they cannot be cut, or tiles are asked for
                 raise error from None
 
     @property

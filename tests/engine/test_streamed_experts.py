@@ -327,5 +327,6 @@ def test_placement_refuses_another_way() -> None:
 
 
 def test_all_else_may_stay_on_the_device() -> None:
-    place = streamed(parameters="device", optimizer="cpu")
-    train(build(mixture("qwen3_moe")), 2, optimizer=RULE, placement=place).close()
+    for optimizer in ("cpu", "device"):
+        place = streamed(parameters="device", optimizer=optimizer)
+        train(build(mixture("qwen3_moe")), 2, optimizer=RULE, placement=place).close()

@@ -265,10 +265,11 @@ class ExpertStreams:
         slot_bytes = plan.of("device", EXPERT_SLOT).num_bytes
         self._streamed: list[StreamedExperts] = []
         self._before: list[tuple[Any, Any]] = []  # configurations, and how these had experts computed
-        if slot_bytes:
+        experts = [unit for unit in units if unit.in_records]
+        if experts:  # which may rest on the device, and then take no memory there to come up
             slots = Slots(store, runner.device, due, lanes, counters, slot_bytes=slot_bytes, slot_name=EXPERT_SLOT)
             stream = RecordStream(slots, lanes, counters, 2 if plan.overlap else 1)
-            self._streamed = [StreamedExperts(u, runner, stream, store.comm) for u in units if u.in_records]
+            self._streamed = [StreamedExperts(unit, runner, stream, store.comm) for unit in experts]
 
     def __bool__(self) -> bool:
         return bool(self._streamed)
