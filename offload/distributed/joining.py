@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import count
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks, StagedRanks
+from offload.distributed.reach import address_toward, gloo_over, own_address
 from offload.distributed.watchdog import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 
@@ -53,9 +54,15 @@ def open_comm(
     kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
     begun = time.monotonic()
     try:
-        if not exists:
-            _make_group(None if backend else "gloo", environ, timedelta(seconds=times.start_s))
-        return kind(where, times, owns_default=not exists, local=local)
+        start = timedelta(seconds=times.start_s)
+        rank, store = (dist.get_rank(), None) if exists else _meet(environ, start)
+        host = environ.get("MASTER_ADDR") or socket.gethostname()
+        address = address_toward(host) if store is None else own_address(store, rank, size, host)
+        with gloo_over(address):
+            if store is not None:
+                named = None if backend else "gloo"  # what the caller's own code will use; None for all
+                dist.init_process_group(named, store=store, rank=rank, world_size=size, timeout=start)
+            return kind(where, times, not exists, address, local)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -66,31 +73,22 @@ def open_comm(
         raise RankLostError(f"The {size} ranks did not meet {place}, {after}: {error}", None) from error
 
 
-def _make_group(backend: str | None, environ: Mapping[str, str], timeout: timedelta) -> None:
-    """Make the process group of torchrun's variables. `backend`: what the caller's own code will use; None for all."""
-    place = _meeting_place(*(environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-    place.store.set_timeout(timeout)
-    # Torchrun's store outlives the groups, and a second one would find the addresses of the first there.
-    store = dist.PrefixStore(f"offload-{next(place.numbers)}", place.store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
-
-
-@dataclass(frozen=True)
-class _MeetingPlace:
-    """Where the ranks find each other: `numbers` counts the groups that were made there."""
-
-    store: Any
-    rank: int
-    size: int
-    numbers: Iterator[int] = field(default_factory=count)
+def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
+    """Find the other ranks by torchrun's variables; return this one's number, and a store for one group. (Torchrun's
+    outlives the groups, and a second one would find the addresses of the first there.)
+    """
+    variables = (environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    (store, rank, _), numbers = _meeting_place(*variables)
+    store.set_timeout(timeout)
+    return rank, dist.PrefixStore(f"offload-{next(numbers)}", store)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
-def _meeting_place(*_variables: str) -> _MeetingPlace:
+def _meeting_place(*_variables: str) -> tuple[tuple[Any, int, int], Iterator[int]]:
     """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
-    comes late to the next group must find it.
+    comes late to the next group must find it. Return it with this rank and their number, and a count of the groups.
     """
-    return _MeetingPlace(*next(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+    return next(dist.rendezvous("env://")), count()  # type: ignore[attr-defined]
 
 
 def _read_environment(environ: Mapping[str, str]) -> int:
