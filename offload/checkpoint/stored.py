@@ -118,7 +118,12 @@ class StoredWeights:
 
 
 def read_stored(
-    folder: Path, dtype: torch.dtype | None = None, *, built_alike: bool = False, **options: Any
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    built_alike: bool = False,
+    in_part: bool = False,
+    **options: Any,
 ) -> tuple[nn.Module, StoredWeights]:
     """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
 
@@ -128,7 +133,7 @@ def read_stored(
     Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
     """
     with ExitStack() as opened:
-        reader = opened.enter_context(Reader(folder))
+        reader = opened.enter_context(Reader(folder, in_part=in_part))
         if CONFIG in reader.attached:
             raise ConfigError(
                 f"{folder} has an adapter and no model: `python -m offload.export {folder} OUT` writes it to OUT as "
@@ -166,7 +171,7 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 
     Raises as `read_stored`.
     """
-    model, weights = read_stored(folder, built_alike=True, **attention_options(section))
+    model, weights = read_stored(folder, built_alike=True, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():
             parameter.data = torch.empty(parameter.shape, dtype=weights.built_in(name))

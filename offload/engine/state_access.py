@@ -12,9 +12,10 @@ import torch
 import xxhash
 
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.spread import bring
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
-from offload.engine.checkpoints import Saving, check_contents, load_states
+from offload.engine.checkpoints import Saving, check_contents, load_states, spans_read
 from offload.engine.exporting import Made, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.own_loop import OwnLoop
@@ -307,8 +308,10 @@ class StateAccess:
         with self._recovery.working(), ExitStack() as opened:
             opened.enter_context(self.counters.unchanged())
             with as_one(self.comm, "opening of the checkpoint"):
-                reader = opened.enter_context(Reader(Path(path)))
+                reader = opened.enter_context(Reader(Path(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
+                wanted = reader.files_of(spans_read(self._state, reader, anew=anew))
+            bring(self.comm, reader, wanted)
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.tear(f"{path} was read in part")

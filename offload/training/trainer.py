@@ -135,7 +135,7 @@ class Trainer:
         self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
-        self._saves = Saves(run, comm, self._folder.checkpoints, self._stands, self._callbacks, self._say)
+        self._saves = Saves(run, comm, self._folder, self._stands, self._callbacks, self._say)
         self._export = Export(self._folder, run, self._say)
         self._evaluations = Evaluations(run, comm, self._records, self._stands, self._callbacks, self._say)
         with as_one(comm, "look at the disk"):
@@ -278,8 +278,7 @@ class Trainer:
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
         pids = self._comm.gather_objects(os.getpid(), "process ids")
-        if self._is_first:
-            self._saves.begin()
+        self._saves.begin()
         try:
             self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:
