@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -74,21 +74,46 @@ def open_comm(
 
 
 def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
-    """Find the other ranks by torchrun's variables; return this one's number, and a store for one group. (Torchrun's
-    outlives the groups, and a second one would find the addresses of the first there.)
-    """
+    """Find the other ranks by torchrun's variables; return this one's number, and a store for one group."""
     variables = (environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    (store, rank, _), numbers = _meeting_place(*variables)
+    store, rank, size = _meeting_place(*variables)
     store.set_timeout(timeout)
-    return rank, dist.PrefixStore(f"offload-{next(numbers)}", store)  # type: ignore[attr-defined]
+    return rank, dist.PrefixStore(f"offload-{_meeting(store, rank, size, timeout)}", store)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
-def _meeting_place(*_variables: str) -> tuple[tuple[Any, int, int], Iterator[int]]:
+def _meeting_place(*_variables: str) -> tuple[Any, int, int]:
     """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
-    comes late to the next group must find it. Return it with this rank and their number, and a count of the groups.
+    comes late to the next group must find it. Return it with this rank and their number.
     """
-    return next(dist.rendezvous("env://")), count()  # type: ignore[attr-defined]
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return store, rank, size
+
+
+def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name for this meeting of the ranks, new in a store that may outlive it. Collective.
+
+    Torchrun's store has the addresses of earlier groups, and of ranks that it has started again, which are no more; its
+    counts of restarts differ between machines. So rank 0 counts the meetings, and tells the others, each by a word that
+    no earlier rank of that number had. Raises RuntimeError where not all come.
+    """
+    if rank:
+        word = secrets.token_hex(8)
+        store.set(f"offload-word-{rank}", word)
+        meeting = str(store.get(f"offload-meeting-{word}"), "ascii")
+        store.set(f"offload-{meeting}-{rank}", "")
+        return meeting
+    meeting, deadline = str(store.add("offload-meetings", 1)), time.monotonic() + timeout.total_seconds()
+    absent = set(range(1, size))
+    while absent:
+        for other in [other for other in absent if store.check([f"offload-word-{other}"])]:
+            store.set(f"offload-meeting-{store.get(f'offload-word-{other}').decode()}", meeting)
+            if store.check([f"offload-{meeting}-{other}"]):
+                absent.remove(other)
+        if absent and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(absent)} did not come.")
+        time.sleep(0.01)
+    return meeting
 
 
 def _read_environment(environ: Mapping[str, str]) -> int:

@@ -72,7 +72,7 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
 
     # A save that one machine did not live to publish is none; the machines have other numbers now.
     shutil.rmtree(one / RUN / "step-4")
-    (first, text), (second, other) = train([two, one], [*words, "--train.steps", "6"])
+    (first, text), (second, other) = train([two, one], [*words, "--checkpoint.export", "true", "--train.steps", "6"])
     assert (first, second, other) == (0, 0, ""), text
     assert "step-4/rank-0.bin is on the disk of no machine" in text
     assert "resumed at step 2" in text
