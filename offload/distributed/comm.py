@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.agreement import difference, digest
-from offload.distributed.reach import LOOPBACK, Door
+from offload.distributed.reach import LOOPBACK, Door, gloo_over
 from offload.distributed.watchdog import Position, Times, Watchdog, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
@@ -215,7 +215,7 @@ class Ranks(Comm):
         and how many they are, where the launcher says so.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device, self._owns_default = device, owns_default
+        self.device, self._owns_default, self._address = device, owns_default, address
         # The watch ends what hangs; gloo and NCCL are not to do it before.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
         deadline = time.monotonic() + times.start_s
@@ -255,7 +255,8 @@ class Ranks(Comm):
         own, part = next(its for its in groups if self.rank in its), copy.copy(self)
         part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
         part.machines = [self.machines[rank] for rank in own]
-        part._open_rows(groups)
+        with gloo_over(self._address):
+            part._open_rows(groups)
         return part
 
     def _all_parts(self) -> Iterator[Ranks]:
