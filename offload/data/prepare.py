@@ -30,7 +30,7 @@ from offload.errors import ConfigError
 from offload.machine.cores import usable_cores
 
 _VERSION = 4
-_BYTES_THAT_PAY = 32 << 20  # two cores take a sixth less time for so much, with the seconds until processes run
+_BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
 _MOST_WORKERS = 16  # each holds 300 MB
 
 Progress = Callable[[str, float], None]
