@@ -58,6 +58,7 @@ def weights(disk: Path) -> bytes:
     return (disk / "run/hf/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_parts(tmp_path: Path):
     words = [*settings(tmp_path), "--run.dir", "run"]
     unexported = [*words, "--checkpoint.export", "false"]
