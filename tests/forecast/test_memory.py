@@ -103,7 +103,7 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs:
     where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
     forecaster = Forecaster(config(**where), 1)
     found = forecaster.tell(config(**where), GPU)
-    its, work = found.prepared, forecaster._work(found.config, found.prepared)
+    its, work = found.prepared, forecaster._work(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = PlannedStep(its, work, GPU)
     assert step.device_bytes == found.memory.total("device")
@@ -123,7 +123,7 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     where |= {"train.recompute": "auto"}
     forecaster = Forecaster(config(**where), 1)
     found = forecaster.tell(config(**where), GPU, times=False)
-    its, work = found.prepared, forecaster._work(found.config, found.prepared)
+    its, work = found.prepared, forecaster._work(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = StepMemory(its, work, GPU)
     missing = [n for n in range(len(work.calls)) if n not in step.kept]

@@ -240,7 +240,9 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
         model = GPT2LMHeadModel(config)
     machine = DescribedMachine(Hardware.read("h200"), 1)
     settings = Settings(precision="bf16")
-    prepared = EnginePlan.of(Structure.of(model, settings, 1, {}), settings, ImaginedRanks(1), machine, checks=False)
+    prepared = EnginePlan.of(
+        Structure.of(model, settings, ImaginedRanks(1), {}), settings, ImaginedRanks(1), machine, checks=False
+    )
     work = measure(model, BatchSpec("causal", rows, length), prepared)
     return next(call for call in work.calls if call.name == "transformer.h.1")
 
