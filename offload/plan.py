@@ -73,7 +73,7 @@ def heading(found: Forecast) -> Iterator[str]:
     from offload.forecast.here import placed
 
     ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
-    rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
+    rows = f"{found.config.train.num_rows} rows of {found.config.data.sequence_length} tokens a step"
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""

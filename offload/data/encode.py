@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.formats import Chat, Ids, Pair, Record, Text
+from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text
 from offload.data.rows import BadRow, BadRows
 
 _BATCH_CHARS = 2 << 20  # of which two are in memory, with some hundred bytes a token
@@ -67,6 +67,7 @@ class _Draft:
     framed: bool  # the tokenizer's own first and last tokens are added; a chat template writes its own
     opens: bool = True
     closes: bool = True
+    may_be_empty: bool = False  # as one of two documents, which stay side by side
     measured: bool = False
 
 
@@ -95,6 +96,7 @@ class Encoder:
         """The tokenizer of `tokenizers` itself, which has a call for ids without offsets."""
         self._eos: int | None = tokenizer.eos_token_id
         self.num_empty = 0  # documents that held no token
+        self.num_split = 0  # conversations that became several documents
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
         """Yield the encoding of each (in_eval, record), in order. One without any token is counted and left out.
@@ -146,17 +148,34 @@ class Encoder:
         if drafts:
             yield drafts
 
-    def _drafts(self, in_eval: bool, record: Text | Chat | Pair) -> list[_Draft]:
+    def _drafts(self, in_eval: bool, record: Text | Chat | Pair | Preference) -> list[_Draft]:
+        if isinstance(record, Preference):
+            return [self._answer(in_eval, record.chosen), self._answer(in_eval, record.rejected)]
         if isinstance(record, Text):
             return [_Draft(record.where, in_eval, [(record.text, True)], True, record.opens, record.closes)]
         if isinstance(record, Pair):
             segments = [(record.prompt, self._train_on_prompt), (record.completion, True)]
             return [_Draft(record.where, in_eval, segments, framed=True)]
-        return [_Draft(record.where, in_eval, segments, framed=False) for segments in self.renderer.documents(record)]
+        documents = self.renderer.documents(record)
+        self.num_split += len(documents) > 1
+        return [_Draft(record.where, in_eval, segments, framed=False) for segments in documents]
+
+    def _answer(self, in_eval: bool, record: Chat | Pair) -> _Draft:
+        """Return one of the two documents of a preference. Raises BadRow."""
+        if isinstance(record, Pair):
+            segments, framed = [(record.prompt, False), (record.completion, True)], True
+        else:
+            (segments, *more), framed = self.renderer.documents(record), False
+            if more:
+                raise BadRow(
+                    f"{record.where}: the chat template writes an answer differently once another one follows, so a "
+                    "preference over several answers is no single text: give all but the last as the prompt."
+                )
+        return _Draft(record.where, in_eval, segments, framed, may_be_empty=True)
 
     def _made(self, drafts: list[_Draft], tokenized: Future[list[Tokenized]]) -> Iterator[Encoded]:
         for draft, made in zip(drafts, tokenized.result(), strict=True):
-            if not len(made.ids) and draft.opens and draft.closes:
+            if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
                 self.num_empty += 1
                 continue
             if draft.framed and draft.opens and self._prefix:

@@ -193,7 +193,7 @@ def step_fields(
     seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
     before the first step. Its updates may run on into the next step. Tokens are positions of its rows, as in a plan.
     """
-    counters, tokens = engine.counters, config.train.batch_size * int(config.data.sequence_length or 0)
+    counters, tokens = engine.counters, config.train.num_rows * int(config.data.sequence_length or 0)
     fields: dict[str, Any] = {
         "step": stands.num_done + 1,
         "tokens": tokens,

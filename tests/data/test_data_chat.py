@@ -107,7 +107,7 @@ def test_a_template_that_rewrites_earlier_turns(bpe_folder: Callable[..., str]) 
     tokenizer = load_tokenizer(bpe_folder(THINKING))
     encoder = Encoder(tokenizer, train_on_prompt=False)
     first, second = encoder.encode([(False, Chat("x", CHAT))])
-    assert encoder.renderer.num_split == 1
+    assert encoder.num_split == 1
     thought = "<think>\n\n</think>\n\n"
     assert trained_runs(tokenizer, first) == [f"{thought}It is four.<|im_end|>\n<|endoftext|>"]
     assert trained_runs(tokenizer, second) == [f"{thought}Ü — Paris.<|im_end|>\n<|endoftext|>"]
