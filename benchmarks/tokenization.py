@@ -1,12 +1,15 @@
 """Text to tokens on disk: how fast beside `tokenizers` itself, and in how much memory.
 
-python benchmarks/tokenization.py > benchmarks/results/tokenization.json     # about a quarter of an hour on two cores
+python benchmarks/tokenization.py > benchmarks/results/tokenization.json     # about half an hour on two cores
 
 Both get the same texts and the same tokenizer, a byte-level BPE of 16,384 tokens, and as many threads. Ours reads a
 file, tokenizes, writes the store and brings it to the disk; `tokenizers` has all texts in memory, and its ids end as
 Python lists, by `encode_batch` and by the faster `encode_batch_fast`, which ours uses where no answer has to be found.
 They take turns in one process. A ratio is the reference's seconds over ours. Processor seconds are told as well: they
 say more on a machine that others use.
+
+Of conversations, whose template Python renders, one process is the reference for as many as there are cores, which
+first have to start.
 
 Memory is the largest resident size of a process that does nothing but build the dataset of a large file.
 """
@@ -30,11 +33,13 @@ from typing import Any
 
 from offload.benches.blocks import turned
 from offload.benches.report import Measured, Result
+from offload.machine.cores import usable_cores
 
 VOCABULARY = 16384
 BATCH_CHARS = 2 << 20
 """Of the texts that `tokenizers` is given at once: as many as ours gives it."""
 FORMATS = ("text", "parquet")
+TURN_CHARS = 600
 OURS, REFERENCES = "offload", ("encode_batch", "encode_batch_fast")
 CHILD = """
 import re, sys
@@ -53,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="rounds, after one to warm up (default %(default)s)")
     parser.add_argument("--rate-megabytes", type=int, default=16, help="of each file of a round (default %(default)s)")
+    parser.add_argument("--chat-megabytes", type=int, default=32, help="of conversations (default %(default)s)")
     parser.add_argument("--megabytes", type=int, default=300, help="of the large files (default %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as inside:
@@ -62,15 +68,15 @@ def main() -> None:
         train_tokenizer(folder / "tokenizer", small["text"])
         results += peaks(write(folder / "large", arguments.megabytes), folder)
         for name in FORMATS:
-            results += rates(name, small[name], folder, arguments.pairs)
+            results += beside_tokenizers(name, small[name], folder, arguments.pairs)
+        results += beside_one_process(
+            write_chats(folder / "chats.jsonl", arguments.chat_megabytes), folder, arguments.pairs
+        )
     print(Measured(results).document())
 
 
-def write(folder: Path, megabytes: int) -> dict[str, Path]:
-    """Write files of so much text, drawn from the sources of Python's standard library; return them by format."""
-    import pyarrow
-    import pyarrow.parquet
-
+def drawn(megabytes: int) -> list[str]:
+    """Return so much text, drawn from the sources of Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(root.glob("*.py"))]
     draw, texts, num_bytes = random.Random(0), [], 0
@@ -79,11 +85,30 @@ def write(folder: Path, megabytes: int) -> dict[str, Path]:
         begin = draw.randrange(len(source) + 1)
         texts.append(source[begin : begin + draw.randrange(200, 6000)])
         num_bytes += len(texts[-1].encode()) + 1
+    return texts
+
+
+def write(folder: Path, megabytes: int) -> dict[str, Path]:
+    """Write files of so much text; return them by format."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = drawn(megabytes)
     folder.mkdir()
     found = {"text": folder / "text.txt", "parquet": folder / "rows.parquet"}
     found["text"].write_text("\n".join(texts), encoding="utf-8")
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), found["parquet"])  # one row group, as by default
     return found
+
+
+def write_chats(path: Path, megabytes: int) -> Path:
+    """Write conversations of so much text, of two to ten turns."""
+    with path.open("w", encoding="utf-8") as stream:
+        for text in drawn(megabytes):
+            turns = [text[at : at + TURN_CHARS] for at in range(0, len(text) - TURN_CHARS, TURN_CHARS)]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            stream.write(json.dumps({"messages": messages}) + "\n" if len(turns) > 1 else "")
+    return path
 
 
 def train_tokenizer(folder: Path, text: Path) -> None:
@@ -93,7 +118,7 @@ def train_tokenizer(folder: Path, text: Path) -> None:
     train_bpe(text.read_text(encoding="utf-8").splitlines(keepends=True), VOCABULARY).save_pretrained(folder)
 
 
-def rates(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
+def beside_tokenizers(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
     """Return how fast a file becomes tokens, beside each call of `tokenizers` on the texts in it."""
     from transformers import AutoTokenizer
 
@@ -101,16 +126,32 @@ def rates(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
     rules = tokenizer.backend_tokenizer
     ways: dict[str, Callable[[], object]] = {
-        reference: partial(ids_by, getattr(rules, reference), batches) for reference in REFERENCES
+        f"tokenizers' {reference}": partial(ids_by, getattr(rules, reference), batches) for reference in REFERENCES
     }
+    ways[OURS] = partial(built, path, tokenizer, folder, 0)
+    return rates(name, ways, num_bytes, pairs)
+
+
+def beside_one_process(path: Path, folder: Path, pairs: int) -> list[Result]:
+    """Return how fast conversations become tokens by as many processes as there are cores, beside one."""
+    from transformers import AutoTokenizer
+
+    tokenizer, num_workers = AutoTokenizer.from_pretrained(str(folder / "tokenizer")), len(usable_cores())
+    ways: dict[str, Callable[[], object]] = {
+        "one process": partial(built, path, tokenizer, folder, 0),
+        OURS: partial(built, path, tokenizer, folder, num_workers),
+    }
+    return rates(f"conversations by {num_workers} processes", ways, path.stat().st_size, pairs)
+
+
+def rates(name: str, ways: dict[str, Callable[[], object]], num_bytes: int, pairs: int) -> list[Result]:
+    """Return how fast ours is, beside each of the other ways."""
     rounds = []
     for number in range(pairs + 1):
-        cache = folder / f"cache-{name}-{number}"
-        ways[OURS] = partial(built, path, tokenizer, cache)
         rounds.append({way: timed(call) for way, call in turned(list(ways.items()), number)})
         print(f"{name} {number} of {pairs}:", json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     results = []
-    for reference in REFERENCES:
+    for reference in [each for each in ways if each != OURS]:
         walls, works = ([each[reference][i] / each[OURS][i] for each in rounds[1:]] for i in (0, 1))
         seconds = statistics.median(each[OURS][0] for each in rounds[1:])
         low, middle, high = (round(each, 3) for each in statistics.quantiles(walls, n=4, method="inclusive"))
@@ -122,7 +163,7 @@ def rates(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
             "load": round(os.getloadavg()[0], 2),
         }
         rate = round(num_bytes / seconds / 1e6, 2)
-        results.append(Result(f"{name} to tokens", rate, "MB/s", f"tokenizers' {reference}", middle, details))
+        results.append(Result(f"{name} to tokens", rate, "MB/s", reference, middle, details))
     return results
 
 
@@ -152,21 +193,22 @@ def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[in
     return [each.ids for batch in batches for each in encode(batch, add_special_tokens=False)]
 
 
-def built(path: Path, tokenizer: Any, cache: Path) -> object:
+def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
     """Make the tokens of a file, with nothing in the cache."""
     from offload.data.prepare import Found, Preparation
     from offload.data.sources import Source
 
     found = Found(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
-    preparation = Preparation([found], VOCABULARY, cache, lambda *_: None)
-    return preparation.tokens(found, tokenizer, train_on_prompt=False)
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        preparation = Preparation([found], VOCABULARY, Path(cache), lambda *_: None, num_workers)
+        return preparation.tokens(found, tokenizer, train_on_prompt=False)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those of all its threads on a processor."""
-    begin, work = time.perf_counter(), time.process_time()
+    """Return the seconds that a call takes, and those of all its threads and processes on a processor."""
+    begin, work = time.perf_counter(), sum(os.times()[:4])
     call()
-    return time.perf_counter() - begin, time.process_time() - work
+    return time.perf_counter() - begin, sum(os.times()[:4]) - work
 
 
 def peaks(files: dict[str, Path], folder: Path) -> list[Result]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
 
 if TYPE_CHECKING:
     from offload.forecast.forecast import Alternative, Forecast
+    from offload.machine.hardware import Hardware
 
 DESCRIPTION = (
     "Tell what training would hold on each tier, by name, and what a step would take, with the settings of train; "
@@ -23,6 +25,14 @@ OPTIONS = {
         "(default: this machine)",
         "Plan for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
     ),
+    "machines": OwnOption(
+        "N", "(default: 1)", "Plan for a run on so many such machines, each with the ranks that --gpus says."
+    ),
+    "link": OwnOption(
+        "RATE",
+        "(default: as the machine is described)",
+        'What the network of a machine sends in a second, and gets, such as "25Gbit" or "3GB".',
+    ),
     "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 
@@ -31,17 +41,42 @@ def main(words: list[str]) -> int:
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
     with importing():
-        from offload.forecast.alternatives import forecast
+        from offload.forecast.alternatives import forecast, this_hardware
         from offload.hf.models import quiet_transformers
         from offload.machine.hardware import Hardware
     quiet_transformers()
     described = own["hardware"]
-    found = forecast(config, None if described is None else Hardware.read(described), num_ranks)
+    hardware = this_hardware(config) if described is None else Hardware.read(described)
+    found = forecast(config, _connected(hardware, own["machines"], own["link"]), num_ranks)
     if is_on(own, "json"):
         print(json.dumps(found.to_dict(), indent=2))
     else:
         _show(found)
     return 0 if found.fits else DoesNotFitError.exit_code
+
+
+def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Hardware:
+    """Return a machine as one of so many, with such a link. Raises ConfigError."""
+    from offload.machine.hardware import parse_link
+
+    if machines is not None:
+        if not machines.isdecimal() or int(machines) < 1:
+            raise ConfigError(f"--machines is {machines!r}; it should be a whole number of machines, at least 1.")
+        hardware = hardware.with_(num_machines=int(machines))
+    if link is not None:
+        try:
+            rate = parse_link(link)
+        except ConfigError:
+            rate = 0.0
+        if not rate:
+            raise ConfigError(f'--link is {link!r}; it should be a rate such as "25Gbit" or "3GB", more than 0.')
+        hardware = hardware.with_(rates=replace(hardware.rates, network_bytes_per_s=rate))
+    if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
+        raise ConfigError(
+            f"the run is on {hardware.num_machines} machines, and how fast their network is, is not known: give "
+            "--link, such as --link 25Gbit, or rates.network_bytes_per_s in the description of --hardware."
+        )
+    return hardware
 
 
 def _show(found: Forecast) -> None:
@@ -72,7 +107,10 @@ def heading(found: Forecast) -> Iterator[str]:
     """Yield what is planned for what, and where that is to be as `train` would choose it."""
     from offload.forecast.here import placed
 
-    ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
+    machines, ranks = found.hardware.num_machines, ""
+    if found.total_ranks > 1:
+        where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
+        ranks = f", {found.total_ranks} ranks{where}; of one of them:"
     rows = f"{found.config.train.num_rows} rows of {found.config.data.sequence_length} tokens a step"
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
@@ -99,6 +137,8 @@ def times(found: Forecast) -> Iterator[str]:
         yield where
     if rest := found.prepared.told_frozen_weights:
         yield rest
+    if found.network_bytes:
+        yield f"network: {format_bytes(found.network_bytes)} a step from each machine to the others"
     if found.written_bytes:
         told = found.to_dict()
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]

@@ -84,13 +84,15 @@ _OF_ANY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "group
 """What another rule takes over of a run that is resumed."""
 _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
+    "data.num_workers",
     "offload.prefetch",
     "offload.zero_stage",
+    "offload.replicas",
     "train.recompute",
     "optimizer.warmup_steps",
 )
 """What follows from the machine, or from the steps, and is found anew where it was found."""
-_TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
+_TIMING = ("prefetch", "zero_stage", "replicas", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
 
@@ -209,7 +211,7 @@ class Config(BaseModel):
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
             is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
-            if self.optimizer.reset and key in _OF_STATES:
+            if key in _OF_THE_MACHINE or (self.optimizer.reset and key in _OF_STATES):
                 is_fixed = False
             if is_given and is_fixed and own in (None, "auto"):
                 is_given = False
@@ -351,7 +353,8 @@ class Config(BaseModel):
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= OFFERS[optimizer.name].rate
         of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
-        pairs = {} if train.method == "sft" else {"data__packing": False, "data__packing_isolated": False}
+        of_rows = ("data__packing", "data__packing_isolated", "data__group_by_length")
+        pairs = {} if train.method == "sft" else dict.fromkeys(of_rows, False)
         return self.with_resolved(
             **pairs,
             model__preset=preset,
@@ -435,6 +438,11 @@ def _check_method(config: Config) -> None:
     if data.packing_isolated is True:
         raise ConfigError(
             f"data.packing_isolated is true, and train.method is {method}, whose rows are not packed: leave it out."
+        )
+    if data.group_by_length is True:
+        raise ConfigError(
+            f"data.group_by_length is true, and train.method is {method}, whose pairs of rows are batched in a mixed "
+            "order: leave it out."
         )
     if data.train_on_prompt and method != "orpo":
         raise ConfigError(

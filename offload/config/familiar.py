@@ -20,6 +20,8 @@ _NAMES: dict[str, str] = {
     "data.sequence_length": "max_seq_length max_seq_len seq_len seq_length sequence_len cutoff_len max_length "
     "block_size model_max_length context_length",
     "data.packing": "sample_packing pack_sequences",
+    "data.group_by_length": "train_sampling_strategy length_grouped_sampling",
+    "data.num_workers": "dataset_num_proc dataset_processes preprocessing_num_workers num_proc tokenizer_num_workers",
     "data.train_on_prompt": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
     "data.eval_share": "eval_fraction val_size val_set_size test_size validation_split eval_split "
     "validation_split_percentage",
@@ -55,6 +57,7 @@ _NAMES: dict[str, str] = {
     "offload.nvme_dir": "nvme_path offload_folder offload_dir",
     "offload.device_memory": "max_memory gpu_memory",
     "offload.zero_stage": "stage deepspeed zero_optimization fsdp",
+    "offload.replicas": "hsdp hybrid_shard ddp dp_replicate mics",
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch",
     "checkpoint.keep": "save_total_limit",
     "checkpoint.keep_best": "save_best best_model keep_best_model",

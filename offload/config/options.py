@@ -116,9 +116,9 @@ def value_of(name: str, field: FieldInfo) -> str:
         if typing.get_origin(part) is typing.Literal
         for word in typing.get_args(part)
     ]
-    if choices:
-        return "{" + ",".join(choices) + "}"
     kinds = {typing.get_origin(part) or part for part in kinds_in(field.annotation)}
+    if choices:
+        return "{" + ",".join([*choices, "N"] if int in kinds else choices) + "}"
     for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
         if kind in kinds:
             return "{auto,N}" if kinds >= {int, str} else name

@@ -196,6 +196,7 @@ Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidato
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 Tile = Annotated[int | str, BeforeValidator(_as_tile)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
+Replicas = Annotated[Count | Literal["auto"], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
@@ -317,8 +318,17 @@ class DataSection(Section):
     after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
     model mixes them a document a row; false for other text.
     """
+    group_by_length: Flag = "auto"
+    """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
+    them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
+    each length would be anew, or train.method is not sft.
+    """
     train_on_prompt: bool = False
     """Count the loss on prompts too, not on answers alone; with train.method orpo in the loss of the chosen answer."""
+    num_workers: Natural | None = None
+    """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
+    for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
+    """
     eval_share: Beta | None = None
     """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
     eval_source: Sources = ()
@@ -608,9 +618,14 @@ class OffloadSection(Section):
     """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. auto: no more than
     pays, by search; 3 where that is not known.
     """
+    replicas: Replicas = "auto"
+    """Copies of the model that the ranks hold, each shared out over equally many of them, on one machine where that is
+    possible; gradients are summed between copies. auto: one on each machine where there are several, or one over all
+    machines where that is faster or alone fits, by search; else one.
+    """
     throttle: Throttle = None
     """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
-    YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.
+    YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: as fast as they are.
     """
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
     """How the matrices of frozen blocks rest and travel: as they are; in int8, a byte each with a scale for 128; or in

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from offload.data.groups import Batching, ByLength, Mixed
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.data.packing import IGNORE, Layout
 from offload.data.prepare import Found, Preparation
@@ -58,6 +59,8 @@ class Dataset:
     """The rows of each source that is trained on."""
     pad_id: int = 0
     """The token of padding."""
+    batching: Batching = field(default_factory=Mixed)
+    """Which rows are a batch."""
     values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Of each of `row_sets`, what batches have beside tokens, by name: a number for each row, fp32 [rows], which stands
     in the first column of a tensor [rows, sequence_length] of zeros.
@@ -102,7 +105,9 @@ class Dataset:
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
-        return "a document a row" if self.group == 1 else "a row for the chosen answer, and one for the rejected one"
+        if self.group > 1:
+            return "a row for the chosen answer, and one for the rejected one"
+        return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
 
     def num_steps(self, epochs: float) -> int:
         """Return how many batches cover `epochs` passes over the training rows; the last one may run into the next
@@ -112,19 +117,27 @@ class Dataset:
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Return rank's contiguous share of the batch of `step` (from 0), see `share`.
 
-        `input_ids` and `labels` are int64 [rows, sequence_length], labels unshifted with -100 where nothing is trained.
+        `input_ids` and `labels` are int64 [rows, sequence_length], or as wide as the longest row of the whole batch
+        needs where batches are made by length; labels are unshifted, with -100 where nothing is trained.
         `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
         keys; in its place `position_ids` where documents of a row are apart. Raises ConfigError where there are more
         ranks than rows.
         """
         if self.batch_size // self.group < world_size:
             raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
-        rows = self.train.at(step * self.batch_size, self.batch_size, self.seed)
-        return self._batch("train", rows, rank, world_size)
+        return self._read("train", self.rows_of(step), rank, world_size)
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Return which rows to train on are the batch of `step` (from 0), int64 [batch_size]."""
+        return self.batching.at(self.train, step, self.batch_size, self.seed)
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return of which of `sources` each of these rows to train on is, int64 [n]."""
+        return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
 
     def num_tokens(self, step: int) -> int:
-        """Return how many tokens the rows of a step have, over all ranks, without padding."""
-        return int(self.train.lengths(self.train.at(step * self.batch_size, self.batch_size, self.seed)).sum())
+        """Return how many tokens the batch of `step` (from 0) has, over all ranks, without padding."""
+        return int(self.train.lengths(self.rows_of(step)).sum())
 
     def eval_batches(
         self,
@@ -148,19 +161,19 @@ class Dataset:
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             begin = index * batch_size
             rows = found.at(begin, min(batch_size, found.num_rows - begin), _EVAL_SEED)
-            yield self._batch(f"eval {name}", rows, rank, world_size)
+            yield self._read(f"eval {name}", rows, rank, world_size)
 
     @property
     def row_sets(self) -> dict[str, RowSet]:
         """All rows, by what `values` calls them: those to train on, and those of `evals`."""
         return {"train": self.train, **{f"eval {name}": rows for name, rows in self.evals.items()}}
 
-    def rows_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
+    def batch_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Return rank's share of the rows [begin, end) of one of `row_sets`, as they are numbered there."""
-        return self._batch(name, np.arange(begin, end), rank, world_size)
+        return self._read(name, np.arange(begin, end), rank, world_size)
 
-    def _batch(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read rank's share of `indices`, or a row without targets where it is empty."""
+    def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
+        """Read rank's share of `indices`, or rows without targets where it is empty."""
         import torch
 
         rows = self.row_sets[name]
@@ -168,14 +181,15 @@ class Dataset:
         is_filler = not len(own)
         if is_filler:
             own = indices[: rows.group]
-        ids, labels = rows.read(own)
+        width = self.batching.width(rows.lengths(indices), rows.sequence_length)
+        ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
         if is_filler:
             labels[:] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
-        elif (rows.lengths(indices) < rows.sequence_length).any():
-            mask = np.arange(rows.sequence_length) < rows.lengths(own)[:, None]
+        elif (rows.lengths(indices) < width).any():
+            mask = np.arange(width) < rows.lengths(own)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
         for key, values in self.values.get(name, {}).items():
             batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
@@ -199,12 +213,15 @@ class Dataset:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
+        if self.batching.by_length:  # of runs of earlier versions there is nothing to be told
+            settings["group_by_length"] = True
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError when `state`, of a `state_dict`, belongs to other batches than these."""
-        keys = {"sequence_length": "data", "packing": "data", "batch_size": "train", "seed": "run"}
-        own = self.state_dict()
+        keys = {"sequence_length": "data", "packing": "data", "group_by_length": "data"}
+        keys |= {"batch_size": "train", "seed": "run"}
+        own, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
         for key, section in keys.items():
             if state.get(key) != own[key]:
                 hint = " (isolated: --data.packing_isolated true)" if "isolated" in (own[key], state.get(key)) else ""
@@ -232,6 +249,7 @@ def build_dataset(
     packing: bool = True,
     isolated: bool | None = False,
     pairs: bool = False,
+    group_by_length: bool = False,
     train_on_prompt: bool = False,
     eval_share: float = 0.0,
     on_bad_row: str = "error",
@@ -239,6 +257,7 @@ def build_dataset(
     batch_size: int,
     seed: int = 0,
     cache_dir: Path | None = None,
+    num_workers: int | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
     """Prepare the data (once; later calls find it in the cache) and return its batches.
@@ -246,11 +265,12 @@ def build_dataset(
     `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
     there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
     whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
-    conversations. `pairs`: the data are preferences, and a batch has `batch_size` pairs of rows. `eval_share` of each
-    source is held out; `eval_sources` are evaluated each by
-    its name. `on_bad_row` is error or skip, `stopping_strategy` as in `mixture.quotas`. `progress` is called with
-    (stage, fraction done) while there is something to prepare. Raises ConfigError for every setting or file that cannot
-    be used, and for a source of which nothing would be trained on.
+    conversations. `pairs`: the data are preferences, and a batch has `batch_size` pairs of rows. `group_by_length`:
+    whether batches are made of rows of about one length, where a row is a document and has no other beside it.
+    `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
+    skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
+    for none but this. `progress` is called with (stage, fraction done) while there is something to prepare. Raises
+    ConfigError for every setting or file that cannot be used, and for a source of which nothing would be trained on.
     """
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
@@ -265,7 +285,7 @@ def build_dataset(
     _check_apart(found, held)
     _check_pairs([*found, *held], pairs=pairs)
     where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None))
+    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
@@ -299,6 +319,7 @@ def build_dataset(
         {each.name: each.train for each in evaluated},
         tuple(training),
         pad_id,
+        ByLength() if group_by_length and layout is False and not pairs else Mixed(),
     )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text
+from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, pieces_of, texts_of
 from offload.data.rows import BadRow, BadRows
+from offload.data.workers import made_ahead
 
-_BATCH_CHARS = 2 << 20  # of which two are in memory, with some hundred bytes a token
+_BATCH_CHARS = 2 << 20  # of which three are in memory, one of them with some hundred bytes a token
 _BATCH_RECORDS = 4096
 
 
@@ -59,16 +61,49 @@ class Encoded:
     num_bytes: np.ndarray | None = None
 
 
+class _Asked(NamedTuple):
+    """What is to become of a record."""
+
+    record: Record
+    in_eval: bool
+    measured: bool  # the bytes of its tokens are counted
+
+
 @dataclass
 class _Draft:
     where: str
     in_eval: bool
+    measured: bool
     segments: Segments
     framed: bool  # the tokenizer's own first and last tokens are added; a chat template writes its own
     opens: bool = True
     closes: bool = True
     may_be_empty: bool = False  # as one of two documents, which stay side by side
-    measured: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.segments)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of it is not trained."""
+        return any(not trained for _, trained in self.segments)
+
+    @property
+    def needs_offsets(self) -> bool:
+        return self.masked or self.measured
+
+
+@dataclass
+class Made:
+    """What a batch of records has become."""
+
+    parts: list[Encoded | BadRow]
+    """Documents in order, and in its place what the chat template refuses."""
+    num_empty: int = 0
+    """Documents without a token, which are left out."""
+    num_split: int = 0
+    """Conversations that became several documents."""
 
 
 class Encoder:
@@ -80,109 +115,132 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: Any, train_on_prompt: bool, bad: BadRows | None = None, measured: Measured = "none"
+        self,
+        tokenizer: Any,
+        train_on_prompt: bool,
+        bad: BadRows | None = None,
+        measured: Measured = "none",
+        num_workers: int = 0,
     ) -> None:
         """`bad` takes conversations that the chat template refuses; without it the first one is an error. `measured`:
         whose bytes are counted; until there is a document that is held out, those of the others are, from whose rows
-        some are taken where there is none.
+        some are taken where there is none. `num_workers`: processes that encode, 0 for this one with the threads of
+        `tokenizers`.
         """
-        self._tokenizer = tokenizer
+        self._maker = _Maker(tokenizer, train_on_prompt)
         self._measured, self._holds_out = measured, False
         self._bad = bad or BadRows("error")
-        self._train_on_prompt = train_on_prompt
-        self.renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
-        self._rules: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        """The tokenizer of `tokenizers` itself, which has a call for ids without offsets."""
-        self._eos: int | None = tokenizer.eos_token_id
-        self.num_empty = 0  # documents that held no token
-        self.num_split = 0  # conversations that became several documents
+        self._num_workers = num_workers
+        self.num_empty = 0
+        """Documents that held no token."""
+        self.num_split = 0
+        """Conversations that became several documents."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
         """Yield the encoding of each (in_eval, record), in order. One without any token is counted and left out.
 
-        A batch is tokenized by the threads of `tokenizers` while the one before it is taken on from here.
+        Batches are tokenized while those before them are taken on from here.
         """
-        with ThreadPoolExecutor(1, "tokenizing") as worker:
-            before: Iterable[Encoded] = ()
-            for batch in self._batches(records):
-                if isinstance(batch, Encoded):
-                    yield from before
-                    before = (batch,)
-                    continue
-                made = worker.submit(self._tokenize, batch)
-                yield from before
-                before = self._made(batch, made)
-            yield from before
+        with closing(made_ahead(self._maker, self._batches(records), self._num_workers)) as batches:
+            for made in batches:
+                self.num_empty += made.num_empty
+                self.num_split += made.num_split
+                for part in made.parts:
+                    if isinstance(part, BadRow):
+                        self._bad.met(part)
+                    else:
+                        yield part
 
-    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded | list[_Draft]]:
-        """Yield what is encoded already, and batches of what is to be."""
-        drafts: list[_Draft] = []
+    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[_Asked]]:
+        """Cut records into batches of about one size."""
+        batch: list[_Asked] = []
         num_chars = 0
         for in_eval, record in records:
-            done, new = None, []
-            if isinstance(record, Ids):
-                trained = None if self._train_on_prompt else record.trained
-                done = Encoded(record.where, in_eval, record.ids, trained, record.closes)
+            self._holds_out |= in_eval
+            open_yet = self._measured == "held out" and (in_eval or not self._holds_out)
+            batch.append(_Asked(record, in_eval, open_yet or self._measured == "all"))
+            num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
+            if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
+                yield batch
+                batch, num_chars = [], 0
+        if batch:
+            yield batch
+
+
+class _Maker:
+    """Encodes a batch, by whichever process."""
+
+    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+        self._tokenizer = tokenizer
+        self._train_on_prompt = train_on_prompt
+        self._renderer = ChatRenderer(tokenizer, train_on_prompt)
+        self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
+        self._eos: int | None = tokenizer.eos_token_id
+
+    def make(self, batch: list[_Asked]) -> Made:
+        """Encode the records of a batch."""
+        made, found = Made([]), list[Encoded | BadRow | _Draft]()
+        for asked in batch:
+            try:
+                begun = self._begun(asked)
+                found += begun
+                made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
+            except BadRow as bad:
+                found.append(bad)
+        tokenized = self._tokenized(part for part in found if isinstance(part, _Draft))
+        for part in found:
+            encoded = self._finished(part, next(tokenized)) if isinstance(part, _Draft) else part
+            if encoded is None:
+                made.num_empty += 1
             else:
-                self._holds_out |= in_eval
-                try:
-                    marked = self.renderer.token_mask(record) if isinstance(record, Chat) else None
-                    new = self._drafts(in_eval, record) if marked is None else []
-                except BadRow as bad:
-                    self._bad.met(bad)
-                    continue
-                if marked is not None:
-                    made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
-                    done = Encoded(record.where, in_eval, made.ids, made.trained, True)
-            for draft in new:
-                open_yet = self._measured == "held out" and (in_eval or not self._holds_out)
-                draft.measured = self._tokenizer.is_fast and (open_yet or self._measured == "all")
-            drafts += new
-            num_chars += sum(len(text) for draft in new for text, _ in draft.segments)
-            if drafts and (done is not None or num_chars >= _BATCH_CHARS or len(drafts) >= _BATCH_RECORDS):
-                yield drafts
-                drafts, num_chars = [], 0
-            if done is not None:
-                yield done
-        if drafts:
-            yield drafts
+                made.parts.append(encoded)
+        return made
 
-    def _drafts(self, in_eval: bool, record: Text | Chat | Pair | Preference) -> list[_Draft]:
+    def _begun(self, asked: _Asked) -> list[Encoded | _Draft]:
+        """Return what is encoded already, or what is to be. Raises BadRow."""
+        record = asked.record
+        if isinstance(record, Ids):
+            trained = None if self._train_on_prompt else record.trained
+            return [Encoded(record.where, asked.in_eval, record.ids, trained, record.closes)]
+        if isinstance(record, Chat) and (marked := self._renderer.token_mask(record)) is not None:
+            made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
+            return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
         if isinstance(record, Preference):
-            return [self._answer(in_eval, record.chosen), self._answer(in_eval, record.rejected)]
+            return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
+        draft = partial(_Draft, record.where, asked.in_eval, asked.measured)
         if isinstance(record, Text):
-            return [_Draft(record.where, in_eval, [(record.text, True)], True, record.opens, record.closes)]
+            pieces = list(pieces_of(record.text))
+            last = len(pieces) - 1
+            return [
+                draft([(piece, True)], True, record.opens and not i, record.closes and i == last)
+                for i, piece in enumerate(pieces)
+            ]
         if isinstance(record, Pair):
-            segments = [(record.prompt, self._train_on_prompt), (record.completion, True)]
-            return [_Draft(record.where, in_eval, segments, framed=True)]
-        documents = self.renderer.documents(record)
-        self.num_split += len(documents) > 1
-        return [_Draft(record.where, in_eval, segments, framed=False) for segments in documents]
+            return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], framed=True)]
+        return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
 
-    def _answer(self, in_eval: bool, record: Chat | Pair) -> _Draft:
+    def _answer(self, asked: _Asked, record: Chat | Pair) -> _Draft:
         """Return one of the two documents of a preference. Raises BadRow."""
         if isinstance(record, Pair):
             segments, framed = [(record.prompt, False), (record.completion, True)], True
         else:
-            (segments, *more), framed = self.renderer.documents(record), False
+            (segments, *more), framed = self._renderer.documents(record), False
             if more:
                 raise BadRow(
                     f"{record.where}: the chat template writes an answer differently once another one follows, so a "
                     "preference over several answers is no single text: give all but the last as the prompt."
                 )
-        return _Draft(record.where, in_eval, segments, framed, may_be_empty=True)
+        return _Draft(record.where, asked.in_eval, asked.measured, segments, framed, may_be_empty=True)
 
-    def _made(self, drafts: list[_Draft], tokenized: Future[list[Tokenized]]) -> Iterator[Encoded]:
-        for draft, made in zip(drafts, tokenized.result(), strict=True):
-            if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
-                self.num_empty += 1
-                continue
-            if draft.framed and draft.opens and self._prefix:
-                made = made.framed(self._prefix, ())
-            if draft.closes:
-                made = self._close(made, draft.framed)
-            yield Encoded(draft.where, draft.in_eval, made.ids, made.trained, draft.closes, made.num_bytes)
+    def _finished(self, draft: _Draft, made: Tokenized) -> Encoded | None:
+        """Return a document, None for one without a token."""
+        if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
+            return None
+        if draft.framed and draft.opens and self._prefix:
+            made = made.framed(self._prefix, ())
+        if draft.closes:
+            made = self._close(made, draft.framed)
+        return Encoded(draft.where, draft.in_eval, made.ids, made.trained, draft.closes, made.num_bytes)
 
     def _close(self, made: Tokenized, framed: bool) -> Tokenized:
         """Append what ends a document. It is trained when the token before it is."""
@@ -192,24 +250,32 @@ class Encoder:
             closing.append(self._eos)
         return made.framed((), closing)
 
+    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized]:
+        """Yield the tokens of each, made of so many at a time as the memory is meant for."""
+        some: list[_Draft] = []
+        num_chars = 0
+        for draft in drafts:
+            some.append(draft)
+            num_chars += len(draft.text)
+            if num_chars >= _BATCH_CHARS:
+                yield from self._tokenize(some)
+                some, num_chars = [], 0
+        if some:
+            yield from self._tokenize(some)
+
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
         """Return the tokens of each document, or piece of one."""
         if not self._tokenizer.is_fast:
             return [self._tokenize_by_segment(draft.segments) for draft in drafts]
-        masked = [any(not trained for _, trained in draft.segments) for draft in drafts]
-        texts = ["".join(text for text, _ in draft.segments) for draft in drafts]
-        has_offsets = any(masked) or any(draft.measured for draft in drafts)
-        encode = self._rules.encode_batch if has_offsets else self._rules.encode_batch_fast
-        return [
-            Tokenized(
-                np.asarray(encoding.ids, np.int64),
-                _trained_tokens(encoding.offsets, draft.segments) if has_mask else None,
-                _byte_counts(encoding.offsets, text) if draft.measured else None,
-            )
-            for encoding, draft, text, has_mask in zip(
-                encode(texts, add_special_tokens=False), drafts, texts, masked, strict=True
-            )
-        ]
+        texts: dict[bool, list[str]] = {False: [], True: []}  # by whether offsets are needed, which take time
+        for draft in drafts:
+            texts[draft.needs_offsets].append(draft.text)
+        rules = self._tokenizer.backend_tokenizer
+        found = {
+            False: iter(rules.encode_batch_fast(texts[False], add_special_tokens=False)),
+            True: iter(rules.encode_batch(texts[True], add_special_tokens=False)),
+        }
+        return [_tokens(next(found[draft.needs_offsets]), draft) for draft in drafts]
 
     def _tokenize_by_segment(self, segments: Segments) -> Tokenized:
         """Without offsets, a token's place is known only if prompt and answer are encoded one after the other."""
@@ -231,6 +297,14 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
         if special[start : start + len(plain)] == plain:
             return special[:start], special[start + len(plain) :]
     return [], []
+
+
+def _tokens(encoding: Any, draft: _Draft) -> Tokenized:
+    return Tokenized(
+        np.asarray(encoding.ids, np.int64),
+        _trained_tokens(encoding.offsets, draft.segments) if draft.masked else None,
+        _byte_counts(encoding.offsets, draft.text) if draft.measured else None,
+    )
 
 
 def _trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:

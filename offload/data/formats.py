@@ -18,7 +18,6 @@ Records are rows of any of the files that `rows` reads. In a table of strings, a
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +31,11 @@ from offload.data.docstrings import docstring_chats
 from offload.data.packing import IGNORE
 from offload.data.rows import BadRow, columns_of, read_rows
 from offload.data.sources import STDLIB_CHAT, SourceFile
-from offload.data.storage import LocalFile, opened
+from offload.data.storage import LocalFile, first_bad_byte, opened
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
+_LONG_CHARS = 1 << 21  # of a row's text, which is no more than others have for a batch
 _PIECE_TOKENS = 1 << 20
 _LLMC_MAGIC = 20240520
 
@@ -241,30 +241,31 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
             held, opens = "", True
             while block := text.read(_PIECE_CHARS):
                 if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last
-                    cut = held.rfind("\n") + 1 or len(held)
+                    cut = _cut(held, len(held))
                     yield Text(where, held[:cut], opens, closes=False)
                     held, opens = held[cut:], False
                 held += block
             yield Text(where, held, opens, closes=True)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where} is not UTF-8 text ({_first_bad_byte(file)}: {error.reason}). Convert it, such as by `iconv -f "
-            f"LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}; data.format={file.format}."
+            f"{where} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by `iconv "
+            f"-f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}; data.format={file.format}."
         ) from error
 
 
-def _first_bad_byte(file: SourceFile) -> str:
-    """Return where a file ceases to be UTF-8: decoders count from what they were given last."""
-    decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
-    with opened(file.place) as stream:
-        while True:
-            block, pending = stream.read(_PIECE_CHARS), len(decoder.getstate()[0])
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                num_lines += block.count(b"\n", 0, max(error.start - pending, 0))
-                return f"byte {num_bytes - pending + error.start}, line {num_lines}"
-            num_bytes, num_lines = num_bytes + len(block), num_lines + block.count(b"\n")
+def pieces_of(text: str) -> Iterator[str]:
+    """Yield a text in pieces, as those of a file come: one that is not long as it is."""
+    begin = 0
+    while len(text) - begin > _LONG_CHARS:
+        end = _cut(text, begin + _PIECE_CHARS, begin)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def _cut(text: str, end: int, begin: int = 0) -> int:
+    """Return where to cut a piece that begins there, at `end` or before it: behind a line end, if there is one."""
+    return text.rfind("\n", begin, end) + 1 or end
 
 
 def _parse(data_format: str, record: Any, where: str) -> Record:

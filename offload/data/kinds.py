@@ -87,10 +87,10 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
     if kind == _TOKENS or data_format == "tokens":
         return
     begins = _by_first_bytes(place)
-    if begins == _UTF16:
+    if begins and begins.startswith(_UTF16):
         raise ConfigError(
             f"{named} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
-            "`iconv -f UTF-16 -t UTF-8 IN > OUT`."
+            f"`iconv -f {begins} -t UTF-8 IN > OUT`."
         )
     if begins == ".parquet" and suffix != ".parquet":
         raise ConfigError(f"{named} begins as a parquet file (columns), and is named as another: call it NAME.parquet.")
@@ -205,7 +205,9 @@ def _kind(path: PurePath) -> str:
 def _by_first_bytes(place: Place) -> str | None:
     with place.open() as stream:
         start = stream.read(_NUM_FIRST)
-    return next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)
+    unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # which letters of Latin scripts are
+    kind = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
+    return kind or next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)
 
 
 def _counted(kind: str, paths: Sequence[PurePath]) -> str:

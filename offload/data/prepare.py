@@ -27,8 +27,11 @@ from offload.data.tokenizer import (
     trained_tokenizer,
 )
 from offload.errors import ConfigError
+from offload.machine.cores import usable_cores
 
-_VERSION = 3
+_VERSION = 4
+_BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
+_MOST_WORKERS = 16  # each holds 300 MB
 
 Progress = Callable[[str, float], None]
 
@@ -106,7 +109,15 @@ class Found:
 class Preparation:
     """Sources that have one tokenizer, and the tokens made of them."""
 
-    def __init__(self, found: Sequence[Found], vocab_size: int, cache_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        found: Sequence[Found],
+        vocab_size: int,
+        cache_dir: Path,
+        progress: Progress,
+        num_workers: int | None = None,
+    ) -> None:
+        """`num_workers`: processes that tokenize, None for as many as pay."""
         self.notes = [note for each in found for note in each.notes]
         self._found = found
         self._formats = set[str]().union(*(each.formats for each in found))
@@ -114,6 +125,7 @@ class Preparation:
         self._vocab_size = vocab_size
         self._cache_dir = cache_dir
         self._progress = progress
+        self._num_workers = num_workers
 
     def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
@@ -177,10 +189,11 @@ class Preparation:
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
         bad = BadRows(found.on_bad_row)
+        workers = _that_pay(found) if self._num_workers is None else self._num_workers
         encoder = None
         if tokenizer is not None:
             measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
-            encoder = Encoder(tokenizer, train_on_prompt, bad, measured)
+            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
@@ -218,6 +231,15 @@ class Preparation:
                 f"{part.where} holds the token id {wrong}{token}; the model's vocabulary has {self._vocab_size}. Use "
                 "the tokenizer that belongs to the model (data.tokenizer), or a model with a larger vocab_size."
             )
+
+
+def _that_pay(found: Found) -> int:
+    """Return how many processes tokenize a source faster than this one does with the threads of `tokenizers`: none, but
+    where Python does much for each record, and for longer than processes take to start.
+    """
+    cores = len(usable_cores())
+    pays = cores > 1 and found.holds_chats and found.num_bytes >= _BYTES_THAT_PAY
+    return min(cores, _MOST_WORKERS) if pays else 0
 
 
 def _as_they_are(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -> Iterator[Encoded]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload.data.sources import SourceFile
-from offload.data.storage import LocalFile, library, opened
+from offload.data.storage import LocalFile, Place, first_bad_byte, library, opened
 from offload.errors import ConfigError
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
@@ -85,7 +85,7 @@ def _json_rows(file: SourceFile) -> Iterator[Row]:
     with opened(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-                yield from _json_array(text, str(file.place))
+                yield from _json_array(text, file.place)
             return
         number = 0
         while line := stream.readline(_MAX_ROW_BYTES):
@@ -106,7 +106,7 @@ def _parsed(data: bytes, where: str) -> Any:
         return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
 
 
-def _json_array(text: io.TextIOWrapper, path: str) -> Iterator[Row]:
+def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
     """Yield the elements of an array that need not fit the memory."""
     decode = json.JSONDecoder().raw_decode
     held, at, number = "", 0, 0
@@ -118,7 +118,8 @@ def _json_array(text: io.TextIOWrapper, path: str) -> Iterator[Row]:
             block = text.read(max(_BLOCK_CHARS, len(held) - at))
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"{path} is not valid JSON: behind record {number} it is not UTF-8 ({error.reason})."
+                f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
+                "LATIN1 -t UTF-8 IN > OUT`."
             ) from error
         held, at = held[at:] + block, 0
         return bool(block)
@@ -155,8 +156,8 @@ def _json_array(text: io.TextIOWrapper, path: str) -> Iterator[Row]:
                 ) from error
             if end < len(held) or not refill():  # a number may go on behind the end
                 break
-        at = end
-        yield where, value
+        length, at = end - at, end
+        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
     at += 1
     if next_sign():
         raise ConfigError(
@@ -200,9 +201,11 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
             except csv.Error as error:
                 reason = str(error)
                 if "unexpected end" in reason or "field limit" in reason:
+                    longer = f"has a field of more than {_MAX_ROW_BYTES:,} characters; perhaps it "
                     raise ConfigError(
-                        f"{where} opens a quote that never closes, so the rest of the file would be one field: double "
-                        'the quotes inside of a field ("" for "), or take the quote out.'
+                        f"{where} {longer if 'limit' in reason else ''}opens a quote that never closes, so the rest of "
+                        'the file would be one field: double the quotes inside of a field ("" for "), or take the '
+                        "quote out."
                     ) from error
                 yield where, BadRow(f"{where} is no row of a {file.container} file: {reason}.")
                 continue

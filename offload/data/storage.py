@@ -4,6 +4,7 @@ and the streams that they are read from, unpacked where a file is packed.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import importlib
 import io
@@ -126,6 +127,20 @@ def opened(place: Place) -> Iterator[io.BufferedReader]:
             raise ConfigError(f"{place} is a damaged .zst file, or half of one: {error}. Pack it anew.") from error
         reason = errno_text(error.errno) if error.errno else str(error)
         raise ConfigError(f"{place} cannot be read: {reason}.") from error
+
+
+def first_bad_byte(place: Place) -> str:
+    """Return where a file ceases to be UTF-8: decoders count from what they were given last."""
+    decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    with opened(place) as stream:
+        while True:
+            block, pending = stream.read(_BUFFER_BYTES), len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                num_lines += block.count(b"\n", 0, max(error.start - pending, 0))
+                return f"byte {num_bytes - pending + error.start}, line {num_lines}"
+            num_bytes, num_lines = num_bytes + len(block), num_lines + block.count(b"\n")
 
 
 def _unpacking(place: Place, stream: BinaryIO) -> io.BufferedReader:

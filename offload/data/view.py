@@ -5,7 +5,7 @@ what is trained in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Kind = Literal["context", "trained", "padding"]
 _KINDS: tuple[Kind, ...] = ("context", "trained", "padding")
 _MOST_BINS = 16
+_MOST_BATCHES = 1000
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Pictures of control characters, which would do what they say to a terminal."""
 
@@ -158,6 +159,8 @@ class DataView:
         sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
         quotas = data.train.quotas if isinstance(data.train, Mixture) else (data.train.num_rows,)
         padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
+        if data.batching.by_length:
+            sources, padding = _as_batched(sources, data)
         samples: list[Sample] = []
         while len(samples) < num_samples:
             step = len(samples) // data.batch_size
@@ -239,12 +242,27 @@ def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
     )
 
 
+def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[SourceView, ...], float]:
+    """Return the sources with the padding that their rows have in batches, and the padding of all: of an epoch, or of
+    the first batches of a long one.
+    """
+    real, wide = np.zeros((2, len(sources)))
+    for step in range(min(data.num_steps(1), _MOST_BATCHES)):
+        rows = data.rows_of(step)
+        owners = data.owners(rows)
+        lengths = data.train.lengths(rows)
+        real += np.bincount(owners, lengths, len(sources))
+        wide += np.bincount(owners, minlength=len(sources)) * data.batching.width(lengths, data.sequence_length)
+    shares = 1 - real / np.maximum(wide, 1)
+    found = tuple(replace(each, padding_share=float(share)) for each, share in zip(sources, shares, strict=True))
+    return found, float(1 - real.sum() / wide.sum())
+
+
 def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
     """Return the first rows of a step."""
     ids, trained = (each.numpy() for each in targets.shown(data.batch(step), step))
-    rows = data.train.at(step * data.batch_size, data.batch_size, data.seed)[:num_rows]
-    owners = data.train.owners(rows) if isinstance(data.train, Mixture) else np.zeros(num_rows, np.int64)
-    lengths, found = data.train.lengths(rows), []
+    rows = data.rows_of(step)[:num_rows]
+    owners, lengths, found = data.owners(rows), data.train.lengths(rows), []
     for index, borders in enumerate(data.train.document_starts(rows)):
         kinds = np.where(trained[index], 1, 0)
         kinds[lengths[index] :] = 2

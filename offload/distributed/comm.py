@@ -8,6 +8,7 @@ sends (N - 1) / N of what it has (ZeRO, arXiv:1910.02054, section 7).
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import os
 import pickle
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -56,6 +58,8 @@ class Comm:
     local_size: int = 1
     device = torch.device("cpu")
     """Where tensors of several ranks are exchanged, and computed."""
+    machines: Sequence[int] = (0,)
+    """The machine of each rank, as the lowest rank that is there."""
     local_gpus: Sequence[str | None] = (None,)
     """The place on the PCI bus of each GPU that ranks of this machine compute on, where it is known."""
     _user: weakref.ref[object] | None = None
@@ -76,6 +80,40 @@ class Comm:
     def release(self) -> None:
         """The user makes no more exchanges."""
         self._user = None
+
+    @property
+    def num_machines(self) -> int:
+        """How many machines the ranks are on, each with as many of them; 1 where some have more than others."""
+        counts = Counter(self.machines)
+        return len(counts) if len(set(counts.values())) == 1 else 1
+
+    @property
+    def num_far(self) -> int:
+        """How many of the ranks are on other machines than this one."""
+        return sum(machine != self.machines[self.rank] for machine in self.machines)
+
+    def split(self, num_replicas: int) -> tuple[Comm, Comm]:
+        """Return the exchanges among the ranks of this one's replica, and among those that stand in its place in each
+        of `num_replicas`. Ranks of one machine, and then neighbours, are in one replica. Both end with this comm. Of
+        each kind there is an order of its own, which all ranks that take part keep. Collective, the first time.
+        """
+        if self.size % num_replicas:
+            fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
+            raise ConfigError(
+                f"offload.replicas is {num_replicas}, and {self.size} ranks do not make that many of equal size: set "
+                f"--offload.replicas to one of {fitting}, or to auto."
+            )
+        return (self, Comm()) if num_replicas == 1 else self._split(num_replicas)
+
+    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:  # noqa: ARG002
+        return self, self
+
+    def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the ranks of each replica, and those of each place in all replicas."""
+        order = sorted(range(self.size), key=lambda rank: (self.machines[rank], rank))
+        num = self.size // num_replicas
+        replicas = [order[begin : begin + num] for begin in range(0, self.size, num)]
+        return replicas, [list(peers) for peers in zip(*replicas, strict=True)]
 
     @property
     def stands(self) -> bool:
@@ -138,13 +176,25 @@ class Comm:
         self.close(error)
 
 
-class Row:
-    """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
+Groups = Sequence[Sequence[int]] | None
+"""Ranks that exchange among themselves; None for all at once."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
+    """Return a process group of all ranks, or that of `groups` which this rank is in. Collective."""
+    if groups is None:
+        return dist.new_group(backend=backend, timeout=timeout)
+    own, _ = dist.new_subgroups_by_enumeration([list(its) for its in groups], timeout=timeout, backend=backend)
+    return own
+
+
+class Row:
+    """A row of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks that take part."""
+
+    def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
+        self.group = make_group(groups, "gloo", timeout)
         self.lock = threading.Lock()
-        self.now = Position()
+        self.now = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
 
 
 class Ranks(Comm):
@@ -165,9 +215,9 @@ class Ranks(Comm):
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
-        self._tensors, self._values = Row(self._timeout), Row(self._timeout)
-        self._left_by: BaseException | None = None
-        self._open_device()
+        self._parts: dict[int, tuple[Ranks, Ranks]] = {}
+        self._left_by: list[BaseException] = []  # one for all parts
+        self._open_rows(None)
         try:
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
         except OSError as error:
@@ -178,13 +228,35 @@ class Ranks(Comm):
             self.local_rank, self.local_size = local
             if len(self.local_gpus) != self.local_size:  # containers have a host name each
                 self.local_gpus = (None,) * self.local_size
+            # Torchrun numbers the ranks of a machine one after the other.
+            self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")
         self.on_lost(self._abandon)
         # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
         atexit.register(self._at_exit)
         self.barrier("start")
 
-    def _open_device(self) -> None:
-        pass
+    def _open_rows(self, groups: Groups) -> None:
+        self._tensors, self._values = Row(self._timeout, groups), Row(self._timeout, groups)
+
+    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
+        if num_replicas not in self._parts:
+            within, between = map(self._part, self._places(num_replicas))
+            self._parts[num_replicas] = within, between
+        return self._parts[num_replicas]
+
+    def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """Return the exchanges of this rank with the others of its group, under the same watch."""
+        own, part = next(its for its in groups if self.rank in its), copy.copy(self)
+        part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
+        part.machines = [self.machines[rank] for rank in own]
+        part._open_rows(groups)
+        return part
+
+    def _all_parts(self) -> Iterator[Ranks]:
+        """Yield these exchanges, and those of each part."""
+        yield self
+        for parts in list(self._parts.values()):
+            yield from parts
 
     def _enter(self) -> None:
         """Called by every thread of the watch before it looks."""
@@ -208,6 +280,7 @@ class Ranks(Comm):
                         "its own. Start as many as there are GPUs, by --gpus or --nproc-per-node."
                     )
                 )
+        self.machines = [machines.index(each) for each in machines]
         self.local_rank = machines[: self.rank].count(machine)
         self.local_size = machines.count(machine)
         self.local_gpus = [pci for host, _, (_, pci) in told if host == machine]
@@ -233,7 +306,7 @@ class Ranks(Comm):
         full, and takes thrice the time.)
         """
         pieces = enumerate(pieces_of(full, self.size))
-        works = [dist.broadcast(piece, rank, group=row.group, async_op=True) for rank, piece in pieces]
+        works = [dist.broadcast(piece, group=row.group, async_op=True, group_src=rank) for rank, piece in pieces]
         self._wait(works)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
@@ -260,7 +333,7 @@ class Ranks(Comm):
         """
         return [
             dist.scatter(
-                slot, pieces if rank == self.rank else None, src=rank, group=self._tensors.group, async_op=True
+                slot, pieces if rank == self.rank else None, group=self._tensors.group, async_op=True, group_src=rank
             )
             for rank, slot in enumerate(received)
         ]
@@ -290,7 +363,7 @@ class Ranks(Comm):
             self._send(flat.view(torch.uint8), source)
 
     def _send(self, data: torch.Tensor, source: int) -> None:
-        self._wait([dist.broadcast(data, source, group=self._tensors.group, async_op=True)])
+        self._wait([dist.broadcast(data, group=self._tensors.group, async_op=True, group_src=source)])
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:
         data = pickle.dumps(value)
@@ -315,7 +388,10 @@ class Ranks(Comm):
     # -- waiting, and the end --------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Position]:
-        """Return where this rank is in both rows; any thread may ask."""
+        """Return where this rank is in all rows; any thread may ask."""
+        return [place for part in self._all_parts() for place in part._own_places()]
+
+    def _own_places(self) -> tuple[Position, Position]:
         return self._tensors.now, self._values.now
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
@@ -332,18 +408,18 @@ class Ranks(Comm):
         row = row or self._tensors
         with row.lock:
             self._check()
-            if self._left_by is not None:
-                raise self._left_by
+            if self._left_by:
+                raise self._left_by[0]
             if not self.stands:
                 raise ConfigError(
                     "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
                     "used it: close the engine first."
                 )
             try:
-                row.now = Position(row.now.number + 1, what, numel, inside=True)
+                row.now = Position(row.now.number + 1, what, numel, inside=True, among=row.now.among)
                 yield
             except BaseException as error:
-                self._left_by = error
+                self._left_by.append(error)
                 raise
             row.now = replace(row.now, inside=False, since=time.monotonic())
 
@@ -373,7 +449,7 @@ class Ranks(Comm):
 
     def _abandon(self, _error: RankLostError | None) -> None:
         """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
-        groups = [self._tensors.group, self._values.group]
+        groups = [row.group for row in self._rows()]
         for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -388,11 +464,15 @@ class Ranks(Comm):
         else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
             self._destroy()
 
+    def _rows(self) -> list[Row]:
+        """Return the rows of all parts."""
+        return [row for part in self._all_parts() for row in (part._tensors, part._values)]
+
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
 
     def _destroy(self) -> None:
-        rows = self._tensors, self._values
+        rows = self._rows()
         if self.stands:
             for group in (None,) if self._owns_default else [row.group for row in rows]:
                 dist.destroy_process_group(group)
@@ -462,12 +542,21 @@ def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> Non
 
 
 class ImaginedRanks(Comm):
-    """Rank 0 of so many on one machine, none of which runs: each would give what this one gives, and nobody has tensors
-    to exchange.
+    """Rank 0 of so many on one machine, or on several alike, none of which runs: each would give what this one gives,
+    and nobody has tensors to exchange.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = self.local_size = size
+    def __init__(self, size: int, num_machines: int = 1) -> None:
+        self.size, self.local_size = size, size // num_machines
+        self.machines = [rank // self.local_size * self.local_size for rank in range(size)]
+
+    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
+        parts = []
+        for groups in self._places(num_replicas):
+            part = ImaginedRanks(len(groups[0]))
+            part.machines = [self.machines[rank] for rank in groups[0]]
+            parts.append(part)
+        return parts[0], parts[1]
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
         return [value] * self.size

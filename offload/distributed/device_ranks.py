@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
-from offload.distributed.comm import Ranks, Row, pieces_of
+from offload.distributed.comm import Groups, Ranks, Row, make_group, pieces_of
 from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 
@@ -22,7 +22,8 @@ from offload.errors import RankLostError
 class _AcceleratorRanks(Ranks):
     """Several ranks, each on an accelerator."""
 
-    def _open_device(self) -> None:
+    def _open_rows(self, groups: Groups) -> None:
+        super()._open_rows(groups)
         self._accelerator = open_accelerator(self.device)
         self._accelerator.enter()
 
@@ -33,10 +34,10 @@ class _AcceleratorRanks(Ranks):
 class DeviceRanks(_AcceleratorRanks):
     """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
 
-    def _open_device(self) -> None:
-        super()._open_device()
+    def _open_rows(self, groups: Groups) -> None:
+        super()._open_rows(groups)
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-        self._group = dist.new_group(backend=self._accelerator.backend, timeout=self._timeout)
+        self._group = make_group(groups, self._accelerator.backend, self._timeout)
         self._enqueued: deque[tuple[Position, torch.Event]] = deque()
         self._looking = threading.Lock()
 
@@ -49,7 +50,7 @@ class DeviceRanks(_AcceleratorRanks):
                 event.record()
                 self._enqueued.append((self._tensors.now, event))
 
-    def look(self) -> Sequence[Position]:
+    def _own_places(self) -> tuple[Position, Position]:
         """The oldest exchange that the device has not done is where this rank is."""
         with self._looking:  # not the lock of exchanges, which is held through them
             while self._enqueued:
@@ -57,7 +58,7 @@ class DeviceRanks(_AcceleratorRanks):
                 if not event.query():
                     return place, self._values.now
                 self._enqueued.popleft()
-        return super().look()
+        return super()._own_places()
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
@@ -67,7 +68,7 @@ class DeviceRanks(_AcceleratorRanks):
             super()._send(data, source)
         else:
             self._hold(data)
-            dist.broadcast(data, source, group=self._group)
+            dist.broadcast(data, group=self._group, group_src=source)
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
         if full.is_cpu:
@@ -77,6 +78,8 @@ class DeviceRanks(_AcceleratorRanks):
         self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._group)
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        if pieces[0].is_cpu:
+            return super()._swap(received, pieces)
         self._hold(*received, *pieces)
         dist.all_to_all(received, pieces, group=self._group)  # grouped sends and receives, from and to where data is
         return []
@@ -88,12 +91,17 @@ class DeviceRanks(_AcceleratorRanks):
 
     def _abandon(self, error: RankLostError | None) -> None:
         super()._abandon(error)
-        self._group._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
+        for group in self._device_groups():
+            group._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
 
     def _destroy(self) -> None:
         if not self._owns_default and self.stands:
-            dist.destroy_process_group(self._group)
+            for group in self._device_groups():
+                dist.destroy_process_group(group)
         super()._destroy()
+
+    def _device_groups(self) -> list[Any]:
+        return [part._group for part in self._all_parts() if isinstance(part, DeviceRanks)]
 
 
 class StagedRanks(_AcceleratorRanks):

@@ -57,6 +57,7 @@ class Position:
     numel: int = 0
     inside: bool = False
     since: float = field(default_factory=time.monotonic)
+    among: frozenset[int] | None = None  # who takes part; None for all
 
     def describe(self, now: float | None = None) -> str:
         """Return what a rank was doing: "waiting in all-gather of unit head for 3.0 s"."""
@@ -75,10 +76,14 @@ class _Peer:
     rank: int
     connection: socket.socket
     heard: float = field(default_factory=time.monotonic)
-    positions: Sequence[Position] = (Position(), Position())
+    positions: Sequence[Position] = (Position(),)
     unread: bytes = b""
     unsent: bytes = b""
     ended: bool = False  # cleanly: nothing more is expected of it
+
+    def at(self, row: int) -> Position:
+        """Return where the rank is in a row, which it may have none of yet."""
+        return self.positions[row] if row < len(self.positions) else Position()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one line; what the socket does not take now goes before the next."""
@@ -104,7 +109,7 @@ class _Peer:
 class Watchdog:
     """This rank's ear for the others.
 
-    `look` returns where this rank is, in each of the two rows of exchanges. `listeners` are called with the error, by a
+    `look` returns where this rank is, in each row of exchanges. `listeners` are called with the error, by a
     thread of the watch, when a rank is lost: they wake whoever waits. `enter` is called by each of its threads first.
     """
 
@@ -245,8 +250,9 @@ class Watchdog:
         """Compare where this rank is in a row of exchanges with where the others are."""
         stall_s = self._times.stall_s
         waited = now - here.since if here.inside else 0.0
-        for peer in self._peers.values():
-            there = peer.positions[row]
+        peers = [peer for peer in self._peers.values() if here.among is None or peer.rank in here.among]
+        for peer in peers:
+            there = peer.at(row)
             if peer.ended:
                 if waited and there.number < here.number:
                     ended = max(peer.positions, key=lambda position: position.since).what
@@ -255,11 +261,11 @@ class Watchdog:
                 other = f"{there.what} ({there.numel} elements)"
                 mine = f"rank {self.rank} is at {here.what} ({here.numel} elements)"
                 self._lose(peer.rank, f"Ranks went different ways: rank {peer.rank} is at {other}, {mine}")
-        present = [peer for peer in self._peers.values() if not peer.ended]
+        present = [peer for peer in peers if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
-            last = min(present, key=lambda peer: peer.positions[row].number)
+            last = min(present, key=lambda peer: peer.at(row).number)
             missing = f"others have waited for it for {stall_s:g} s, though it is alive"
-            if last.positions[row].number == here.number:
+            if last.at(row).number == here.number:
                 missing = f"all ranks have been in {here.what} for {stall_s:g} s"
             self._lose(last.rank, self._describe(last, missing))
 

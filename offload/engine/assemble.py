@@ -20,7 +20,7 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan, told_frozen_weights
+from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -43,24 +43,22 @@ class Structure:
     """What the plan knows of each unit."""
 
     @classmethod
-    def of(
-        cls, model: nn.Module, settings: Settings, num_ranks: int, quantized: Mapping[nn.Parameter, Codec]
-    ) -> Structure:
-        """Find the units of a model, which may be on `meta`, and lay out their parameters. `quantized`: the codecs of
-        what its files have in few bits. Raises ConfigError.
+    def of(cls, model: nn.Module, settings: Settings, comm: Comm, quantized: Mapping[nn.Parameter, Codec]) -> Structure:
+        """Find the units of a model, which may be on `meta`, and lay out their parameters for the ranks of `comm`.
+        `quantized`: the codecs of what its files have in few bits. Collective. Raises ConfigError.
         """
         leave_off_checkpointing(model)
         infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights, quantized)
         candidates = find_units(model, infos)
-        rules = settings.optimizer.parts
+        rules, (within, _) = settings.optimizer.parts, comm.split(num_replicas(settings, comm))
         regions = build_regions(
             infos,
             {unit.name: unit.parameters for unit in candidates},
             [rule.moments for rule in rules],
-            num_ranks,
+            comm.size,
             delays=settings.delay > 0,
             factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
-            num_ranges=num_ranks if settings.zero_stage else 1,
+            num_ranges=within.size if settings.zero_stage else 1,
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
         units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
@@ -111,8 +109,8 @@ def prepare(
     `quantized`: as of `Structure.of`. Collective. Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
-    structure = Structure.of(model, settings, comm.size, quantized or {})
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
+    structure = Structure.of(model, settings, comm, quantized or {})
     shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
     comm.agree("the model", shown)
     prepared = EnginePlan.of(structure, settings, comm, machine)

@@ -365,7 +365,7 @@ def _configuration(engine: EngineState) -> dict[str, bytes]:
 
 
 def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> None:
-    """Write this rank's ranges of what is `kept`; in stage 0, where all have all, each writes its share too: of what
+    """Write this rank's pieces of what is `kept`; where several have the same, each writes its share too: of what
     there is once for a parameter, that which begins there. Rank 0 has the buffers.
     """
     if engine.comm.rank == 0:
@@ -373,13 +373,13 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
             writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
     sharding = engine.store.sharding
     for state in kept:
-        shard = sharding.shard(state.region)
+        shard = sharding.piece(state.region)
         for begin, name, plane, values in _factors(engine, state):
             if shard.start <= begin < shard.stop:
                 writer.write(name, plane, 0, values.cpu())
     with closing(_lent(engine, kept)) as lent:
         for region, tile, lease in lent:
-            shard = sharding.shard(region)
+            shard = sharding.piece(region)
             engine.lanes.wait(lease.reads)
             for plane, flat in lease.planes.items():
                 for its, (name, _, begin, _) in _stretches(engine, writer.contents, region, tile, plane, shard):
@@ -388,7 +388,7 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
 
 def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
     """Yield the parts that this rank writes, lent; what of the next one is on disk is on its way meanwhile."""
-    shares = [(state.region, engine.store.sharding.shard(state.region), state.tiles) for state in kept]
+    shares = [(state.region, engine.store.sharding.piece(state.region), state.tiles) for state in kept]
     wanted = [
         (region, tile)
         for region, shard, its in shares

@@ -50,8 +50,8 @@ _ENLARGED = 4
 
 
 def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
-    """Tell what a run of so many ranks on one machine (None: this one, measured) will hold and take, and what else
-    could be done. Raises ConfigError.
+    """Tell what a run of so many ranks on a machine (None: this one, measured), or on each of several alike, will hold
+    and take, and what else could be done. Raises ConfigError.
     """
     hardware = hardware or this_hardware(config)
     forecaster = Forecaster(config, num_ranks)
@@ -302,7 +302,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.graphs": "cpu"}
         if config.train.compile == "never":
             yield {"train.compile": "auto"}
-        rows = config.train.micro_batch_size or config.train.batch_size // found.num_ranks
+        rows = config.train.micro_batch_size or config.train.batch_size // found.total_ranks
         yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
@@ -317,7 +317,7 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
     on_host = "cpu" in over or refused_host
     on_device = "device" in over or ("cpu" in over and found.memory.is_one_memory)
     if on_device:
-        if config.train.batch_size > found.num_ranks and config.train.micro_batch_size != 1:
+        if config.train.batch_size > found.total_ranks and config.train.micro_batch_size != 1:
             yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
@@ -346,8 +346,8 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
     rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
-    while rows > found.num_ranks:  # which is other training: last, and no further than it takes
-        rows = max(found.num_ranks, rows // 2)
+    while rows > found.total_ranks:  # which is other training: last, and no further than it takes
+        rows = max(found.total_ranks, rows // 2)
         yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
 
 

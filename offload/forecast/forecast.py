@@ -39,6 +39,7 @@ from offload.layout.quantized import Quantized
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
+from offload.planning.plan import num_replicas
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
@@ -50,6 +51,7 @@ _SEARCHED = {
     "offload.update": "update",
     "offload.prefetch": "prefetch",
     "offload.zero_stage": "zero_stage",
+    "offload.replicas": "replicas",
     "train.recompute": "recompute",
 }
 """What the search decides, by its key, and where settings have it."""
@@ -82,7 +84,7 @@ class Forecast:
     num_parameters: int
     """The parameters of the model."""
     num_ranks: int
-    """How many ranks the machine has; memory is told of one of them."""
+    """How many ranks a machine has; memory is told of one of them."""
     memory: Footprint
     """What is held, by tier and name."""
     timing: Timing | None
@@ -108,8 +110,23 @@ class Forecast:
         return not self.refusal and self.memory.fits
 
     @property
+    def total_ranks(self) -> int:
+        """Return how many ranks all machines have."""
+        return self.num_ranks * self.hardware.num_machines
+
+    @property
+    def num_replicas(self) -> int:
+        """Return how many replicas of the model there are."""
+        return self.prepared.plan.layout.sharding.num_replicas
+
+    @property
+    def network_bytes(self) -> int:
+        """Return the bytes that a step of a machine's ranks sends to other machines."""
+        return 0 if self.timing is None else self.timing.network_bytes * self.num_ranks
+
+    @property
     def written_bytes(self) -> int:
-        """Return the bytes that a step of all ranks writes to disk."""
+        """Return the bytes that a step of a machine's ranks writes to disk."""
         return 0 if self.timing is None else self.timing.nvme_written_bytes * self.num_ranks
 
     @property
@@ -141,6 +158,8 @@ class Forecast:
             "num_parameters": self.num_parameters,
             "machine": self.hardware.name,
             "ranks": self.num_ranks,
+            "machines": self.hardware.num_machines,
+            "replicas": self.num_replicas,
             "tiers": self.tiers,
             "loading_bytes": self.memory.loading_bytes,
             "operations_bytes": self.memory.operations_bytes,
@@ -152,6 +171,7 @@ class Forecast:
             "tokens_per_second": None if timing is None else timing.tokens_per_second,
             "mfu": None if timing is None else timing.mfu,
             "hides_from_tokens": None if timing is None else timing.hides_from_tokens,
+            "network_bytes_per_step": self.network_bytes,
             "nvme_written_bytes_per_step": self.written_bytes,
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
@@ -219,20 +239,25 @@ class Forecaster:
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return what a configuration comes to on a machine; without the `times` if told so. Raises ConfigError."""
-        config.check_ranks(self.num_ranks)
+        ranks = self._ranks(hardware)
+        config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
-        structure, ranks, refusal = self._structure(told), ImaginedRanks(self.num_ranks), ""
+        structure, refusal = self._structure(told, ranks), ""
         try:
             prepared = EnginePlan.of(structure, told, ranks, machine)
         except DoesNotFitError as error:
             refusal, prepared = str(error), EnginePlan.of(structure, told, ranks, machine, checks=False)
-        work, notes = self._work(config, prepared), []
+        work, notes = self._work(config, prepared, ranks.size), []
         if isinstance(work, str):
             notes.append(f"what a step adds is not known: {work}.")
         if hardware.shares_memory:
             notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
+        if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
+            notes.append(
+                f"how fast the network of {hardware.name} is, is not known: a step is told as if it took no time."
+            )
         known = None if isinstance(work, str) else work
         memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
         if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
@@ -264,7 +289,7 @@ class Forecaster:
         """Return what the search finds fastest (or, without the `times`, the first that fits) where a forecast's
         configuration leaves it open, by key; nothing where that is what was told, nothing fits, or a step is not known.
         """
-        prepared, work = found.prepared, self._work(found.config, found.prepared)
+        prepared, work = found.prepared, self._work(found.config, found.prepared, found.total_ranks)
         told = prepared.settings
         if isinstance(work, str):
             return {}
@@ -272,20 +297,25 @@ class Forecaster:
         placer = Placer(prepared, work, found.hardware.of_a_rank(self.num_ranks), asked, self.num_ranks)
         is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
         is_open = found.config.origin("offload.zero_stage") == "resolved"
-        chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1, times=times)
+        chosen = placer.choose(told, limited=is_limited, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
-    def _structure(self, told: Settings) -> Structure:
-        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage))
+    def _ranks(self, hardware: Hardware) -> ImaginedRanks:
+        """Return the ranks of all machines."""
+        return ImaginedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
+
+    def _structure(self, told: Settings, ranks: ImaginedRanks) -> Structure:
+        replicas = ranks.size, num_replicas(told, ranks)
+        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, replicas))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, told, self.num_ranks, self._built.quantized)
+            self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized)
         return self._structures[key]
 
-    def _work(self, config: Config, prepared: EnginePlan) -> Workload | str:
-        """Return what a step computes, or why that is not known."""
+    def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
+        """Return what a step computes on one of so many ranks, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
-        rows = -(-config.train.batch_size // self.num_ranks) * config.train.group
+        rows = -(-config.train.batch_size // num_ranks) * config.train.group
         batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
         key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
         if key not in self._works:

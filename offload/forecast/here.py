@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,6 +15,7 @@ from offload.forecast.forecast import Forecast, Forecaster
 from offload.forecast.timing import Timing
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
+from offload.machine.network import Network
 from offload.planning.machines import ThisMachine
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
@@ -24,26 +26,40 @@ NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "d
 
 
 def forecast_run(
-    config: Config, architecture: PreTrainedConfig, num_ranks: int, machine: ThisMachine, say: Callable[[str], None]
+    config: Config,
+    architecture: PreTrainedConfig,
+    num_ranks: int,
+    machine: ThisMachine,
+    say: Callable[[str], None],
+    network: Network | None = None,
 ) -> tuple[Config, Forecast]:
-    """Decide by search where what is left open is to be, and tell what a run of so many ranks here will hold and take.
+    """Decide by search where what is left open is to be, and tell what a run of so many ranks here, and on each other
+    machine of a `network`, will hold and take.
 
     The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
     the device stays there. Raises ConfigError.
     """
     forecaster = Forecaster(config, num_ranks, architecture, machine)
     try:
-        hardware, is_measured = this_hardware(config, measures=False), True
+        hardware, is_measured = _in(network, this_hardware(config, measures=False)), True
     except LookupError:
-        hardware, is_measured = _unmeasured(machine), False
+        hardware, is_measured = _in(network, _unmeasured(machine)), False
     found = forecaster.tell(config, hardware, times=is_measured)
     if is_open(found) and not is_measured:
         say("measuring this machine, once, to choose where the states are to be ...")
-        found = forecaster.tell(config, this_hardware(config))
+        found = forecaster.tell(config, _in(network, this_hardware(config)))
     found = with_fix(forecaster, place(forecaster, found))
     for text in (*placed(found), *slow_precision(forecaster, found)):
         say(text)
     return (found.config if found.placed else config), found
+
+
+def _in(network: Network | None, hardware: Hardware) -> Hardware:
+    """Return a machine as one of a network, or alone."""
+    if network is None:
+        return hardware
+    rates = replace(hardware.rates, network_bytes_per_s=network.bytes_per_s, network_latency_s=network.latency_s)
+    return hardware.with_(num_machines=network.num_machines, rates=rates)
 
 
 def placed(found: Forecast) -> Iterator[str]:

@@ -87,6 +87,7 @@ class PlayedPlan:
     update_ring_bytes: of the device, for states of the host that are updated there.
     resident: the indices of the regions that are on the device for good.
     lasting: the indices of those whose gradients land only once the backward is over.
+    num_machines: over which the ranks of all replicas are spread.
     on_device: states rest on the device.
     in_stream: compute is a stream of an accelerator, which the host runs ahead of.
     inline: copies and updates are made by compute itself.
@@ -109,6 +110,7 @@ class PlayedPlan:
     update_ring_bytes: int = 0
     resident: frozenset[int] = frozenset()
     lasting: frozenset[int] = frozenset()
+    num_machines: int = 1
     on_device: bool = False
     in_stream: bool = False
     inline: bool = False
@@ -130,6 +132,8 @@ class Simulated:
     """The seconds that compute waited for each link."""
     nvme_written_bytes: float
     """The bytes written to disk."""
+    network_bytes: float = 0.0
+    """The bytes that a rank sends to other machines."""
 
 
 def simulate(
@@ -147,7 +151,7 @@ def simulate(
             engine.step()
         after, count = engine.so_far(), num_steps - warm
     mean = [{name: (b[name] - a.get(name, 0.0)) / count for name in b} for a, b in zip(before, after, strict=True)]
-    return Simulated(mean[0]["now"], mean[1], mean[2], mean[0]["written"])
+    return Simulated(mean[0]["now"], mean[1], mean[2], mean[0]["written"], mean[0]["sent"])
 
 
 class _PlayedFile(Stripes):
@@ -241,7 +245,7 @@ class _PlayedEngine:
             layout=plan.layout,
             nvme=nvme,
             files=files,
-            comm=ImaginedRanks(plan.layout.sharding.size),
+            comm=ImaginedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
         if settings.keeps_gradients:
@@ -292,8 +296,10 @@ class _PlayedEngine:
         self._number = settings.delay_after
 
     def so_far(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return what has passed so far: time and written bytes; busy and exposed seconds."""
-        counts = {"now": self._lanes.now_s, "written": float(self._counters.nvme_write_bytes)}
+        """Return what has passed so far: time, written and sent bytes; busy and exposed seconds."""
+        counters = self._counters
+        sent = counters.network_bytes + counters.next_network_bytes
+        counts = {"now": self._lanes.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
         return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import host_update_bytes, streamed_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
-from offload.planning.plan import Plan, budget_bytes, make_plan
+from offload.planning.plan import Plan, budget_bytes, make_plan, num_replicas
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -80,16 +80,26 @@ def search(estimates: Sequence[Placed]) -> Placed | None:
             bounds[number] = max(bound, estimate.bound_seconds), True
 
 
-def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iterator[Settings]:
+def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_machines: int = 1) -> Iterator[Settings]:
     """Return what settings may mean where they say `auto`, from the one that moves least to the one that moves most: of
     parameters, optimizer states, gradients and activations, of updates, lookahead and recompute; with several ranks
-    also with every ZeRO stage up to theirs. How gradients are clipped changes bits: of that the engine decides.
-    `limited`: the device has a budget, or is an accelerator.
+    also with every ZeRO stage up to theirs, and over several machines with a replica on each, or one over all. How
+    gradients are clipped changes bits: of that the engine decides. `limited`: the device has a budget, or is an
+    accelerator.
     """
     placement = settings.placement
-    stages = range(settings.zero_stage + 1) if num_ranks > 1 else (settings.zero_stage,)
+    several: Sequence[int | str] = (settings.replicas,)
+    if settings.replicas == "auto" and num_machines > 1:
+        several = (num_machines, 1)
+    shapes = [
+        (replicas, stage)
+        for replicas in several
+        for stage in (range(settings.zero_stage + 1) if num_ranks not in (1, replicas) else (settings.zero_stage,))
+    ]
     seen: set[str] = set()
-    for stage, (parameters, states) in itertools.product(stages, _FILES if placement.parameters == "files" else STATES):
+    for (replicas, stage), (parameters, states) in itertools.product(
+        shapes, _FILES if placement.parameters == "files" else STATES
+    ):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
         for gradients, activations, update, recompute, prefetch in itertools.product(
@@ -100,7 +110,8 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iter
             _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
         ):
             tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
-            how = {"update": update, "recompute": recompute, "prefetch": prefetch, "zero_stage": stage}
+            how = {"update": update, "recompute": recompute, "prefetch": prefetch}
+            how |= {"zero_stage": stage, "replicas": replicas}
             try:
                 made = replace(settings, placement=replace(placement, **tiers), **how)  # type: ignore[arg-type]
             except ConfigError:  # no such combination
@@ -145,7 +156,8 @@ class Placed:
     def __init__(self, settings: Settings, placer: Placer) -> None:
         self.settings, self._placer = settings, placer
         self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
-        self._sharding = Sharding(0, placer.num_ranks, settings.zero_stage)
+        within, between = placer.ranks.split(num_replicas(settings, placer.ranks))
+        self._sharding = Sharding(0, within.size, settings.zero_stage, num_replicas=between.size)
 
     @property
     def least_seconds(self) -> float:
@@ -250,7 +262,13 @@ class Placer:
     machine: Machine
     """What plans ask."""
     num_ranks: int = 1
-    """How many ranks share the machine's memory and disk."""
+    """How many ranks share a machine's memory and disk."""
+
+    @property
+    def ranks(self) -> ImaginedRanks:
+        """The ranks of all machines."""
+        num_machines = self.hardware.num_machines
+        return ImaginedRanks(self.num_ranks * num_machines, num_machines)
 
     def __post_init__(self) -> None:
         self._plans: dict[str, Plan | None] = {}
@@ -260,14 +278,17 @@ class Placer:
         """Return what is known of a candidate."""
         return Placed(settings, self)
 
-    def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1, times: bool = True) -> Settings:
+    def choose(self, settings: Settings, *, limited: bool, cuts: bool = False, times: bool = True) -> Settings:
         """Return settings without `auto`: what `search` finds among `placements`, or without the `times` the first of
         them that fits. As they were where none fits, so that planning refuses them with all that is missing, and with a
-        rule without gradients, for which no bounds are known.
+        rule without gradients, for which no bounds are known. `cuts`: it is open what the ranks of a replica share out.
         """
         if not settings.optimizer.has_gradients:
             return settings
-        found = placements(settings, limited=limited, num_ranks=num_ranks)
+        ranks = self.ranks
+        found = placements(
+            settings, limited=limited, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines
+        )
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             found = (each for each in found if each.update != "both")
         estimates = map(self.evaluate, found)
@@ -293,7 +314,7 @@ class Placer:
         if key not in self._plans:
             units, regions = self.prepared.structure.units, self.prepared.structure.regions
             try:
-                self._plans[key] = make_plan(settings, units, regions, ImaginedRanks(self.num_ranks), self.machine)
+                self._plans[key] = make_plan(settings, units, regions, self.ranks, self.machine)
             except (DoesNotFitError, ConfigError):
                 self._plans[key] = None
         return self._plans[key]

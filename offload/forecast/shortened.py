@@ -45,6 +45,7 @@ def simulate_few(calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, 
         {name: line(lambda found, name=name: found.busy_s[name]) for name in few.busy_s},  # type: ignore[misc]
         {name: line(lambda found, name=name: found.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
         line(lambda found: found.nvme_written_bytes),
+        line(lambda found: found.network_bytes),
     )
 
 

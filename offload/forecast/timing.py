@@ -17,7 +17,7 @@ from offload.lanes.played import DECODING, Seconds
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
-from offload.machine.hardware import Hardware, Rates
+from offload.machine.hardware import Hardware
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, gradient_lasts, resident_regions
@@ -58,8 +58,9 @@ class Timing:
         alone) over what the device could have made meanwhile.
     nvme_written_bytes: by this rank, in a step.
     exposed: how long compute had nothing to do, by the link that it waited for.
+    network_bytes: what this rank sends to other machines in a step.
     hides_from_tokens: with how many tokens of all ranks a step would compute for as long as its busiest link works;
-        None where no number does, as what moves grows with them as fast.
+        None where no number does, as what moves grows with them as fast, or compute itself sends over the network.
     """
 
     step_seconds: float
@@ -69,6 +70,7 @@ class Timing:
     mfu: float
     nvme_written_bytes: int
     exposed: Mapping[str, float]
+    network_bytes: int = 0
     hides_from_tokens: int | None = None
 
 
@@ -247,6 +249,7 @@ class PlannedStep:
             update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
             resident=frozenset(resident),
             lasting=frozenset(lasting),
+            num_machines=self.hardware.num_machines,
             on_device=on_device,
             in_stream=self._in_stream,
             inline=self.inline,
@@ -296,7 +299,7 @@ class PlannedStep:
 
     def _timing(self, found: Simulated) -> Timing:
         """Return a simulated step as it is told."""
-        rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.size, self.workload
+        rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.num_ranks, self.workload
         seconds = max(found.seconds, self._both_ways(found))
         passes = 2 * self.settings.optimizer.num_directions
         flops = sum(
@@ -311,6 +314,7 @@ class PlannedStep:
             tokens_per_second=work.num_tokens * ranks / seconds,
             mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
             nvme_written_bytes=round(found.nvme_written_bytes),
+            network_bytes=round(found.network_bytes),
             exposed={name: waited for name, waited in found.exposed_s.items() if waited},
             hides_from_tokens=self._hides_from(found),
         )
@@ -319,6 +323,8 @@ class PlannedStep:
         """Return `Timing.hides_from_tokens`: what computes and what waits elsewhere grow with the tokens, and the rest
         of what moves does not.
         """
+        if found.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
+            return None  # compute sends by itself
         seconds, most = self.seconds(), 0.0
         computes = sum(call.forward_s + call.backward_s for call in self.calls)
         around = found.busy_s["compute"] - computes  # what the host does for each use
@@ -331,7 +337,7 @@ class PlannedStep:
             if grows >= computes:
                 return None
             most = max(most, (busy - grows - around) / (computes - grows))
-        return ceil(most * self.workload.num_tokens * self.plan.layout.sharding.size)
+        return ceil(most * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
 
     def _both_ways(self, found: Simulated) -> float:
         """Return what a step's traffic takes in both directions at once, which may share what a machine moves."""
@@ -384,21 +390,29 @@ def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> 
         "update": rates.host_bytes_per_s,
         "nvme_read": rates.nvme_read_bytes_per_s,
         "nvme_write": rates.nvme_write_bytes_per_s,
-        "collective": _exchanged(rates, sharding),
     }
     found: dict[str, Seconds] = {
         link: throttles[link].seconds if link in throttles else Throttle(rate).seconds for link, rate in own.items()
     }
+    exchanges = _exchanges(hardware, sharding)
+    found |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
     device = Throttle(rates.device_bytes_per_s)
     found["update_on_device"] = throttles.get("update", device).seconds
     found["here"] = found[DECODING] = device.seconds
     return found
 
 
-def _exchanged(rates: Rates, sharding: Sharding) -> float | None:
-    """Return by how much the bytes of each rank, of which every other one gets a copy, are exchanged in a second."""
-    rate = rates.collective_bytes_per_s
-    return None if rate is None or sharding.size == 1 else rate / (sharding.size - 1)
+def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
+    """Return what exchanges within a replica take, by the bytes of each rank, of which every other one gets a copy; and
+    those between replicas, by the bytes that a rank sends.
+    """
+    rates, here = hardware.rates, sharding.num_ranks // hardware.num_machines
+    num_far = max(0, sharding.size - here)
+    near, far = Throttle(rates.collective_bytes_per_s), Throttle(rates.network_bytes_per_s, rates.network_latency_s)
+    links = [(near, sharding.size - 1 - num_far), (far, num_far)]
+    rate = min((each.bytes_per_second / n for each, n in links if n and each.bytes_per_second), default=None)
+    within = Throttle(rate, far.latency_s if num_far else 0.0)
+    return {"collective": within, "network": far if hardware.num_machines > 1 else near}
 
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:

@@ -46,14 +46,15 @@ class Lanes:
       and activations on their way down, which would wait there for the updates of the whole model;
     - `collective`, which alone exchanges with other ranks what does not rest on the device, in the order in which all
       ranks submit it;
+    - `network`, which sums gradients that rest on the host over the replicas of the model, beside all of these;
     - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
       `activation_write` over `nvme_write`: lanes of one link do not wait for each other's tickets;
-    - `here`, which does work on compute itself, for states that are on the device, and `here_together`, which
-      exchanges these with other ranks.
+    - `here`, which does work on compute itself, for states that are on the device, and `here_together` and
+      `here_between`, which exchange these with other ranks, and sum their gradients over replicas.
 
-    `overlap` is False where h2d, d2h, collective and update are compute: on a CPU without throttles, where a second
-    busy thread costs more than it hides. The lanes of the disk have threads of their own in any case (they block in
-    C++), from their first piece of work on.
+    `overlap` is False where h2d, d2h, collective, network and update are compute: on a CPU without throttles, where a
+    second busy thread costs more than it hides. The lanes of the disk have threads of their own in any case (they block
+    in C++), from their first piece of work on.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class Lanes:
         self.lock = threading.Lock()
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
-        self.h2d, self.d2h, self.collective, self.update = map(self._open, ("h2d", "d2h", "collective", "update"))
+        self.h2d, self.d2h, self.collective = map(self._open, ("h2d", "d2h", "collective"))
+        self.network, self.update = map(self._open, ("network", "update"))
         self.returning, self.decoding = self._open_returning(), self._open_decoding()
         reads = ("fetch_read", "update_read", "activation_read")
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
@@ -78,10 +80,19 @@ class Lanes:
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
         self.here: Lane = Here(self)
         self.here_together: Lane = Here(self)
+        self.here_between: Lane = Here(self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way
-        copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h, self.collective)
+        copying = (
+            self.fetch_read,
+            self.activation_read,
+            self.h2d,
+            self.returning,
+            self.d2h,
+            self.collective,
+            self.network,
+        )
         self._all = tuple(dict.fromkeys((*copying, self.decoding, self.activation_write, *self._updating)))
         self._settled = dict.fromkeys(self._all, 0)
 
@@ -100,7 +111,7 @@ class Lanes:
         return self._thread("update_up", "h2d"), self.update, self._thread("update_down", "d2h")
 
     def _thread(self, name: str, link: str) -> Lane:
-        abort = self.abort if name == "collective" else None
+        abort = self.abort if name in ("collective", "network") else None
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter, abort)
 
     def _inline(self, name: str) -> Lane:

@@ -118,9 +118,22 @@ class _ByCompute(Lane):
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
-        self._lanes.compute(self._seconds(num_bytes) if num_bytes else 0.0)
+        self._work(self._seconds(num_bytes) if num_bytes else 0.0)
         now = self._lanes.now_s
         return next(iter(self._lanes.mark()), None) or Ticket(COMPUTE, now, now, is_done=True)
+
+    def _work(self, seconds: float) -> None:
+        self._lanes.compute(seconds)
+
+
+class _SentByCompute(_ByCompute):
+    """Sums over replicas that compute makes itself: it waits for the network meanwhile, and does no work."""
+
+    def _work(self, seconds: float) -> None:
+        super()._work(seconds)
+        self._lanes.link(self.name).busy_s += seconds
+        self._lanes.exposed_s[self.name] += seconds
+        self._lanes.sent_s += seconds
 
 
 class PlayedLanes(Lanes):
@@ -132,11 +145,11 @@ class PlayedLanes(Lanes):
 
     def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
         """`seconds`: what bytes take by link: "h2d", "d2h", "update", "nvme_read", "nvme_write", "collective",
-        "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else computes, and
-        "here" for what compute does with states itself. `inline`: copies and updates are made by compute, but for those
-        of the disk.
+        "network", "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else
+        computes, and "here" for what compute does with states itself. `inline`: copies and updates are made by compute,
+        but for those of the disk.
         """
-        self.now_s = self.compute_s = 0.0
+        self.now_s = self.compute_s = self.sent_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._seconds, self._in_stream = seconds, in_stream
         self._links = {name: _Link(name) for name in LANES}
@@ -147,6 +160,7 @@ class PlayedLanes(Lanes):
         super().__init__(overlap=not inline, throttle={})
         self._compute = PlayedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
         self.here, self.here_together = self._inline("here"), self._inline("collective")
+        self.here_between = self._inline("network")
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
@@ -154,7 +168,8 @@ class PlayedLanes(Lanes):
         return PlayedLane(name, self, link, self._seconds.get(name) or self._seconds.get(link, lambda _: 0.0))
 
     def _inline(self, name: str) -> Lane:
-        return _ByCompute(name, self, self._seconds.get(name, lambda _: 0.0))
+        kind = _SentByCompute if name == "network" else _ByCompute
+        return kind(name, self, self._seconds.get(name, lambda _: 0.0))
 
     def _open_returning(self) -> Lane:
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU
@@ -186,7 +201,7 @@ class PlayedLanes(Lanes):
         found: dict[str, float] = {}
         for link in self._links.values():
             found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
-        return found | {COMPUTE: max(self.compute_s, found[COMPUTE])}
+        return found | {COMPUTE: max(self.compute_s, found[COMPUTE]) - self.sent_s}
 
     # -- compute and the host --------------------------------------------------------------------------------
 

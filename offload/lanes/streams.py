@@ -105,8 +105,9 @@ class StreamLane(ThreadLane):
 
 
 class StreamLanes(Lanes):
-    """h2d, returning, decoding, d2h, collective and the way of an update on the device have streams; updates of the
-    host and the lanes of the disk run on the host, which waits for the events of what they read or overwrite.
+    """h2d, returning, decoding, d2h, collective and the way of an update on the device have streams; the network,
+    updates of the host and the lanes of the disk run on the host, which waits for the events of what they read or
+    overwrite.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class StreamLanes(Lanes):
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
 
     def _open(self, name: str) -> Lane:
-        return super()._open(name) if name == "update" else StreamLane(name, self, name)
+        return super()._open(name) if name in ("network", "update") else StreamLane(name, self, name)
 
     def _open_returning(self) -> Lane:
         # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.

@@ -9,7 +9,7 @@ from typing import Any
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
-LANES = ("h2d", "d2h", "collective", "nvme_read", "nvme_write", "update")
+LANES = ("h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 """What can be throttled, and is shown. Several lanes may share one of them: see Lanes."""
 _KEYS = ("bandwidth", "latency_seconds")
 

@@ -272,19 +272,29 @@ class Sharding:
     equal length per rank, and each rank updates its own; stage 1 also cuts the optimizer states, stage 2 also the
     gradients that wait, stage 3 also the weights. In stage 0 everyone holds and updates everything.
 
-    One rank is stage 0, whatever it was given.
+    One rank is stage 0, whatever it was given. Of several replicas each has `size` ranks, and all of what the region
+    has: the ranks in one place of all replicas hold and update the same.
     """
 
     rank: int = 0
-    """The number of this rank."""
+    """The number of this rank in its replica."""
     size: int = 1
-    """How many ranks there are."""
+    """How many ranks a replica has."""
     stage: int = 0
     """The ZeRO stage, 0 to 3."""
+    replica: int = 0
+    """The number of this rank's replica."""
+    num_replicas: int = 1
+    """How many replicas there are."""
 
     def __post_init__(self) -> None:
         if self.size == 1:
             object.__setattr__(self, "stage", 0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks there are in all replicas."""
+        return self.size * self.num_replicas
 
     @property
     def owner(self) -> int:
@@ -311,9 +321,14 @@ class Sharding:
         return self.stage >= CUT_FROM[plane.kind]
 
     def shard(self, region: Region) -> slice:
-        """Return the elements over which this rank sums the gradients of all."""
+        """Return the elements over which this rank sums the gradients of its replica."""
         step = region.numel // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
+
+    def piece(self, region: Region) -> slice:
+        """Return the elements of its shard over which this rank sums the gradients of all replicas."""
+        start, step = self.shard(region).start, region.numel // self.num_ranks
+        return slice(start + self.replica * step, start + (self.replica + 1) * step)
 
     def ranges(self, region: Region) -> list[tuple[int, int]]:
         """Return the elements from which to which each rank updates a region; in stage 0 all of it, once."""

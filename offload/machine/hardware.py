@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from offload.errors import ConfigError, nearest, shorten
 _DESCRIBED = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {
     "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
+    "num_machines": 1,
 }  # fmt: skip
 """What a description means that does not say these."""
 _PRECISIONS = ("fp32", "bf16")
@@ -38,6 +40,9 @@ class Rates:
     nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk, the
         second one alone for one that is only read.
     collective_bytes_per_s: what one rank exchanges with the others; None for one device, or where nobody knows.
+    network_bytes_per_s: what the machine sends to others, and gets from them, all ranks together; None where nobody
+        knows.
+    network_latency_s: what an exchange between machines takes beside its bytes, in seconds.
     """
 
     h2d_bytes_per_s: float
@@ -50,6 +55,8 @@ class Rates:
     nvme_read_bytes_per_s: float | None = None
     nvme_write_bytes_per_s: float | None = None
     collective_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    network_latency_s: float = 0.0
 
     @property
     def has_disk(self) -> bool:
@@ -70,6 +77,7 @@ class Hardware:
     endurance_bytes: the rated endurance of the disk, in bytes written; None where that is not known.
     shares_memory: the device computes in the host's memory, so that offloading to it is a loss.
     rates: how fast it is.
+    num_machines: how many such machines a run is on, connected by their network.
     sources: where each figure is from, by its name.
     """
 
@@ -82,6 +90,7 @@ class Hardware:
     endurance_bytes: int | None
     shares_memory: bool
     rates: Rates
+    num_machines: int = 1
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -106,13 +115,14 @@ class Hardware:
         return replace(self, **changes)
 
     def of_a_rank(self, num_ranks: int) -> Hardware:
-        """Return the machine as each of so many ranks on it has it: disks and the host's memory move for all of them,
-        and so does a CPU that computes. Where nobody knows what ranks exchange in a second, it goes through the host.
+        """Return the machine as each of so many ranks on it has it: disks, network and the host's memory move for all
+        of them, and so does a CPU that computes. Where nobody knows what ranks exchange in a second, it goes through
+        the host.
         """
         rates = self.rates
         if num_ranks == 1:
             return self
-        shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"]
+        shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
         flops, is_cpu = dict(rates.flops_per_s), self.device == "cpu"
         if is_cpu:
             shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
@@ -122,6 +132,15 @@ class Hardware:
         if its.collective_bytes_per_s is None:
             its = replace(its, collective_bytes_per_s=_EXCHANGED * its.h2d_bytes_per_s)
         return replace(self, rates=its)
+
+
+def parse_link(value: Any) -> float:
+    """Return bytes a second from what networks are called by, "25Gbit", "25Gbps" or "25Gb/s", which are bits, or from
+    what `parse_size` takes. Raises ConfigError.
+    """
+    text = str(value).strip().removesuffix("/s")
+    bits = re.fullmatch(r"(.*?)(?:bits?|bps|(?<=[KMGT])b)", text)
+    return float(parse_size(f"{bits[1]}b" if bits else text) or 0) / (8 if bits else 1)
 
 
 def _why(error: Exception) -> str:
@@ -174,6 +193,7 @@ class _Description:
             disk_bytes=self._size("disk_bytes", values["disk_bytes"]),
             endurance_bytes=self._size("endurance_bytes", values["endurance_bytes"]),
             shares_memory=self._flag("shares_memory", values["shares_memory"]),
+            num_machines=int(self._number("num_machines", values["num_machines"], is_whole=True)),
             rates=Rates(
                 flops_per_s={key: self._number(f"rates.flops_per_s.{key}", value) for key, value in flops.items()},
                 **{
@@ -234,7 +254,7 @@ class _Description:
         except ValueError:
             number = 0.0
         try:
-            number = number or float(parse_size(value) or 0)
+            number = number or parse_link(value)
         except ConfigError:
             number = 0.0
         if not (math.isfinite(number) and number > 0) or (is_whole and number % 1):

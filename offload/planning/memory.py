@@ -19,10 +19,24 @@ BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvm
 """The setting that bounds each tier."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
+BETWEEN = "sums over replicas"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
 STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
-_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING, DECODING)
+_PASSING = (
+    SLOT,
+    BUFFER,
+    SHARDS,
+    SCRATCH,
+    BETWEEN,
+    WORKSPACE,
+    PERTURBED,
+    STAGING,
+    RESIDENT,
+    LASTING,
+    UPDATE_RING,
+    DECODING,
+)
 """What the device holds wherever the states are."""
 
 
@@ -107,6 +121,24 @@ def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
+def between_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) -> tuple[int, int]:
+    """Bytes beside the states in which the gradients of `stagings` neighbours are summed over replicas: for shards in
+    fp32, with the sums where these go to disk from there, and for pieces that come from the other replicas.
+    """
+    sharding = layout.sharding
+    if sharding.num_replicas == 1:
+        return 0, 0
+    trained = [region for region in regions if region.trainable]
+    sizes = [
+        4 * region.numel // sharding.size
+        + ("gradients" in layout.of(region)) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
+        for region in trained
+    ]
+    largest = max((region.numel // sharding.num_ranks for region in trained), default=0)
+    scratch = min(SCRATCH_BYTES, 4 * (2 * sharding.num_replicas + 2) * largest)
+    return window_bytes(sizes, stagings), scratch
+
+
 def perturbed_bytes(units: Iterable[UnitPlan], num_directions: int) -> int:
     """Bytes of the device for weights on both sides of where they are: of the unit that computes, along one direction,
     and of all that stay, along each.
@@ -180,6 +212,7 @@ def plan_memory(
     if num_directions:
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
+    plan.append(Allocation(states_tier, BETWEEN, sum(between_bytes(regions, stagings, layout))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
     passing = [

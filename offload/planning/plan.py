@@ -161,6 +161,11 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     return "; ".join([*filter(None, [files]), *parts, f"others as they are: {', '.join(named) or 'none'}"])
 
 
+def num_replicas(settings: Settings, comm: Comm) -> int:
+    """Return how many replicas the ranks are to hold."""
+    return comm.num_machines if settings.replicas == "auto" else int(settings.replicas)
+
+
 def make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],
@@ -173,12 +178,14 @@ def make_plan(
     """Choose the tiers, where to update and how far to look ahead; unless it `checks` nothing, refuse what the budgets,
     or the host, cannot hold. Collective.
     """
-    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), machine.free(comm)
+    within, between = comm.split(num_replicas(settings, comm))
+    sharding = Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size)
+    free = machine.free(comm)
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
     )
     if not settings.optimizer.has_gradients:  # ranks have a part of the weights each, which is updated where it rests
-        return plan_with("cpu" if settings.update == "cpu" or sharding.size > 1 else "device")
+        return plan_with("cpu" if settings.update == "cpu" or sharding.num_ranks > 1 else "device")
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured

@@ -56,6 +56,8 @@ class Settings:
         none: all at once; auto: tiles where a block would not fit the device's budget otherwise.
     prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
     zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
+    replicas: how many copies of the model the ranks hold, each shared out over as many of them as zero_stage says, with
+        gradients summed between them; auto: one on each machine where there are several, else one.
     throttle: links that are played slower than they are, by name.
     seed: of what a step draws in micro-batches.
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
@@ -89,6 +91,7 @@ class Settings:
     sequence_tile: int | str = "none"
     prefetch: str | int = "auto"
     zero_stage: int = 3
+    replicas: int | str = "auto"
     throttle: Mapping[str, Any] | None = None
     seed: int = 0
     debug: bool | int = False
@@ -143,6 +146,8 @@ class Settings:
                 "--offload.frozen_weights exact."
             )
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+        if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
+            raise ConfigError(f"offload.replicas is {self.replicas!r}; a number of copies, at least 1, or auto.")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")

@@ -11,7 +11,7 @@ from offload.reporting.figures import COMPUTE
 from offload.reporting.recorded import KeptStep, Piece, seconds_text
 
 _PASSES = ("forward", "backward")
-_LANES = (COMPUTE, "h2d", "d2h", "collective", "nvme_read", "nvme_write", "update")
+_LANES = (COMPUTE, "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 _NARROW = 0.004  # of a step: bars below are drawn as one with what they touch
 _NEAR = 0.0008  # of a step: bars nearer than this touch
 _IDLE = 0.0005  # of a step: gaps of compute that are shorter count as work

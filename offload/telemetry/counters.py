@@ -22,7 +22,8 @@ class Counters:
     ranks exchanged for it, and the peaks so far.
 
     Elements are counted as in ZeRO (arXiv:1910.02054, section 7): an all-gather or a reduce-scatter over P elements is
-    P; weights that each rank gives to the others are an all-gather.
+    P; weights that each rank gives to the others are an all-gather. Of these, and of sums over replicas, what a rank
+    sends to ranks of other machines is counted in bytes: to each of them what it is to get, as if that went straight.
 
     What comes up ahead of a step belongs to it: weights that it needs first, and those that stay on the device, right
     after their update.
@@ -37,6 +38,8 @@ class Counters:
     all_gather_elements: int = 0
     reduce_scatter_elements: int = 0
     next_all_gather_elements: int = 0
+    network_bytes: int = 0
+    next_network_bytes: int = 0
     _tiers: Tiers | None = field(default=None, repr=False)
 
     @property
@@ -71,7 +74,7 @@ class Counters:
     def clear(self) -> None:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
-        self.all_gather_elements = self.reduce_scatter_elements = 0
+        self.all_gather_elements = self.reduce_scatter_elements = self.network_bytes = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -88,7 +91,8 @@ class Counters:
         self.h2d_bytes, self.next_h2d_bytes = self.h2d_bytes + self.next_h2d_bytes, 0
         self.nvme_read_bytes, self.next_nvme_read_bytes = self.nvme_read_bytes + self.next_nvme_read_bytes, 0
         self.all_gather_elements += self.next_all_gather_elements
-        self.next_all_gather_elements = 0
+        self.network_bytes += self.next_network_bytes
+        self.next_all_gather_elements = self.next_network_bytes = 0
 
     def begin_step(self) -> None:
         """Start counting a step."""

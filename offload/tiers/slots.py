@@ -299,9 +299,10 @@ class Slots(Cargoes):
         store, full = self._store, flat.data
         what = f"all-gather of {region.name}"
         self._counters.count("all_gather_elements", region.numel, is_ahead)
+        self._counters.count("network_bytes", own.nbytes * store.within.num_far, is_ahead)
         return [
             store.exchanges.submit(
-                partial(store.comm.all_gather, full, own, what), reads=reads, name=what, num_bytes=own.nbytes
+                partial(store.within.all_gather, full, own, what), reads=reads, name=what, num_bytes=own.nbytes
             )
         ]
 

@@ -54,21 +54,23 @@ class Store:
         ranks of its sharding.
         """
         self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
-        self._infos, self._layout, self._nvme, self._files = infos, layout or DiskLayout(), nvme, files
-        self.comm, self.sharding = comm or Comm(), self._layout.sharding
+        self._infos, self.layout, self._nvme, self._files = infos, layout or DiskLayout(), nvme, files
+        self.comm, self.sharding = comm or Comm(), self.layout.sharding
+        self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
         here = lanes.here, lanes.here, lanes.here_together  # nothing but compute would have to wait for them there
         lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
         self.down, self.updating, self.exchanges = lanes_of_states
+        self.network = lanes.network if tier == "cpu" else lanes.here_between
         self._arenas: dict[str, Arena] = {}
         wanted = {
-            region: [plane for plane in region.states if plane.name not in self._layout.of(region)]
+            region: [plane for plane in region.states if plane.name not in self.layout.of(region)]
             for region in regions
-            if region.index not in self._layout.files
+            if region.index not in self.layout.files
         }
-        stays = {r: [plane for plane in planes if self._layout.stays(r, plane)] for r, planes in wanted.items()}
+        stays = {r: [plane for plane in planes if self.layout.stays(r, plane)] for r, planes in wanted.items()}
         there = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
-        travel = {r: [plane for plane in planes if self._layout.travels(r, plane)] for r, planes in there.items()}
+        travel = {r: [plane for plane in planes if self.layout.travels(r, plane)] for r, planes in there.items()}
         rest = {region: [p for p in planes if p not in travel[region]] for region, planes in there.items()}
         made = self._allocate("states", travel) | self._allocate(_RESTING, rest)
         made |= self._allocate("states on the device", stays, "device")
@@ -77,7 +79,7 @@ class Store:
             for region in regions
         ]
         self._by_index = {state.region.index: state for state in self.states}
-        self.values = Values(self._by_index, infos, self.sharding, self.comm, lanes)
+        self.values = Values(self._by_index, infos, self.sharding, self.comm, self.within, lanes)
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():
@@ -87,16 +89,16 @@ class Store:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
         others = {rank: self._tiles(region, planes, rank) for rank in by_rank}
         tiles = others.pop(self.sharding.owner)
-        stays = frozenset(plane.name for plane in region.states if self._layout.stays(region, plane))
+        stays = frozenset(plane.name for plane in region.states if self.layout.stays(region, plane))
         return RegionState(region, planes, tiles, others, [0] * len(region.parameters), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles of a rank's range, with what this rank holds of them."""
         is_own, tiles = owner == self.sharding.owner, []
-        on_disk = [region.plane(name) for name in self._layout.on_disk(region, is_own)]
-        for begin, end in self._layout.tiles(region, owner):
+        on_disk = [region.plane(name) for name in self.layout.on_disk(region, is_own)]
+        for begin, end in self.layout.tiles(region, owner):
             record: Record | FileRecord | None = None
-            if region.index in self._layout.files:
+            if region.index in self.layout.files:
                 assert self._files is not None
                 record = self._files.record(region, begin, end, region.states)
             elif on_disk:
@@ -112,11 +114,11 @@ class Store:
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return what a region has in a slot beside its weights."""
-        return self._layout.co_fetched(region)
+        return self.layout.co_fetched(region)
 
     def updates_in_slot(self, region: Region) -> bool:
         """True where a region is updated in its slot, when it comes up."""
-        return self.tier == "cpu" and self._layout.updates_in_slot(region)
+        return self.tier == "cpu" and self.layout.updates_in_slot(region)
 
     @property
     def lends_early(self) -> bool:
@@ -210,11 +212,12 @@ class Store:
         """
         state, what = self[region], f"new weights of {region.name}"
         self._counters.count("all_gather_elements", own.planes["weights"].numel() * self.sharding.num_ranges)
+        self._counters.count("network_bytes", own.planes["weights"].nbytes * self.within.num_far)
         for rank in range(self.sharding.num_ranges):
             is_own = rank == self.sharding.owner
             lease = own if is_own else state.others[rank][number].land("weights")
             ticket = self.exchanges.submit(
-                partial(self.comm.broadcast, lease.planes["weights"], rank, f"{what}, tile {number} of rank {rank}"),
+                partial(self.within.broadcast, lease.planes["weights"], rank, f"{what}, tile {number} of rank {rank}"),
                 reads=reads if is_own else (),
                 fills=() if is_own else lease.fills,
                 name=what,

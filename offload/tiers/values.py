@@ -32,9 +32,12 @@ class Values:
         infos: Sequence[ParameterInfo],
         sharding: Sharding,
         comm: Comm,
+        within: Comm,
         lanes: Lanes,
     ) -> None:
-        self._states, self._infos, self.sharding, self.comm, self._lanes = states, infos, sharding, comm, lanes
+        """`comm`: of all ranks; `within`: of those of this replica."""
+        self._states, self._infos, self.sharding, self._lanes = states, infos, sharding, lanes
+        self.comm, self._within = comm, within
         self._home = {
             parameter: (index, position)
             for index, state in states.items()
@@ -153,7 +156,7 @@ class Values:
             for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low, high = max(start, first), min(start + len(found), last)
                 if low < high:
-                    self.comm.broadcast(found[low - start : high - start], rank, what)
+                    self._within.broadcast(found[low - start : high - start], rank, what)
         return found
 
     def opened(

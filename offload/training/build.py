@@ -43,6 +43,7 @@ from offload.hf.models import (
 )
 from offload.hf.quantized import method_of, quantization_of, refuse_training
 from offload.machine.limits import integrated_note
+from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import ask_whether_apart, not_apart
@@ -151,6 +152,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     if first and config.data.packing_isolated == "auto":  # as the run began, whatever is auto by now
         cut = start.data.get("packing", True)
         config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
+    if first and config.data.group_by_length == "auto":
+        config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
     data = rank_0_first(comm, "preparation of the data", build)
     was_told = config.data.packing_isolated is True
     config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
@@ -213,6 +216,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
+        + (f" in {forecast.num_replicas} replicas" if forecast is not None and forecast.num_replicas > 1 else "")
     )
     for text in told:
         say(text)
@@ -238,6 +242,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )
         say(f"note: {why}: conversations are not packed. {data.rows}")
+    config = config.with_resolved(data__group_by_length=data.batching.by_length)
     return Run(
         config, kind, data, asked, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
@@ -288,14 +293,18 @@ def _foretell(
     """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
     where that is not known. Collective.
     """
+    network = None
     if comm.size != comm.local_size:
-        return config, None
+        if comm.num_machines == 1:
+            note("what this run will hold is not forecast: the machines have different numbers of ranks.")
+            return config, None
+        network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, found=machine.free(comm))
     found, decided = None, config
     if comm.rank == 0:
         try:
-            decided, found = forecast_run(config, architecture, comm.size, machine, say)
+            decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
             note(f"what this run will hold is not forecast: {error}")
         except Exception as error:

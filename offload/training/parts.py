@@ -59,6 +59,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
         isolated=_isolated(data, kind),
+        group_by_length=_grouped(config),
         pairs=has_pairs,
         train_on_prompt=data.train_on_prompt and not has_pairs,
         eval_share=float(data.eval_share or 0),
@@ -66,6 +67,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         stopping_strategy=data.stopping_strategy,
         batch_size=config.train.batch_size,
         seed=config.run.seed,
+        num_workers=data.num_workers,
         progress=progress,
     )
 
@@ -87,6 +89,17 @@ def _isolated(data: DataSection, kind: Kind) -> bool | None:
             "causal language models alone. Set --data.packing false for a document a row."
         )
     return False
+
+
+def _grouped(config: Config) -> bool:
+    """Return whether rows that are a document each are batched by length. Raises ConfigError."""
+    data = config.data
+    if data.group_by_length is True and data.packing:
+        raise ConfigError(
+            "data.group_by_length is true, and rows are packed, which have one length: set --data.packing false for a "
+            "document a row, or leave data.group_by_length out."
+        )
+    return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
 
 
 def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:

@@ -191,18 +191,18 @@ def step_fields(
     """Return the line of metrics.jsonl of the step after those that `stands` has. num_tokens: without padding.
 
     seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
-    before the first step. Its updates may run on into the next step. Tokens are positions of its rows, as in a plan.
+    before the first step. Its updates may run on into the next step.
     """
-    counters, tokens = engine.counters, config.train.num_rows * int(config.data.sequence_length or 0)
+    counters = engine.counters
     fields: dict[str, Any] = {
         "step": stands.num_done + 1,
-        "tokens": tokens,
+        "tokens": num_tokens,
         "tokens_seen": stands.num_tokens + num_tokens,
         "targets": result.tokens or 0,
         "loss": float(result.loss),
         "lr": engine.lr,
         "grad_norm": float(result.grad_norm),
-        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "tokens_per_second": num_tokens / max(seconds, 1e-9),
         "step_seconds": seconds,
         "h2d_bytes": counters.h2d_bytes,
         "d2h_bytes": counters.d2h_bytes,
@@ -217,6 +217,7 @@ def step_fields(
         fields |= {
             "all_gather_elements": counters.all_gather_elements,
             "reduce_scatter_elements": counters.reduce_scatter_elements,
+            "network_bytes": counters.network_bytes,
         }
     if config.train.compile != "never":
         fields["compiled_graphs"] = engine.compiled_graphs

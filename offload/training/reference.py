@@ -87,7 +87,7 @@ def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
             say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{some} ...")
         told_at, loss = time.monotonic(), LogProbs()
         for name, begin, end in spans[num_found:]:
-            engine.evaluate(data.rows_of(name, begin, end, comm.rank, comm.size), loss)
+            engine.evaluate(data.batch_of(name, begin, end, comm.rank, comm.size), loss)
             own = loss.measured.get("log_probs")
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
             found.append(np.concatenate([part for part in parts if part is not None]))

@@ -23,7 +23,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "run": "dir name seed report_to debug",
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
-        "packing_isolated train_on_prompt eval_share eval_source",
+        "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
         "train": "method beta loss_type center_rewards_coefficient "
         "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
@@ -34,7 +34,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
         "use_dora config adapter restart_every restart_prune restart_warmup_steps",
         "offload": "parameters optimizer gradients activations graphs optimizer_memory graphs_memory device_memory "
-        "host_memory nvme_dir nvme_memory prefetch zero_stage throttle frozen_weights device update",
+        "host_memory nvme_dir nvme_memory prefetch zero_stage replicas throttle frozen_weights device update",
         "checkpoint": "every keep resume on_error keep_best export export_best",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
@@ -182,10 +182,11 @@ class TestResumed:
             train__clip="deferred", offload__prefetch=3
         )
         saved = json.loads(json.dumps(was.to_dict()))
-        now = Config.load(None, {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5}).resumed(saved, "there")
+        given = {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5, "data.num_workers": 3}
+        now = Config.load(None, given).resumed(saved, "there")
         assert (now.train.steps, now.data.source, now.optimizer.betas) == (7, ("a", "b"), (0.8, 0.9))
         assert (now.train.clip, now.train.precision, now.optimizer.schedule) == ("deferred", "fp32", "cosine")
-        assert (now.run.dir, now.train.log_every, now.optimizer.lr) == ("here", 5, 0.5)
+        assert (now.run.dir, now.train.log_every, now.optimizer.lr, now.data.num_workers) == ("here", 5, 0.5, 3)
         assert now.offload.prefetch == "auto"
         assert (now.origin("train.steps"), now.origin("train.clip")) == ("python", "resolved")
 

@@ -94,12 +94,12 @@ def documents(sample: dict[str, Any]) -> list[int]:
     return found
 
 
-def targets(batch: dict[str, Any], row: int, objective: Objective) -> np.ndarray:
-    """Return which of 64 tokens are targets, by the labels that the model gets."""
+def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -> np.ndarray:
+    """Return which tokens of a row are targets, by the labels that the model gets."""
     labels = batch["labels"][row].numpy()
-    if len(labels) < 64:  # of a decoder
-        labels = np.concatenate([np.full(64 - len(labels), -100), labels])
-    return (labels != -100) & ((np.arange(64) > 0) | (objective.name != "next token"))  # nothing comes before the first
+    if len(labels) < width:  # of a decoder
+        labels = np.concatenate([np.full(width - len(labels), -100), labels])
+    return (labels != -100) & ((np.arange(width) > 0) | (objective.name != "next token"))  # the first has none before
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
         plain = {key: value.clone() for key, value in data.batch(step - 1).items()}
         batch, row = objective.apply(plain, step - 1), row - 1
         kinds, ids = of_tokens(sample, "kind"), plain["input_ids"][row]
-        assert ((kinds == "trained") == targets(batch, row, objective)).all()
+        assert ((kinds == "trained") == targets(batch, row, len(ids), objective)).all()
         assert sample["num_trained"] == (kinds == "trained").sum() > 0
         is_token = torch.from_numpy(kinds != "padding")
-        assert sample["num_padding"] == 64 - is_token.sum()
+        assert sample["num_padding"] == len(ids) - is_token.sum()
         if "position_ids" in plain:
             begins = (plain["position_ids"][row] == 0).nonzero().flatten().tolist()
             assert documents(sample) == begins[: sample["num_documents"]]
@@ -135,7 +135,7 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
             assert [at for at in documents(sample) if 0 < at < 60] == [at for at in range(1, 60) if alike[at]]
         else:
             assert documents(sample) == [0]
-            assert torch.equal(plain.get("attention_mask", torch.ones(4, 64))[row].bool(), is_token)
+            assert torch.equal(plain.get("attention_mask", torch.ones_like(plain["labels"]))[row].bool(), is_token)
         assert sample["num_documents"] == len(documents(sample))
         text = "".join(piece["text"] for piece in sample["pieces"] if piece["kind"] != "padding")
         if objective.name == "masked tokens":  # by a row of the embedding that no token has
@@ -170,7 +170,7 @@ def test_the_marks_of_the_text_are_the_answers_and_colours_show_the_same(
 
 
 def test_the_figures_are_those_of_the_files(told: Told, here: Path) -> None:
-    given = words("--data.packing", "false", "--data.sequence_length", "48")
+    given = words("--data.packing", "false", "--data.sequence_length", "48", "--data.group_by_length", "false")
     found, data, _ = told(*given)
     (source,) = found["sources"]
     documents = [data.tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"] for chat in CHATS]
@@ -189,6 +189,14 @@ def test_the_figures_are_those_of_the_files(told: Told, here: Path) -> None:
     assert (found["num_steps"], found["epochs"]) == (6, 24 / found["num_train_rows"])
     assert found["packing"] is False
     assert not list(here.glob("runs*")), "there is no run folder"
+
+
+def test_padding_of_batches_by_length_is_that_of_the_batches(told: Told) -> None:
+    found, data, _ = told(*words("--data.packing", "false"))
+    masks = [data.batch(step).get("attention_mask", torch.ones(4, 64)) for step in range(data.num_steps(1))]
+    padding = 1 - sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    assert found["padding_share"] == found["sources"][0]["padding_share"] == pytest.approx(padding)
+    assert padding < 0.3
 
 
 def test_rows_of_several_sources_name_theirs(told: Told) -> None:

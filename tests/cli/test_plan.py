@@ -263,9 +263,51 @@ def test_where_all_fits_the_device_nothing_is_searched_as_in_train(capsys: pytes
     assert found["placement"] is None
 
 
+WITHOUT_AUTO = [
+    *(f"--offload.{kind}=cpu" for kind in ("parameters", "optimizer", "gradients", "activations", "update")),
+    *("--train.recompute=always", "--train.clip=deferred", "--offload.prefetch=1"),
+]
+
+
 def test_without_auto_nothing_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("parameters", "cpu"), ("optimizer", "cpu"), ("gradients", "cpu"), ("activations", "cpu"), ("update", "cpu")
-    words = [word for key, tier in where for word in (f"--offload.{key}", tier)]
-    words += ["--train.recompute", "always", "--train.clip", "deferred", "--offload.prefetch", "1"]
-    _, found = told(capsys, *SMALL, *words)
+    _, found = told(capsys, *SMALL, *WITHOUT_AUTO)
     assert found["placement"] is None
+
+
+def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A replica on each machine where they have room for it and a slow link; on more tokens a step the link hides.
+
+    Break: share a machine's memory out over all ranks; leave the network out of what bounds a step.
+    """
+    words = ("--model.preset", "tiny", "--hardware", "h100", "--data.sequence_length", "64", "--gpus", "2")
+    words += ("--train.batch_size", "16", *WITHOUT_AUTO, "--offload.zero_stage", "3", "--machines", "2", "--link")
+    code, slow = told(capsys, *words, "100Mbit")
+    assert (code, slow["ranks"], slow["machines"], slow["replicas"]) == (0, 2, 2, 2)
+    assert slow["bound_by"] == "network"
+    assert slow["step_seconds"] == pytest.approx(slow["network_bytes_per_step"] / 12.5e6, rel=0.2)
+    assert slow["hides_from_tokens"] > 16 * 64
+    _, fast = told(capsys, *words, "400Gbit")
+    assert fast["bound_by"] == "compute"
+    assert fast["step_seconds"] < slow["step_seconds"]
+    _, over_all = told(capsys, *words, "100Mbit", "--offload.replicas", "1")
+    assert over_all["replicas"] == 1
+    # 4 to 6 bytes a parameter, as weights that stay on the device are gathered once, where replicas send 3.
+    assert 4 / 3 <= over_all["network_bytes_per_step"] / slow["network_bytes_per_step"] <= 2
+    assert over_all["step_seconds"] > slow["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--machines", "2"], "how fast their network is, is not known: give --link"),
+        (["--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
+        (["--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
+        (
+            ["--machines", "2", "--link", "1Gbit", "--offload.replicas", "3"],
+            "offload.replicas is 3, and 2 ranks do not .* one of 1, 2, or to auto",
+        ),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([*SMALL, *words])

@@ -197,7 +197,7 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
         (
             ["--offload.throttle", "{h2: 1MiB}"],
             2,
-            ["offload.throttle.h2", "mean h2d", "h2d, d2h, collective, nvme_read, nvme_write, update"],
+            ["offload.throttle.h2", "mean h2d", "h2d, d2h, collective, network, nvme_read, nvme_write, update"],
         ),
         slow(["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
         slow(

@@ -170,6 +170,21 @@ def test_plain_text_is_all_trained_and_ends_in_eos(bpe: Any) -> None:
     assert [document.closes for document in documents] == [True, False, True]
 
 
+def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document still, whose pieces end at line ends, and few at a time."""
+    monkeypatch.setattr("offload.data.formats._LONG_CHARS", 64)
+    monkeypatch.setattr("offload.data.formats._PIECE_CHARS", 32)
+    monkeypatch.setattr("offload.data.encode._BATCH_CHARS", 50)
+    lines, word = "The fox is quick.\n" * 9, "x" * 200
+    parts = encode(bpe, Text("x", lines), Text("y", word), Text("z", "It is."))
+    assert len(parts) > 12
+    assert all(len(part.ids) <= 65 for part in parts)
+    documents = [[int(i) for part in parts if part.where == where for i in part.ids] for where in "xyz"]
+    assert [bpe.decode(each) for each in documents] == [f"{text}<|endoftext|>" for text in (lines, word, "It is.")]
+    assert documents[0] == bpe(lines)["input_ids"] + [bpe.eos_token_id]
+    assert [part.where for part in parts if part.closes] == ["x", "y", "z"]
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_like() -> Any:
     """A tokenizer in the manner of Llama 2: metaspace with a leading space, and a BOS that it adds itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import copy
 import csv
 import gzip
 import json
@@ -137,6 +138,73 @@ TEMPLATE = (
 )
 """Shows the arguments of tools: a column of them gives the names of all to each."""
 
+CHATML = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}
+{%- if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endgeneration %}{% else %}{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA3 = """{{- bos_token }}
+{%- if tools %}<|start_header_id|>system<|end_header_id|>
+
+{{ tools | tojson(indent=4) }}<|eot_id|>{% endif %}
+{%- for message in messages %}<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
+
+{% if message.role == 'assistant' %}{% generation %}
+{%- for call in message.tool_calls or [] %}{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
+{%- else %}{{ message.content | trim }}{% endfor %}<|eot_id|>{% endgeneration %}{% else %}{{ message.content | trim }}<|eot_id|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""  # noqa: E501 - a line end would be text
+LAST_THOUGHT = CHATML.replace("if message.reasoning_content", "if message.reasoning_content and loop.last")
+"""As Qwen3: what was thought for an earlier answer is left out."""
+MARKS = "{% generation %}", "{% endgeneration %}"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+CONVERSATIONS: Rows = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": " What is two and two? "},
+            {"role": "assistant", "content": "It is four.", "reasoning_content": "Two twos\nare four."},
+            {"role": "user", "content": "And 日本?"},
+            {"role": "assistant", "content": "Ü — Paris.\n", "reasoning_content": "A place."},
+        ]
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "Add 1 and 2."},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"b": 2}}}]},
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": "It is 5."},
+        ],
+        "tools": TOOLS,
+    },
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+]
+
 Load = Callable[..., Dataset]
 
 
@@ -175,6 +243,59 @@ def test_the_same_rows_in_any_format_are_the_same_tokens_and_labels(kind: str, l
         found = load(WRITERS[name](tmp_path / name, rows))
         assert rows_of(found) == rows_of(expected), name
         assert found.state_dict() == expected.state_dict(), name
+
+
+def documents_of(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
+    """Return the ids and labels of the documents in rows, found by the positions that begin anew."""
+    rows, found = np.arange(dataset.num_train_rows), []
+    positions, lengths = dataset.train.positions(rows), dataset.train.lengths(rows)
+    assert positions is not None
+    for ids, labels, its, length in zip(*dataset.train.read(rows), positions, lengths, strict=True):
+        begins = np.flatnonzero(its[:length] == 0)
+        for begin, end in zip(begins, [*begins[1:], length], strict=True):
+            assert its[begin:end].tolist() == list(range(end - begin))
+            found.append((ids[begin:end].tolist(), labels[begin:end].tolist()))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (LAST_THOUGHT, "<|im_end|>")]
+)
+def test_conversations_are_what_apply_chat_template_makes_and_marks(
+    template: str, ends: str, load: Load, tmp_path: Path, bpe: Any
+) -> None:
+    """Tools, calls and thoughts, in every format. Ours finds the answers without the marks of the template."""
+    oracle = copy.deepcopy(bpe)
+    begins = ["<|im_start|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+    oracle.add_special_tokens({"eos_token": ends, "bos_token": begins[1], "additional_special_tokens": begins})
+    oracle.chat_template = template
+    for mark in MARKS:
+        oracle.chat_template = oracle.chat_template.replace(mark, "")
+    oracle.save_pretrained(tmp_path / "unmarked")
+    expected = []
+    for row in CONVERSATIONS:
+        answers = [i for i, message in enumerate(row["messages"], 1) if message["role"] == "assistant"]
+        thinks = template == LAST_THOUGHT and len(row["messages"]) == 5
+        for end in answers if thinks else answers[-1:]:
+            made = oracle.apply_chat_template(
+                row["messages"][:end],
+                tools=row.get("tools"),
+                chat_template=template,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            ids, mask = made["input_ids"], np.asarray(made["assistant_masks"])
+            assert ids == oracle.apply_chat_template(row["messages"][:end], tools=row.get("tools"))["input_ids"]
+            if thinks:
+                mask[: np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
+            expected.append((ids, np.where(mask, ids, -100).tolist()))
+    assert len(expected) == (4 if template == LAST_THOUGHT else 3)
+    writers = {"a.jsonl": _jsonl, **WRITERS} if template != LAST_THOUGHT else {"a.jsonl": _jsonl}
+    for name, write in writers.items():
+        source = write(tmp_path / name, [{"tools": None, **row} for row in CONVERSATIONS])
+        more = {"tokenizer": str(tmp_path / "unmarked"), "vocab_size": 420, "sequence_length": 700}
+        found = load(source, packing=True, isolated=True, **more)
+        assert documents_of(found) == sorted(expected), name
 
 
 def test_the_tokens_are_those_of_the_tokenizer_itself(load: Load, tmp_path: Path, bpe: Any) -> None:
@@ -260,6 +381,9 @@ BAD: dict[str, tuple[str, bytes, str, int | None]] = {
     "half parquet": ("a.parquet", b"PAR1" + b"x" * 99, r"no parquet file that can be read, or half of one", None),
     "half arrow": ("a.arrow", b"ARROW1\0\0" + b"x" * 99, r"no Arrow file .* that can be read", None),
     "utf-16": ("a.txt", "text".encode("utf-16"), r"begins as UTF-16 text.*iconv -f UTF-16", None),
+    "utf-16-le": ("a.csv", "text\nok".encode("utf-16-le"), r"begins as UTF-16 text.*iconv -f UTF-16LE", None),
+    "utf-16-be": ("a.txt", "text".encode("utf-16-be"), r"begins as UTF-16 text.*iconv -f UTF-16BE", None),
+    "latin-1 array": ("a.json", '[{"text": "ok"},\n"für"]'.encode("latin-1"), r"byte 19, line 2.*LATIN1", None),
     "latin-1": ("a.txt", b"one\ntwo\n" + "drei für".encode("latin-1"), r"byte 14, line 3.*iconv -f LATIN1", None),
     "twice": ("a.csv", b"text,text\na,b\n", r"names the column 'text' twice", None),
     "empty": ("a.csv", b"", r"has 0 tokens and none of them can be trained", None),
@@ -309,6 +433,13 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"a\.jsonl:2 is longer than 64 bytes"):
         load(_jsonl(tmp_path / "a.jsonl", lines))
     assert load(tmp_path / "a.jsonl", on_bad_row="skip").num_train_rows == 2
+    (tmp_path / "a.json").write_text(json.dumps(lines))
+    with pytest.raises(ConfigError, match=r"a\.json, record 2 is longer than 64 bytes"):
+        load(tmp_path / "a.json")
+    assert load(tmp_path / "a.json", on_bad_row="skip").num_train_rows == 2
+    (tmp_path / "a.csv").write_text(f'text\nok\n"{"x" * 300}"\n')
+    with pytest.raises(ConfigError, match=r"a\.csv:3 has a field of more than 64 characters; perhaps it opens a quote"):
+        load(tmp_path / "a.csv")
 
 
 def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

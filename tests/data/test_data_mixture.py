@@ -100,9 +100,10 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> N
     assert len(large[2] | large[3]) < 28, "then all are mixed anew"
 
 
+@pytest.mark.parametrize("cut", [{}, {"group_by_length": True}, {"packing": True}, {"packing": True, "isolated": True}])
 @pytest.mark.parametrize("strategy", ["all_exhausted", "first_exhausted"])
-def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str) -> None:
-    dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy) for _ in range(2))
+def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str, cut: dict[str, bool]) -> None:
+    dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy, **cut) for _ in range(2))
     steps = [dataset.batch(step) for step in range(40)]
     for step in (0, 7, 39):  # as a run that resumes there asks for it
         assert all(torch.equal(again.batch(step)[key], steps[step][key]) for key in steps[step])
@@ -110,10 +111,10 @@ def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str) 
             parts = [again.batch(step, rank, world_size) for rank in range(world_size)]
             assert all(torch.equal(torch.cat([part[key] for part in parts]), steps[step][key]) for key in steps[step])
     again.check_state(dataset.state_dict())
-    other = mix(0.6, 0.1, 0.3, stopping_strategy=strategy, seed=4)
+    other = mix(0.6, 0.1, 0.3, stopping_strategy=strategy, seed=4, **cut)
     assert any(not torch.equal(other.batch(step)["input_ids"], steps[step]["input_ids"]) for step in range(3))
     with pytest.raises(ConfigError, match="weights of sources"):
-        mix(0.5, 0.2, 0.3, stopping_strategy=strategy).check_state(dataset.state_dict())
+        mix(0.5, 0.2, 0.3, stopping_strategy=strategy, **cut).check_state(dataset.state_dict())
 
 
 @examples(100)

@@ -174,10 +174,10 @@ def interrupted(size: int) -> None:
     with open_comm(times=QUICK) as comm:
         rank, broadcast = comm.rank, dist.broadcast
 
-        def interrupt(piece: torch.Tensor, source: int, **how: object) -> object:
-            if source == rank:
+        def interrupt(piece: torch.Tensor, group_src: int, **how: object) -> object:
+            if group_src == rank:
                 raise KeyboardInterrupt
-            return broadcast(piece, source, **how)  # type: ignore[arg-type]
+            return broadcast(piece, group_src=group_src, **how)  # type: ignore[arg-type]
 
         comm.barrier("all are here")
         dist.broadcast = interrupt

@@ -193,6 +193,7 @@ COUNTED = (
     "nvme_write_bytes",
     "all_gather_elements",
     "reduce_scatter_elements",
+    "network_bytes",
 )
 
 

@@ -88,6 +88,18 @@ def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: PlayedLanes) -
     assert lanes.busy_s["nvme_read"] == 3.0
 
 
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_compute_that_sends_over_the_network_waits_and_does_not_compute(in_stream: bool) -> None:
+    """Break: count it as compute, so that a step which the network bounds is told as bound by compute."""
+    lanes = PlayedLanes({"network": float}, in_stream=in_stream)
+    lanes.compute(3.0)
+    submit(lanes.here_between, 2)
+    lanes.compute(1.0)
+    lanes.wait(lanes.mark())
+    assert lanes.now_s == 6.0
+    assert (lanes.busy_s["compute"], lanes.busy_s["network"], lanes.exposed_s["network"]) == (4.0, 2.0, 2.0)
+
+
 def test_a_lane_keeps_its_order_unless_it_overtakes(lanes: PlayedLanes) -> None:
     late = submit(lanes.update, 5)
     tickets = [(submit(lane, 1, late), submit(lane, 1)) for lane in (lanes.d2h, lanes.h2d)]

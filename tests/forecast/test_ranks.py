@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import Any
 
@@ -26,18 +27,24 @@ RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, collecti
 MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 
 
-def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str, float], dict[str, int]]:
+def told_and_made(
+    placement: dict[str, Any], num_machines: int = 1, **settings: Any
+) -> tuple[dict[str, float], dict[str, int]]:
     """Return the bytes of each link in a step as they are forecast, and what an engine counts."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    local = size // num_machines
+    os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
     with open_comm() as comm:
         torch.manual_seed(0)
         chosen = Settings(placement=Placement(**placement), clip="deferred", throttle={"h2d": 1e12}, **settings)
         model = Stack(WIDTH, DEPTH)
         its = planned(model, chosen, comm)
         work = workload(WIDTH, DEPTH, chosen)
-        step = PlannedStep(its, work, MACHINE)
-        links = ("h2d", "d2h", "collective")
+        step = PlannedStep(its, work, MACHINE.with_(num_machines=num_machines))
+        links = ("h2d", "d2h", "collective", "network")
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-        told = simulate(step.calls, step.played(), seconds).busy_s
+        played = simulate(step.calls, step.played(), seconds)
+        told = {**played.busy_s, "sent": played.network_bytes}
         with closing(Engine(model, settings=chosen, comm=comm)) as engine:
             for batch in batches(6):
                 engine.step(batch, loss_of)
@@ -47,8 +54,9 @@ def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str,
                 "d2h": counters.d2h_bytes,
                 "reduced": counters.reduce_scatter_elements,
                 "gathered": counters.all_gather_elements,
+                "sent": counters.network_bytes,
             }
-        return {link: told[link] for link in links}, made
+        return {link: told[link] for link in (*links, "sent")}, made
 
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1, 3]))
@@ -68,3 +76,22 @@ def test_ranks_move_and_exchange_what_is_foretold(
         # Each rank's own bytes of what all get. New weights are handed round in turns, which is as long for both ranks.
         exchanged = made["reduced"] + made["gathered"] * (2 if stage in (1, 2) else 1)
         assert told["collective"] * 2 / 4 == exchanged
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        pytest.param(2, {"precision": "bf16"}, id="replicas"),
+        pytest.param(4, {"precision": "bf16", "zero_stage": 1}, id="replicas of two", marks=pytest.mark.slow),
+        pytest.param(4, {"zero_stage": 0, "max_grad_norm": None}, id="stage 0", marks=pytest.mark.slow),
+        pytest.param(2, {"replicas": 1}, id="states over all ranks"),
+        pytest.param(4, {"replicas": 1, "zero_stage": 1}, id="states over all of two", marks=pytest.mark.slow),
+    ],
+)
+def test_machines_send_what_is_foretold(size: int, settings: dict[str, Any]) -> None:
+    """Break: count what a replica exchanges on one machine; let the lane move what is received as well."""
+    for told, made in run(size, told_and_made, placement={}, num_machines=2, **settings):
+        assert told["sent"] == made["sent"] > 0
+        assert told["d2h"] == made["d2h"]
+        if settings.get("replicas") != 1:
+            assert told["network"] == made["sent"]

@@ -14,7 +14,7 @@ from offload.lanes.throttle import Throttle
 from tests.lanes.patience import nothing, within
 from tests.lanes.played_device import PlayedEvent, PlayedModule, played_accelerator
 
-LANES = ["h2d", "d2h", "collective", "update", "fetch_read", "update_read", "activation_read"]
+LANES = ["h2d", "d2h", "collective", "network", "update", "fetch_read", "update_read", "activation_read"]
 LANES += ["update_write", "activation_write", "decoding"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from offload.errors import ConfigError
 from offload.lanes.throttle import LANES, Throttle, parse_throttle
 
-ALL = "h2d, d2h, collective, nvme_read, nvme_write, update"
+ALL = "h2d, d2h, collective, network, nvme_read, nvme_write, update"
 
 
 @pytest.mark.parametrize(

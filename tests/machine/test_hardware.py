@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from offload.errors import ConfigError
-from offload.machine.hardware import Hardware, Rates, described_names
+from offload.machine.hardware import Hardware, Rates, described_names, parse_link
 
 SHIPPED = ("a100-80", "dgx-spark", "gh200", "h100", "h200", "rtx-4090", "rtx-5090")
 LEAST: dict[str, Any] = {
@@ -40,7 +40,7 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     machine = Hardware.read(name)
     values = {each.name: getattr(machine, each.name) for each in fields(Hardware)}
     values |= {each.name: getattr(machine.rates, each.name) for each in fields(Rates)}
-    words = ("name", "device", "num_devices", "shares_memory", "rates", "sources")
+    words = ("name", "device", "num_devices", "num_machines", "network_latency_s", "shares_memory", "rates", "sources")
     figures = {key for key, value in values.items() if value is not None and key not in words}
     assert figures == set(machine.sources)
     rates = machine.rates
@@ -98,6 +98,22 @@ def test_the_least_that_a_file_has_to_say(tmp_path: Path) -> None:
 def test_a_number_may_be_one_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
     rates = Hardware.read(written(tmp_path, rates_launch_s="1e-5", rates_h2d_bytes_per_s="2e9")).rates
     assert (rates.launch_s, rates.h2d_bytes_per_s) == (1e-5, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        *((said, 3.125e9) for said in ("25Gbit", "25gbit/s", "25 Gbps", "25Gb/s", "25Gb", "3.125GB", "3.125 GB/s")),
+        ("25gb", 25e9),
+        ("100bit", 12.5),
+    ],
+)
+def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_path: Path) -> None:
+    """Break: take "25Gb/s" for bytes."""
+    assert parse_link(said) == wanted
+    machine = Hardware.read(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
+    assert (machine.num_machines, machine.rates.network_bytes_per_s) == (2, wanted)
+    assert machine.of_a_rank(4).rates.network_bytes_per_s == wanted / 4
 
 
 def test_a_machine_with_other_values(tmp_path: Path) -> None:

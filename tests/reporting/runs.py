@@ -12,7 +12,7 @@ import yaml
 from offload.telemetry.timeline import Span
 from offload.telemetry.trace import Trace
 
-LANES = ("compute", "h2d", "d2h", "collective", "nvme_read", "nvme_write", "update")
+LANES = ("compute", "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 CONFIG: dict[str, Any] = {
     "run": {"dir": "x", "name": "train"},
     "model": {"path": None, "preset": "tiny"},

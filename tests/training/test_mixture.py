@@ -9,11 +9,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_sources")
 
 
-def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(run: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["all_exhausted", "first_exhausted"])
+def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(
+    run: Callable[..., Any], tmp_path: Path, strategy: str
+) -> None:
     """One process stops within the second epoch; the next has its losses, and those of the run that never stopped."""
     rows = [{"body": f"Row {i} of a table, which is no number."} for i in range(12)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -25,6 +29,7 @@ def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(run: Callable[..., A
     ]
     settings = {
         "data__sources": sources,
+        "data__stopping_strategy": strategy,
         "data__eval_source": str(tmp_path / "judge.jsonl"),
         "data__eval_share": 0.1,
         "data__packing": False,
@@ -36,7 +41,10 @@ def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(run: Callable[..., A
     result, lines, said = run("whole", without=("data__source",), **settings)
     assert f"data: text in parquet of {tmp_path}/rows.parquet: 12 documents" in said
     assert f"data: text in csv of {tmp_path}/more.csv: 9 documents" in said
-    assert "25% of the rows of an epoch" in said
+    assert f"{'25' if strategy == 'all_exhausted' else '21.4'}% of the rows of an epoch" in said
+    assert "those of a batch of about one length" in said
+    assert all(0 < line["tokens"] <= 4 * 32 for line in lines)
+    assert {line["tokens"] for line in lines} != {4 * 32}, "without padding"
     assert f"eval: jsonl of {tmp_path}/judge.jsonl: 1 document" in said
     assert "rows of judge" in said
     assert list(lines[3]["eval_sources"]) == ["judge"]

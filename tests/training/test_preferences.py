@@ -289,6 +289,7 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
         ({"train.method": "dpo"}, "data.source is not set: name files of rows with a prompt, a chosen and a"),
         ({"train.method": "dpo", "data.packing": True}, "data.packing is true, and train.method is dpo"),
         ({"train.method": "dpo", "data.packing_isolated": True}, "data.packing_isolated is true"),
+        ({"train.method": "dpo", "data.group_by_length": True}, "data.group_by_length is true, and train.method is dpo"),
         ({"train.method": "dpo", "data.format": "messages"}, "set --data.format preference"),
         ({"train.method": "reward", "data.train_on_prompt": True}, "data.train_on_prompt is true"),
         (

@@ -76,7 +76,9 @@ class GradientFlow:
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
         self.parts = MeasuredParts() if settings.noise_scale else Parts()
-        self.landing = Landing(store, measures, device, lanes, counters, staging, sizes, bool(settings.debug))
+        self.landing = Landing(
+            store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
+        )
         self._ragged = {
             region.index: [
                 slice(offset + size, end)

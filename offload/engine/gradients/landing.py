@@ -9,12 +9,13 @@ import torch
 
 from offload.engine.gradients.norms import BringDown, Measures
 from offload.engine.gradients.policies import Policy
+from offload.engine.gradients.replica_sums import ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER, SCRATCH, SHARDS
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS, between_bytes
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
@@ -40,10 +41,18 @@ class Landing:
         staging: torch.Tensor,
         sizes: Mapping[str, int],
         debug: bool,
+        exist: bool,
     ) -> None:
+        """`exist`: the update rule has gradients."""
         self._reduction: Reduction | None = None
-        if store.comm.size > 1:
+        self._between: ReplicaSums | None = None
+        if store.within.size > 1:
             self._reduction = Reduction(store, measures, device, lanes, counters, sizes, debug)
+        if store.between.size > 1 and exist:
+            regions = [state.region for state in store.states]
+            self._between = ReplicaSums(
+                store, device, counters, between_bytes(regions, 2 if lanes.overlap else 1, store.layout)
+            )
         self._store, self._measures = store, measures
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
         self.accumulates = False
@@ -63,6 +72,8 @@ class Landing:
         self._tickets.clear()
         if self._reduction is not None:
             self._reduction.begin_step()
+        if self._between is not None:
+            self._between.begin_step()
         self._staging.reset()
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
@@ -83,6 +94,8 @@ class Landing:
         self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
         if self._reduction is not None:
             self._reduction.free()
+        if self._between is not None:
+            self._between.free()
 
     def finish(self) -> None:
         """Wait until everything has landed, sum and round what was accumulated: afterwards the measures and the planes
@@ -100,6 +113,10 @@ class Landing:
     def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:
         """Measure what was summed over several passes, and round it."""
         own = plane[self._summed_here(region)]
+        if self._between is not None:
+            measure = partial(self._measures.measure_shard, region, agrees=False)
+            self._note(self._between.exchange(region, own, plane, measure))
+            return
         if self._reduction is not None:
             self._measures.measure_shard(region, own, agrees=False)
         else:
@@ -109,15 +126,21 @@ class Landing:
         if len(own) < len(plane):
             what = f"all-gather of the gradients of {region.name}"
             store = self._store
-            self._note(store.exchanges.submit(lambda: store.comm.all_gather(plane, own, what), name=what))
+            self._note(store.exchanges.submit(lambda: store.within.all_gather(plane, own, what), name=what))
             self._counters.count("all_gather_elements", region.numel)
+            self._counters.count("network_bytes", own.nbytes * store.within.num_far)
 
     def _note(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             self._tickets.append(ticket)
 
     def lands(self, region: Region) -> bool:
-        return self._reduction is not None or any(self._measures.touched[region.index])
+        return self._store.comm.size > 1 or any(self._measures.touched[region.index])
+
+    def _measure(self, region: Region) -> Callable[[torch.Tensor], None]:
+        """Return what measures this rank's piece of a sum over all ranks."""
+        # Whoever updates in the backward needs the norm so far.
+        return partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
 
     def _summed_here(self, region: Region) -> slice:
         """Return which of the elements that this rank updates it sums up itself: in stage 0 not all."""
@@ -127,14 +150,18 @@ class Landing:
     def _summed(
         self, region: Region, flat: torch.Tensor, source: Fence
     ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
-        """Return what is to come down of a region's gradients, the fence of its memory, and after what it is there."""
+        """Return what is to come down of a region's gradients, summed over this replica, the fence of its memory, and
+        after what it is there.
+        """
+        if self._store.comm.size > 1:
+            for position, has in enumerate(self._measures.touched[region.index]):
+                if not has:  # on this rank: it may have one on another
+                    flat[self._store[region].span(position)].zero_()
         if self._reduction is None:
             return flat, source, self._lanes.mark()
-        measure = None
-        if not self.accumulates:  # else when all passes are over
-            # Whoever updates in the backward needs the norm so far.
-            measure = partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
-        whole = not self.accumulates and self._store.sharding.num_ranges == 1
+        is_final = not self.accumulates and self._between is None  # else when all passes, or replicas, are summed
+        measure = self._measure(region) if is_final else None
+        whole = is_final and self._store.sharding.num_ranges == 1
         flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
         return flat, source, (ticket,)
 
@@ -149,12 +176,15 @@ class Landing:
                 "up any number of passes."
             )
         self._landed.add(region.index)
-        squares = self._measures.measure(region, flat) if self._reduction is None else None
+        squares = self._measures.measure(region, flat) if self._store.comm.size == 1 else None
         # Where gradients stay where they are, squares do not.
         if self.policy.drops or self._store.down is not self._lanes.d2h:
             self._bring_down_squares(squares)
             squares = None
         flat, source, reads = self._summed(region, flat, source)
+        if self._between is not None:
+            self._land_between(self._between, region, flat, source, reads)
+            return
         if self.policy.drops:
             self._tickets += reads if self._reduction is not None else ()
             return
@@ -166,10 +196,42 @@ class Landing:
                 squares = None
             self.policy.landed(region, state.gradients, state.landing)
             return
-        staged, stretch = self._staged(flat, region.plane("gradients").dtype)
+        staged, stretch = self._staged(len(flat), region.plane("gradients").dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills, squares))
         self.policy.landed(region, staged, stretch.fence)
         stretch.close()
+
+    def _land_between(
+        self, between: ReplicaSums, region: Region, flat: torch.Tensor, source: Fence, reads: Sequence[Ticket]
+    ) -> None:
+        """Land the sum over replicas of what this one has summed."""
+        state, measure = self._store[region], self._measure(region)
+        if self.policy.drops:
+            self._note(between.sum(region, flat, source, reads, measure, flat[:0])[2])
+        elif state.gradients is None and state.has_room_on_disk:
+            found, fence, ticket = between.sum(region, flat, source, reads, measure, None)
+            for its, lease in state.land():
+                fills, target = lease.fills, lease.planes["gradients"]
+                copied = self._store.network.submit(
+                    partial(target.copy_, found[its]), reads=(ticket,), fills=fills, name=region.name
+                )
+                fence.read(copied)
+                lease.done_writing(copied)
+                self._note(copied)
+            self.policy.landed(region, None, state.landing)
+        else:
+            into, fence, stretch = state.gradients, state.landing, None
+            if into is None:
+                own = self._store.sharding.own(region)
+                into, stretch = self._staged(own.stop - own.start, region.plane("gradients").dtype)
+                fence = stretch.fence
+            fills = fence.before_fill() if stretch is None else stretch.fills
+            _, _, ticket = between.sum(region, flat, source, reads, measure, into, fills)
+            fence.fill(ticket)
+            self._note(ticket)
+            self.policy.landed(region, into, fence)
+            if stretch is not None:
+                stretch.close()
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to its fp32 plane."""
@@ -185,7 +247,7 @@ class Landing:
             return
         # What ranks have added up is rounded once, when all passes are over.
         dtype = region.plane("gradients").dtype if self._reduction is None else torch.float32
-        staged, stretch = self._staged(flat, dtype)
+        staged, stretch = self._staged(len(flat), dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
 
         def add() -> None:
@@ -207,8 +269,8 @@ class Landing:
         if squares is not None:
             self._note(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
-    def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
-        stretch = self._staging.take(flat.numel() * dtype.itemsize)
+    def _staged(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
+        stretch = self._staging.take(numel * dtype.itemsize)
         assert stretch is not None, "staging has room for the largest region"
         return stretch.flat.view(dtype), stretch
 
@@ -284,9 +346,6 @@ class Reduction:
         it is there. `measure` is called with the shard, before it is rounded.
         """
         store, part = self._store, self._store.sharding.shard(region)
-        for position, has in enumerate(self._measures.touched[region.index]):
-            if not has:  # on this rank: it may have one on another
-                flat[store[region].span(position)].zero_()
         shard, fence = flat[part], source
         fills: Sequence[Ticket] = ()
         if flat.dtype != torch.float32:
@@ -296,13 +355,13 @@ class Reduction:
             stretch.close()  # nobody takes another before this one's reader is known
 
         def work() -> None:
-            store.comm.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)
+            store.within.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)
             if measure is not None:
                 measure(shard)
             if whole:
                 if fence is not source:
                     flat[part].copy_(shard)
-                store.comm.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
+                store.within.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
             elif self._debug and source.kind == BUFFER:
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
@@ -316,6 +375,8 @@ class Reduction:
         )
         source.read(ticket)
         self._counters.count("reduce_scatter_elements", region.numel)
+        far, piece_bytes = store.within.num_far, (part.stop - part.start) * flat.itemsize
+        self._counters.count("network_bytes", (2 if whole else 1) * piece_bytes * far)
         if whole:
             self._counters.count("all_gather_elements", region.numel)
             fence.read(ticket)

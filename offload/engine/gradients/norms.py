@@ -86,12 +86,12 @@ class Measures:
         return partial(self._device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
-        """Measure this rank's range of the sum over ranks, on the lane of exchanges. With `agrees` the others are told
-        at once, else in `finish`.
+        """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange. With `agrees` the
+        others are told at once, else in `finish`.
         """
         room, touched = self._rooms[region.index], self.touched[region.index]
         flags = room[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
-        squares = _squares(region, shard, self._store.sharding.shard(region))
+        squares = _squares(region, shard, self._store.sharding.piece(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
         if not agrees:
             self._shares[region.index] = self._brought_down(share, room)

@@ -1,0 +1,132 @@
+"""Batches encoded ahead of whoever takes them, by a thread of this process or by processes of their own.
+
+`tokenizers` uses all cores by itself. What Python does for records, it does for one after the other: of conversations,
+whose template it renders and whose answers it finds, a quarter of the work. Processes do that side by side. They are
+started by name and not forked, since a fork copies locks of threads as they are; and not by `multiprocessing`, which
+would run the user's script again.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Generic, Protocol, TypeVar
+
+from offload.errors import ConfigError, OffloadError
+
+Batch = TypeVar("Batch", contravariant=True)
+Made = TypeVar("Made", covariant=True)
+
+
+class Maker(Protocol, Generic[Batch, Made]):
+    """What makes something of batches, each by itself; it can be pickled."""
+
+    def make(self, batch: Batch, /) -> Made:
+        """Return what a batch becomes. Raises OffloadError."""
+
+
+def made_ahead(maker: Maker[Batch, Made], batches: Iterable[Batch], num_workers: int) -> Generator[Made]:
+    """Yield what becomes of each batch, in order; by so many processes, 0 for none. In memory
+    is one batch more than is made at a time. Raises what `maker` does, and ConfigError where a process ends.
+    """
+    with ExitStack() as stack:
+        workers: queue.SimpleQueue[Maker[Batch, Made]] = queue.SimpleQueue()
+        for _ in range(num_workers):
+            workers.put(stack.enter_context(_Worker(maker)))
+        if not num_workers:
+            workers.put(maker)
+
+        def make(batch: Batch) -> Made:
+            worker = workers.get()
+            try:
+                return worker.make(batch)
+            finally:
+                workers.put(worker)
+
+        threads = ThreadPoolExecutor(max(num_workers, 1), "tokenizing")
+        stack.callback(threads.shutdown, wait=not num_workers, cancel_futures=True)
+        pending: deque[Future[Made]] = deque()
+        for batch in batches:
+            pending.append(threads.submit(make, batch))
+            if len(pending) > max(num_workers, 1):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+class _Worker:
+    """A process with a maker of its own."""
+
+    def __init__(self, maker: Maker[Any, Any]) -> None:
+        own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "offload.data.workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **own},
+        )
+        self._to_send: Maker[Any, Any] | None = maker  # with the first batch: a pipe takes little before it is read
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except OSError:  # of what it had not read
+                pass
+
+    def make(self, batch: Any) -> Any:
+        """Return what the process makes of a batch. Raises OffloadError."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            pickle.dump((self._to_send, batch), stdin, pickle.HIGHEST_PROTOCOL)
+            stdin.flush()
+            self._to_send = None
+            made = pickle.load(stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ConfigError(
+                f"A process that tokenizes ended with exit code {self._process.wait()} (below 0: a signal; -9 is often "
+                "a lack of memory). Set --data.num_workers to fewer, or to 0 to tokenize in this process."
+            ) from error
+        if isinstance(made, OffloadError):
+            raise made
+        return made
+
+
+def main() -> None:
+    """Make what comes by stdin, until it ends; what others print goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that reads the results hears of it, and ends this one
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    maker: Any = None
+    while True:
+        try:
+            sent, batch = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        maker = sent or maker
+        try:
+            made = maker.make(batch)
+        except OffloadError as error:
+            made = error
+        pickle.dump(made, results, pickle.HIGHEST_PROTOCOL)
+        results.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Several copies of a model over ranks: what one process gives, and the same bits whatever rests where.
+
+What each test is to catch is in its docstring after "Break:".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Muon
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from tests.engine.device import cpu_only
+from tests.engine.families import build
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, JOB, Found, opened, own_loop, train
+from tests.engine.test_ranks import (
+    MODES,
+    PLACEMENTS,
+    ROWS,
+    TIMINGS,
+    assert_equal,
+    assert_near,
+    plain,
+    plain_own_loop,
+    settings_of,
+)
+from tests.engine.test_ranks import train as train_on_ranks
+from tests.engine.test_ranks_memory import Elements
+from tests.engine.test_ranks_saving import read_all, save
+from tests.matrix import cover
+
+AXES = {
+    "case": ("plain", "tied", "frozen in bf16", "experts", "two dtypes"),
+    "rows": tuple(ROWS),
+    "replicas": ("2 of 2", "2 of 1", "3 of 1"),
+    "stage": ("0", "1", "2", "3"),
+    "placement": tuple(PLACEMENTS),
+    "timing": tuple(TIMINGS),
+    "mode": tuple(MODES),
+}
+COVER = [one for seed in range(3) for one in cover(AXES, 1, seed)]
+"""Each value thrice beside others; pairs of what has nothing to do with replicas are those of `test_ranks`."""
+QUICK = (
+    ("two dtypes", "micro-batches", "2 of 2", "3", "all on nvme", "throttled", "no clipping"),
+    ("frozen in bf16", "uneven", "2 of 1", "0", "weights on the device", "delayed, ahead", "deferred"),
+)
+
+
+def cases() -> list[Any]:
+    """Return the settings, the quick ones first."""
+    others = [pytest.param(*one.values(), id=", ".join(one.values()), marks=pytest.mark.slow) for one in COVER]
+    return [*(pytest.param(*one, id=", ".join(one)) for one in QUICK), *others]
+
+
+@pytest.mark.parametrize(("case", "rows", "replicas", "stage", "placement", "timing", "mode"), cases())
+def test_tiers_stages_and_timing_change_no_bit(
+    case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
+) -> None:
+    """The other run is stage 0 in memory, one thing after another; and both are near plain PyTorch.
+
+    Break: leave gradients that this rank does not have as they lay in the buffer; measure the shard, and not the piece;
+    sum from another replica on.
+    """
+    num, each = map(int, replicas.split(" of "))
+    if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
+        mode = "deferred"  # there nothing hides behind anything
+    shares = ROWS[rows][: num * each]
+    common = {"case": case, "rows": shares, "num_steps": 3, "evaluate": 1, "replicas": num, **settings_of(rows, mode)}
+    variant = {"placement": PLACEMENTS[placement], "zero_stage": int(stage), "folder": str(tmp_path)}
+    serial, found = train_on_ranks(
+        num * each, {**common, "zero_stage": 0, "prefetch": 0}, common | variant | TIMINGS[timing]
+    )
+    assert_equal(found, serial)
+    within = CASES[case].within * (20 if mode == "speculative" else 2 if rows == "micro-batches" else 1)
+    assert_near(found, plain(case, sum(shares), 3, mode), within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "size"), [("tied", 4), ("two dtypes", 2)])
+def test_own_loops_sum_gradients_over_replicas_once(case: str, size: int) -> None:
+    """Break: sum what a pass adds, and again at the end."""
+    wanted = plain_own_loop(case, size, 3)
+    for stage in (0, 3):
+        found = run(size, own_loop, case=case, num_steps=3, zero_stage=stage, replicas=2)
+        for one in found:
+            assert_equal(one, found[0])
+        assert_near(found[0], wanted, 2 * CASES[case].within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rule_by_matrix_has_its_matrices_whole_in_each_replica(stage: int) -> None:
+    """Break: cut updates in ranges of all ranks."""
+    common = {"case": "plain", "num_steps": 3, "optimizer": Muon(lr=0.01), "zero_stage": stage}
+    (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2})
+    (wanted,) = train_on_ranks(1, {**common, "rows": (8,)})
+    assert_near(found, wanted, 2e-2)  # a matrix product in bf16 decides its step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(stage: int, tmp_path: Path) -> None:
+    """Break: write the shard, and not the piece: each state as often as there are replicas."""
+    common: dict[str, Any] = {"case": "two dtypes", "zero_stage": stage}
+    run(4, save, **common, rows=(1, 1, 1, 1), path=str(tmp_path / "first"), replicas=2)
+    wanted, sizes = read_all(tmp_path / "first"), set()
+    for size, replicas in ((1, 1), (3, 3), (4, 2)):
+        path = tmp_path / f"by {size}"
+        run(size, save, **common, rows=(1,) * size, path=str(path), resume=str(tmp_path / "first"), replicas=replicas)
+        found = read_all(path)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
+        sizes.add(sum(flat.nbytes for flat in found.values()))
+    assert len(sizes) == 1
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+
+def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """As `trained`, on ranks that are told that so many machines have equally many of them."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    local = size // num_machines
+    os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
+    with open_comm(times=JOB) as comm:
+        assert (comm.num_machines, comm.num_far) == (num_machines, size - local)
+        within, between = comm.split(num_machines)
+        assert (within.size, within.num_far) == (local, 0)
+        assert (between.size, between.num_far) == (num_machines, num_machines - 1)
+        assert comm.split(num_machines)[0] is within, "made once"
+        if size == 4:
+            with pytest.raises(ConfigError, match="offload.replicas is 3, and 4 ranks.* 1, 2, 4, or to auto"):
+                opened(comm, CASES["plain"], replicas=3)
+        return [train(comm, **run) for run in runs]
+
+
+@cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
+def test_auto_is_a_replica_a_machine_and_sends_less_than_states_over_all_ranks() -> None:
+    """A replica sends each of its gradients once, and once each sum of them (2 of the 3 volumes of ZeRO stage 3,
+    arXiv:1910.02054, section 7), by one rank; without replicas every rank sends to every far one.
+
+    Break: count what goes to ranks of the same machine; take auto for one.
+    """
+    common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True}
+    runs = [common, {**common, "replicas": 2}, common, {**common, "replicas": 1}]
+    for by_auto, by_two, again, over_all in run(4, trained_on_machines, num_machines=2, runs=runs):
+        assert_equal(by_auto, by_two)
+        assert_equal(by_auto, again)
+        numel = Elements(build(CASES["plain"].make), 4).all_trained
+        moved, others = by_auto.moved[1], over_all.moved[1]
+        assert moved["network_bytes"] == 2 * numel / 4 * 4
+        assert (
+            others["network_bytes"] == 2 * (others["reduce_scatter_elements"] + others["all_gather_elements"]) / 4 * 4
+        )
+        assert others["network_bytes"] > 2 * moved["network_bytes"]
+        assert_near(by_auto, over_all, 1e-6)
