@@ -18,6 +18,7 @@ from tests.engine import ranks
 from tests.engine.device import own_device, twin
 from tests.engine.families import VOCABULARY, build, gemma2, llama
 from tests.engine.ranks_child import share
+from tests.matrix import quick
 
 PROMPT, LENGTH = 17, 28
 """More than the tokens on which a model is recorded are no targets."""
@@ -62,8 +63,8 @@ def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.T
     return softplus(sums[1::2] - sums[::2]).mean(), sums
 
 
-@pytest.mark.parametrize("family", [llama, gemma2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", quick((llama, gemma2), [gemma2]))
+@pytest.mark.parametrize("way", quick(WAYS, ["micro-batches, chunks", "streamed"]))
 def test_training_is_that_of_whole_logits(way: str, family: Any) -> None:
     """Of Gemma 2 the head has caps of its own. A chunk has 8 of the tokens.
 
@@ -106,7 +107,7 @@ def ranked(chunk_bytes: int | None) -> tuple[float, torch.Tensor, list[torch.Ten
     return float(result.loss), torch.cat([measured, alone[None]]), weights
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", quick((None, CHUNK_BYTES), [CHUNK_BYTES]))
 def test_ranks_weigh_by_their_groups(chunk_bytes: int | None) -> None:
     """Also where a rank has no rows of its own."""
     found, loss = ranks.run(2, ranked, chunk_bytes=chunk_bytes), Pairs()
