@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from offload.data.dataset import Dataset, build_dataset
+from offload.data.encode import Encoder
 from offload.data.formats import Chat, Pair, Preference, read_records
 from offload.data.mixture import Mixture
 from offload.data.rows import BadRow
@@ -98,12 +101,22 @@ def test_a_row_that_is_no_preference(write_lines: Callable[..., Path], row: dict
         raise bad
 
 
+def test_an_answer_without_a_token_stays_beside_the_other() -> None:
+    """As of a tokenizer that leaves out blanks. Break: leave such a document out, and pairs are of two rows."""
+    rules = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=rules), train_on_prompt=False)
+    pair = Preference("rows.jsonl:1", Pair("rows.jsonl:1", "", " "), Pair("rows.jsonl:1", "", "a"))
+    assert [each.ids.tolist() for each in encoder.encode([(False, pair)])] == [[], [0]]
+    assert encoder.num_empty == 0
+
+
 @pytest.fixture
 def build(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., Dataset]:
     def made(*paths: Path, weights: tuple[float | None, ...] = (None,), **more: Any) -> Dataset:
         sources = [source_of(str(path), "preference", weight=w) for path, w in zip(paths, weights, strict=False)]
         settings = {"tokenizer": bpe_folder(), "vocab_size": 400, "sequence_length": 48, "packing": False}
-        settings |= {"pairs": True, "batch_size": 3}
+        settings |= {"pairs": True, "batch_size": 3, "group_by_length": True}  # which keeps pairs as they are
         return build_dataset(sources=sources, cache_dir=tmp_path / "cache", **settings | more)
 
     return made
