@@ -31,7 +31,11 @@ from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """By the names that commands have for them; None for each parameter's own."""
-_CONFIGURATION = ("config.json", "generation_config.json")
+REFERENCE = "reference.f32"
+"""What a run calls what its model has said of the data before it was trained: a run goes on with that, and exports none
+of it.
+"""
+_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", REFERENCE)
 _BLOCK_NUMEL = 1 << 22  # elements that are joined or converted at once
 
 
@@ -110,7 +114,9 @@ class StoredWeights:
 
     def files(self) -> dict[str, bytes]:
         """Return what is kept beside the model and its configuration, by name: the tokenizer's files."""
-        return {name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _CONFIGURATION}
+        return {
+            name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NOT_THE_TOKENIZERS
+        }
 
     def close(self) -> None:
         """Close the files."""
