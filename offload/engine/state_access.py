@@ -314,8 +314,7 @@ class StateAccess:
             with as_one(self.comm, "opening of the checkpoint"):
                 reader = opened.enter_context(Reader(Path(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
-                wanted = reader.files_of(spans_read(self._state, reader, anew=anew))
-            bring(self.comm, reader, wanted)
+            bring(self.comm, reader, reader.files_of(spans_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.tear(f"{path} was read in part")
