@@ -181,14 +181,15 @@ class Dataset:
         is_filler = not len(own)
         if is_filler:
             own = indices[: rows.group]
-        width = self.batching.width(rows.lengths(indices), rows.sequence_length)
+        lengths = rows.lengths(indices)
+        width = self.batching.width(lengths, rows.sequence_length)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
         if is_filler:
             labels[:] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
-        elif (rows.lengths(indices) < width).any():
+        elif (lengths < width).any():
             mask = np.arange(width) < rows.lengths(own)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
         for key, values in self.values.get(name, {}).items():

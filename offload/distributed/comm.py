@@ -232,7 +232,7 @@ class Ranks(Comm):
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local
-            if len(self.local_gpus) != self.local_size:  # containers have a host name each
+            if len(self.local_gpus) != self.local_size:  # two launchers on one network
                 self.local_gpus = (None,) * self.local_size
             # Torchrun numbers the ranks of a machine one after the other.
             self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from offload.checkpoint.spread import of_rank_0
 from offload.checkpoint.stored import REFERENCE
 from offload.data.dataset import Dataset
 from offload.data.sources import hash_text
@@ -98,7 +99,7 @@ def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
                 told_at = time.monotonic()
                 say(f"reference: {sum(map(len, found)):,} of {num_rows:,} answers")
     values = np.concatenate(found) if found else np.zeros(0, np.float32)
-    return np.asarray(comm.gather_objects(values, "the reference")[0])
+    return of_rank_0(comm, values, "the reference")  # who alone has what was kept
 
 
 def _spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
