@@ -33,7 +33,7 @@ OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
 .PHONY: sanitize check clean offline upstream docs wheel
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make train     python -m offload.train       (ARGS=...)"
 	@echo "make test      pytest, about six minutes   (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
+	@echo "make test-slow of these the slow ones alone; with a limit of seconds  (ARGS=\"--slow-within 600\")"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
@@ -105,6 +106,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) -m "not soak and not accelerator" $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest $(WORKERS) -m "slow and not soak and not accelerator" $(ARGS)
 
 test-zoo: $(READY)
 	$(BIN)/python -m pytest $(WORKERS:loadfile=load) -m slow tests/zoo $(ARGS)

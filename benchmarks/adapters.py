@@ -100,7 +100,7 @@ def best(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: 
 
 def ideal_seconds(forecaster: Forecaster, found: Forecast) -> float:
     """Return what a step takes by the ideal schedule, over what compute and copies take in the forecast."""
-    work = forecaster._work(found.config, found.prepared)
+    work = forecaster._work(found.config, found.prepared, 1)
     assert not isinstance(work, str)
     step = PlannedStep(found.prepared, work, found.hardware)
     plan, seconds, units = step.played(), step.seconds(), {}

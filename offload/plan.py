@@ -111,7 +111,7 @@ def heading(found: Forecast) -> Iterator[str]:
     if found.total_ranks > 1:
         where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
         ranks = f", {found.total_ranks} ranks{where}; of one of them:"
-    rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
+    rows = f"{found.config.train.num_rows} rows of {found.config.data.sequence_length} tokens a step"
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""

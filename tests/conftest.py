@@ -2,7 +2,9 @@
 
 import gc
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests import accelerator, forks
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
 MOST_JITTER_US = 300
+BEGIN_S = time.monotonic()
 SPLIT = {
     "tests/accelerator/test_engine.py",
     "tests/test_docs.py",
@@ -36,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("cpu", "sim", "cuda"), default="cpu", help="what engines open on by themselves"
     )
     group.addoption("--jitter-seed", type=int, help="with --device sim: wait at random before kernels and copies")
+    group.addoption(
+        "--slow-within", type=float, metavar="S", help="skip slow tests that would begin later; shuffle files"
+    )
     group.addoption("--slow", choices=("all", "compute", "copies"), default="all", help="of which sides")
 
 
@@ -87,7 +93,14 @@ def _compare_bits_on_cuda() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a real GPU, leave out what is about the simulated one, and ranks where they would share a GPU."""
+    """On a real GPU, leave out what is about the simulated one, and ranks where they would share a GPU.
+
+    Where slow tests have a limit, shuffle files, so that no test is always beyond the limit.
+    """
+    if config.option.slow_within is not None:
+        files = list(dict.fromkeys(item.path for item in items))
+        random.Random(getattr(config, "workerinput", {}).get("testrunuid")).shuffle(files)  # all workers alike
+        items.sort(key=lambda item: files.index(item.path))
     if config.option.device != "cuda":
         return
     import torch
@@ -114,6 +127,13 @@ def pytest_collection_finish() -> None:
     milliseconds."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip slow tests that come too late."""
+    limit_s = item.config.option.slow_within
+    if limit_s is not None and item.get_closest_marker("slow") and time.monotonic() - BEGIN_S > limit_s:
+        pytest.skip(f"slow tests had {limit_s:g} s, which are over")
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,10 @@ Its `manifest.json`, empty until then, is the folder's lock (files/atomic_folder
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
 
 
 class Save:
-    """Rank 0's part in a save: makes the folder that all ranks write into, and publishes it.
+    """One rank's part in a save, on each disk: makes the folder that all ranks there write into, and publishes it.
 
         with Save(target) as save:                   # every rank: Writer(save.path, ...)
             save.commit(contents, parts, meta)       # parts: of all ranks
@@ -56,16 +55,24 @@ class Save:
             sync_path(path)
         self._attached[name] = Attached(num_bytes=len(data), checksum=checksum(data))
 
-    def commit(self, contents: Contents, parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> Path:
+    def commit(
+        self,
+        contents: Contents,
+        parts: Sequence[Mapping[str, Any]],
+        meta: Mapping[str, Any],
+        elsewhere: Collection[str] = (),
+    ) -> Path:
         """Publish what the ranks wrote; return `target`.
 
-        meta: anything for JSON, given back as JSON gives it back. Raises ValueError where the parts do not hold each
-        plane of `contents` exactly once or meta is not for JSON; DiskError. What was at `target` is there still then.
+        elsewhere: the data files that are on other disks. meta: anything for JSON, given back as JSON gives it back.
+        Raises ValueError where the parts do not hold each plane of `contents` exactly once or meta is not for JSON;
+        DiskError. What was at `target` is there still then.
         """
         manifest = gather(contents, parts, meta, self._attached)
         data = manifest.encode()
         for name, file in manifest.files.items():
-            self._check_size(self.path / name, file.num_bytes)
+            if name not in elsewhere:
+                self._check_size(self.path / name, file.num_bytes)
         path = self.path / MANIFEST
         with as_disk_errors(f"the write of {len(data)} bytes", path):
             with open(self._lock.fileno(), "wb", closefd=False) as stream:
@@ -94,15 +101,8 @@ class Save:
         self.abort()
 
     def _check_size(self, path: Path, num_bytes: int) -> None:
-        try:
+        with as_disk_errors("the look at what another rank has written", path):
             found = path.lstat().st_size
-        except FileNotFoundError:
-            raise DiskError(
-                f"{path}, which another rank has written, is not to be seen by rank 0: checkpoints need a folder that "
-                "all machines share.",
-                errno.ENOENT,
-                path,
-            ) from None
         if found != num_bytes:
             raise DiskError(f"{path} has {found} bytes where {num_bytes} were written.", 0, path)
 

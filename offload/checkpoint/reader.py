@@ -56,13 +56,14 @@ class Reader:
     """An open checkpoint. Used from one thread.
 
     meta: what the caller of `Save.commit` gave. contents: what there is to read. attached: the files that `Save.attach`
-    was given, by name, verified. Every way in which the checkpoint is
-    not whole raises CheckpointError, which names the file; that also holds for a disk that fails.
+    was given, by name, verified. num_bytes_of: each data file. absent: those that are on the disks of other machines.
+    Every way in which the checkpoint is not whole raises CheckpointError, which names the file; that also holds for a
+    disk that fails.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, in_part: bool = False) -> None:
         """Check all but the data's checksums: the manifest, what is attached, and that the files are there, alone, and
-        of their size.
+        of their size. `in_part`: data files may be absent, and are not read then.
         """
         self.path = folder
         self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # the one that was asked for least lately comes first
@@ -86,16 +87,29 @@ class Reader:
                 if checksum(_read_all(folder, fd, name, attached.num_bytes)) != attached.checksum:
                     path = folder / name
                     raise CheckpointError(f"{path} is damaged: it does not agree with its checksum.", path)
-            for name, file in self._manifest.files.items():
-                stream = self._files[name] = opened.enter_context(_open(folder, fd, name))
-                _check_size(folder / name, os.fstat(stream.fileno()).st_size, file.num_bytes)
-                with contextlib.suppress(OSError):  # a file system that has none
-                    set_direct(stream.fileno(), True)
+            self.num_bytes_of = {name: file.num_bytes for name, file in self._manifest.files.items()}
+            self.absent = self.num_bytes_of.keys() - names if in_part else set()
+            self._folder_fd = fd
+            self._opened = opened
+            self.open_data()
             chunk_bytes = max((file.chunk_bytes for file in self._manifest.files.values()), default=0)
             self._free = list(chunk_buffers(_KEPT_CHUNKS, chunk_bytes))
             self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="offload-checkpoint")
             opened.callback(self._pool.shutdown, cancel_futures=True)  # before the files are closed
             self._opened = opened.pop_all()
+
+    def open_data(self) -> None:
+        """Open the data files that are there, those that have come since as well. Raises CheckpointError."""
+        self.absent = {name for name in self.absent if not (self.path / name).exists()}
+        for name in sorted(self.num_bytes_of.keys() - self.absent - self._files.keys()):
+            stream = self._files[name] = self._opened.enter_context(_open(self.path, self._folder_fd, name))
+            _check_size(self.path / name, os.fstat(stream.fileno()).st_size, self.num_bytes_of[name])
+            with contextlib.suppress(OSError):  # a file system that has none
+                set_direct(stream.fileno(), True)
+
+    def files_of(self, spans: Iterable[Span]) -> set[str]:
+        """Return the data files in which spans lie."""
+        return {file for span in spans for file, _, _ in self._stretches(span)}
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Say what will be read next, and in which order, so that it is on its way by then."""
@@ -125,7 +139,7 @@ class Reader:
     @property
     def num_bytes(self) -> int:
         """Of all data files."""
-        return sum(file.num_bytes for file in self._manifest.files.values())
+        return sum(self.num_bytes_of.values())
 
     def verify(self, tell: Callable[[int], object] = lambda _num_bytes: None) -> None:
         """Read all there is and compare it with its checksums; `tell` is called with the size of each piece. Raises

@@ -31,7 +31,11 @@ from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """By the names that commands have for them; None for each parameter's own."""
-_CONFIGURATION = ("config.json", "generation_config.json")
+REFERENCE = "reference.f32"
+"""What a run calls what its model has said of the data before it was trained: a run goes on with that, and exports none
+of it.
+"""
+_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", REFERENCE)
 _BLOCK_NUMEL = 1 << 22  # elements that are joined or converted at once
 
 
@@ -110,7 +114,9 @@ class StoredWeights:
 
     def files(self) -> dict[str, bytes]:
         """Return what is kept beside the model and its configuration, by name: the tokenizer's files."""
-        return {name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _CONFIGURATION}
+        return {
+            name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NOT_THE_TOKENIZERS
+        }
 
     def close(self) -> None:
         """Close the files."""
@@ -118,7 +124,12 @@ class StoredWeights:
 
 
 def read_stored(
-    folder: Path, dtype: torch.dtype | None = None, *, built_alike: bool = False, **options: Any
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    built_alike: bool = False,
+    in_part: bool = False,
+    **options: Any,
 ) -> tuple[nn.Module, StoredWeights]:
     """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
 
@@ -128,7 +139,7 @@ def read_stored(
     Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
     """
     with ExitStack() as opened:
-        reader = opened.enter_context(Reader(folder))
+        reader = opened.enter_context(Reader(folder, in_part=in_part))
         if CONFIG in reader.attached:
             raise ConfigError(
                 f"{folder} has an adapter and no model: `python -m offload.export {folder} OUT` writes it to OUT as "
@@ -166,7 +177,7 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 
     Raises as `read_stored`.
     """
-    model, weights = read_stored(folder, built_alike=True, **attention_options(section))
+    model, weights = read_stored(folder, built_alike=True, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():
             parameter.data = torch.empty(parameter.shape, dtype=weights.built_in(name))

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.checkpoint.folder import offering_another
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import Stored
+from offload.checkpoint.stored import REFERENCE, Stored
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
@@ -27,7 +27,7 @@ from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
 from offload.telemetry.byte_progress import byte_progress
 
-_NOT_THE_TOKENIZERS = (CONFIG, INITIAL, "config.json", "generation_config.json")
+_NOT_THE_TOKENIZERS = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
 
 
 def has_adapter(folder: Path) -> bool:

@@ -45,6 +45,10 @@ _FIXED = (
     "lora",
     "model.path",
     "model.preset",
+    "train.method",
+    "train.beta",
+    "train.loss_type",
+    "train.center_rewards_coefficient",
     "train.batch_size",
     "train.precision",
     "optimizer.name",
@@ -300,22 +304,18 @@ class Config(BaseModel):
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
-        for check in (_check_rule, _check_adapter, _check_frozen, _check_best):
+        for check in (_check_rule, _check_adapter, _check_method, _check_frozen, _check_best, _check_model):
             check(self)
-        if self.model.path is not None and self.model.preset is not None:
-            raise ConfigError(
-                f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
-                "them out."
-            )
-        if self.model.path is None and self.model.init == "pretrained":
-            raise ConfigError(
-                "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
-                "--model.init random."
-            )
 
     def check_source(self) -> None:
-        """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
-        if self.model.path is not None and self.origin("data.source") == "default" and not self.data.sources:
+        """Refuse data that nobody named, for a model of the user's and for preferences. Raises ConfigError."""
+        is_named = self.origin("data.source") != "default" or bool(self.data.sources)
+        if self.train.method != "sft" and not is_named:
+            raise ConfigError(
+                f"train.method is {self.train.method}, and data.source is not set: name files of rows with a prompt, a "
+                "chosen and a rejected answer."
+            )
+        if self.model.path is not None and not is_named:
             raise ConfigError(
                 f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
                 "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
@@ -349,11 +349,14 @@ class Config(BaseModel):
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
-        pretrained = 2e-4 if self.adapts else 2e-5
+        pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # TRL's
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= OFFERS[optimizer.name].rate
         of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
+        of_rows = ("data__packing", "data__packing_isolated", "data__group_by_length")
+        pairs = {} if train.method == "sft" else dict.fromkeys(of_rows, False)
         return self.with_resolved(
+            **pairs,
             model__preset=preset,
             model__init=init,
             data__eval_share=_default_share(self.data) if self.data.eval_share is None else self.data.eval_share,
@@ -395,6 +398,70 @@ class Config(BaseModel):
 
 
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+_OF_METHODS = {
+    "train.beta": ("dpo", "orpo"),
+    "train.loss_type": ("dpo",),
+    "train.center_rewards_coefficient": ("reward",),
+}
+"""Methods of training that have a setting."""
+
+
+def _check_method(config: Config) -> None:
+    """Refuse what cannot be where pairs of answers are learned from, and what is for these alone."""
+    method, data = config.train.method, config.data
+    for key, having in _OF_METHODS.items():
+        if method not in having and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
+            raise ConfigError(
+                f"{key} is {_show(config.get(key))}, and train.method {method} has no such setting; leave it out, or "
+                f"set --train.method {' or '.join(having)}."
+            )
+    formats = [data.format, *(str(each["type"]) for each in (*data.sources, *data.eval_source) if "type" in each)]
+    if method == "sft":
+        if "preference" in formats:
+            raise ConfigError(
+                "data.format is preference, pairs of a chosen and a rejected answer, and train.method is sft, which "
+                "learns from one text: set --train.method dpo, orpo or reward."
+            )
+        return
+    if (other := next((each for each in formats if each not in ("auto", "preference")), None)) is not None:
+        raise ConfigError(
+            f"data.format is {other}, and train.method {method} learns from pairs of answers: set --data.format "
+            "preference (rows of prompt, chosen, rejected), or --train.method sft."
+        )
+    if data.packing and config.origin("data.packing") not in ("default", "resolved"):
+        raise ConfigError(
+            f"data.packing is true, and train.method is {method}: an answer has a row of its own, beside the one it is "
+            "compared with. Leave data.packing out, or set it to false."
+        )
+    if data.packing_isolated is True:
+        raise ConfigError(
+            f"data.packing_isolated is true, and train.method is {method}, whose rows are not packed: leave it out."
+        )
+    if data.group_by_length is True:
+        raise ConfigError(
+            f"data.group_by_length is true, and train.method is {method}, whose pairs of rows are batched in a mixed "
+            "order: leave it out."
+        )
+    if data.train_on_prompt and method != "orpo":
+        raise ConfigError(
+            f"data.train_on_prompt is true, and train.method {method} compares answers alone: leave it out."
+        )
+
+
+def _check_model(config: Config) -> None:
+    """Refuse two models, and the weights of none."""
+    if config.model.path is not None and config.model.preset is not None:
+        raise ConfigError(
+            f"model.path ({config.model.path}) and model.preset ({config.model.preset}) are both set; leave one of "
+            "them out."
+        )
+    if config.model.path is None and config.model.init == "pretrained":
+        raise ConfigError(
+            "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
+            "--model.init random."
+        )
 
 
 def _check_rule(config: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from offload.errors import nearest, shorten
 
-Format = Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"]
+Format = Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
 _FORMATS = {**{name: name for name in get_args(Format)}, "completion": "jsonl", "chat_template": "messages"}
 """Names of formats; the last two are axolotl's."""
 _KEYS = ("path", "type", "split", "name", "revision", "weight", "columns")

@@ -25,6 +25,10 @@ _NAMES: dict[str, str] = {
     "data.train_on_prompt": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
     "data.eval_share": "eval_fraction val_size val_set_size test_size validation_split eval_split "
     "validation_split_percentage",
+    "train.method": "rl rlhf training_method finetuning_stage",
+    "train.beta": "dpo_beta pref_beta orpo_alpha orpo_beta rl_beta",
+    "train.loss_type": "pref_loss dpo_loss dpo_loss_type",
+    "train.center_rewards_coefficient": "center_rewards",
     "train.steps": "max_steps num_train_steps max_train_steps num_steps iterations",
     "train.epochs": "num_train_epochs num_epochs n_epochs",
     "train.batch_size": "train_batch_size global_batch_size per_device_eval_batch_size eval_batch_size",

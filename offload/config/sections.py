@@ -321,10 +321,10 @@ class DataSection(Section):
     group_by_length: Flag = "auto"
     """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
     them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
-    each length would be anew.
+    each length would be anew, or train.method is not sft.
     """
     train_on_prompt: bool = False
-    """Count the loss on prompts too, not on answers alone."""
+    """Count the loss on prompts too, not on answers alone; with train.method orpo in the loss of the chosen answer."""
     num_workers: Natural | None = None
     """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
     for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
@@ -338,6 +338,19 @@ class DataSection(Section):
 class TrainSection(Section):
     """How long and how to train."""
 
+    method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
+    """What is learned. sft: the text. Of pairs of answers (data.format preference): dpo, to prefer the chosen one more
+    than the model did at the start; orpo, to prefer and to write it, without a reference; reward, a model with one
+    output, which scores answers.
+    """
+    beta: Positive = 0.1
+    """For dpo: what a nat of log-probability over the reference's is worth as a reward; for orpo the weight of the
+    preference beside the chosen answer's loss (the paper's lambda).
+    """
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """For dpo: the loss of a pair's margin."""
+    center_rewards_coefficient: Rate = 0.0
+    """For reward: weight of the squared sum of a pair's scores, which keeps their mean at zero."""
     steps: Count | None = None
     """Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400."""
     epochs: Positive | None = None
@@ -345,9 +358,10 @@ class TrainSection(Section):
     max_seconds: Positive | None = None
     """Stop stepping after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
-    """Sequences a step, over all ranks."""
+    """Sequences a step, over all ranks; pairs of them unless train.method is sft."""
     micro_batch_size: Count | None = None
-    """Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at once."""
+    """Sequences, or pairs, of one forward and backward, per rank; gradients are summed. none: the whole batch at once.
+    """
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, or with optimizer.master
     bf16, else fp32.
@@ -401,6 +415,21 @@ class TrainSection(Section):
     least 256 MiB. none: all at once.
     """
 
+    @property
+    def group(self) -> int:
+        """Rows that are learned from together: the two answers of a preference."""
+        return 1 if self.method == "sft" else 2
+
+    @property
+    def num_rows(self) -> int:
+        """Rows a step, over all ranks."""
+        return self.batch_size * self.group
+
+    @property
+    def micro_rows(self) -> int | None:
+        """Rows of one forward and backward, per rank; None for all."""
+        return None if self.micro_batch_size is None else self.micro_batch_size * self.group
+
 
 class OptimizerSection(Section):
     """The update rule and its learning rate."""
@@ -416,9 +445,9 @@ class OptimizerSection(Section):
     are its, and the states begin anew.
     """
     lr: Rate | None = None
-    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over them, 1e-3 for random ones (4e-3
-    for tiny); with lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times,
-    with lomo a hundred times, with mezo a twentieth.
+    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over them, of either a twentieth with
+    train.method dpo and orpo, 1e-3 for random ones (4e-3 for tiny); with lion a tenth of it, with adafactor and
+    adalomo, for which it is a share of the weights, ten times, with lomo a hundred times, with mezo a twentieth.
     """
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     """How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from run.seed); int8 has

@@ -49,7 +49,6 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-        self.num_split = 0  # conversations that became several documents
 
     def token_mask(self, chat: Chat) -> tuple[list[int], np.ndarray] | None:
         """Return (ids [n], trained bool [n]) where the template marks what the assistant generates, else None."""
@@ -65,11 +64,11 @@ class ChatRenderer:
         whole = self._render(chat, len(chat.messages))
         if self._train_on_prompt:
             return [[(whole, True)]]
-        answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        roles = [message["role"] for message in chat.messages]
+        answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= chat.num_given]
         renderings = [self._render_answer(chat, index) for index in answers]
         if all(whole.startswith(text) for _, text in renderings):
             return [_segments(whole, [(start, len(text)) for start, text in renderings])]
-        self.num_split += 1
         return [_segments(text, [(start, len(text))]) for start, text in renderings]
 
     def _render_answer(self, chat: Chat, index: int) -> tuple[int, str]:

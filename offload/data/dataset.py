@@ -44,7 +44,7 @@ class Dataset:
     tokenizer: Any
     """None of data that is token ids."""
     batch_size: int
-    """Rows a step."""
+    """Rows a step, those of pairs counted one by one."""
     seed: int
     """Of the order."""
     notes: tuple[str, ...] = ()
@@ -57,8 +57,14 @@ class Dataset:
     """Rows of the eval sources, by their names."""
     source_rows: tuple[SourceRows, ...] = ()
     """The rows of each source that is trained on."""
+    pad_id: int = 0
+    """The token of padding."""
     batching: Batching = field(default_factory=Mixed)
     """Which rows are a batch."""
+    values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    """Of each of `row_sets`, what batches have beside tokens, by name: a number for each row, fp32 [rows], which stands
+    in the first column of a tensor [rows, sequence_length] of zeros.
+    """
 
     @property
     def sequence_length(self) -> int:
@@ -67,6 +73,11 @@ class Dataset:
     @property
     def num_train_rows(self) -> int:
         return self.train.num_rows
+
+    @property
+    def group(self) -> int:
+        """Neighbouring rows that belong together: 2 of a preference."""
+        return self.train.group
 
     @property
     def evals(self) -> dict[str, RowSet]:
@@ -81,9 +92,10 @@ class Dataset:
     @property
     def rows(self) -> str:
         """How many rows there are, and how they are cut, in words."""
+        group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
         return (
-            f"rows: {self.num_train_rows:,} of {self.sequence_length} tokens to train on, {self.num_eval_rows:,} to "
-            f"evaluate; {self.layout}"
+            f"{rows}: {self.num_train_rows // group:,} of {self.sequence_length} tokens to train on, "
+            f"{self.num_eval_rows // group:,} to evaluate; {self.layout}"
         )
 
     @property
@@ -93,6 +105,8 @@ class Dataset:
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
+        if self.group > 1:
+            return "a row for the chosen answer, and one for the rejected one"
         return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
 
     def num_steps(self, epochs: float) -> int:
@@ -109,9 +123,9 @@ class Dataset:
         keys; in its place `position_ids` where documents of a row are apart. Raises ConfigError where there are more
         ranks than rows.
         """
-        if self.batch_size < world_size:
-            raise ConfigError(too_few_rows(self.batch_size, world_size))
-        return self._read(self.train, self.rows_of(step), rank, world_size)
+        if self.batch_size // self.group < world_size:
+            raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
+        return self._read("train", self.rows_of(step), rank, world_size)
 
     def rows_of(self, step: int) -> np.ndarray:
         """Return which rows to train on are the batch of `step` (from 0), int64 [batch_size]."""
@@ -141,32 +155,46 @@ class Dataset:
         """
         if batch_size < 1:
             raise ConfigError(f"An eval batch of {batch_size} rows is none; it must have at least 1.")
-        evals = self.evals
-        found = next(iter(evals.values()), self.eval) if name is None else evals[name]
+        name = next(iter(self.evals), "") if name is None else name
+        found = self.evals.get(name, self.eval)
         num_batches = -(-found.num_rows // batch_size)
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             begin = index * batch_size
             rows = found.at(begin, min(batch_size, found.num_rows - begin), _EVAL_SEED)
-            yield self._read(found, rows, rank, world_size)
+            yield self._read(f"eval {name}", rows, rank, world_size)
 
-    def _read(self, rows: RowSet, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read rank's share of `indices`, or a row without targets where it is empty."""
+    @property
+    def row_sets(self) -> dict[str, RowSet]:
+        """All rows, by what `values` calls them: those to train on, and those of `evals`."""
+        return {"train": self.train, **{f"eval {name}": rows for name, rows in self.evals.items()}}
+
+    def batch_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return rank's share of the rows [begin, end) of one of `row_sets`, as they are numbered there."""
+        return self._read(name, np.arange(begin, end), rank, world_size)
+
+    def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
+        """Read rank's share of `indices`, or rows without targets where it is empty."""
         import torch
 
-        own = indices[share(len(indices), rank, world_size)]
+        rows = self.row_sets[name]
+        own = indices[share(len(indices), rank, world_size, rows.group)]
         is_filler = not len(own)
         if is_filler:
-            own = indices[:1]
-        width = self.batching.width(rows.lengths(indices), rows.sequence_length)
+            own = indices[: rows.group]
+        lengths = rows.lengths(indices)
+        width = self.batching.width(lengths, rows.sequence_length)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
         if is_filler:
             labels[:] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
-        elif (rows.lengths(indices) < width).any():
+        elif (lengths < width).any():
             mask = np.arange(width) < rows.lengths(own)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        for key, values in self.values.get(name, {}).items():
+            batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
+            batch[key][:, 0] = torch.from_numpy(values[own])
         return batch
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
@@ -221,6 +249,7 @@ def build_dataset(
     sequence_length: int,
     packing: bool = True,
     isolated: bool | None = False,
+    pairs: bool = False,
     group_by_length: bool = False,
     train_on_prompt: bool = False,
     eval_share: float = 0.0,
@@ -237,12 +266,12 @@ def build_dataset(
     `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
     there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
     whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
-    conversations. `group_by_length`: whether batches are made of rows of about one length, where a row is a document.
+    conversations. `pairs`: the data are preferences, and a batch has `batch_size` pairs of rows. `group_by_length`:
+    whether batches are made of rows of about one length, where a row is a document and has no other beside it.
     `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
     skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
-    for none but this. `progress` is called with (stage, fraction done) while there is
-    something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
-    nothing would be trained on.
+    for none but this. `progress` is called with (stage, fraction done) while there is something to prepare. Raises
+    ConfigError for every setting or file that cannot be used, and for a source of which nothing would be trained on.
     """
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
@@ -255,6 +284,7 @@ def build_dataset(
     found = [Found(source, vocab_size, eval_share, on_bad_row) for source in sources]
     held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_apart(found, held)
+    _check_pairs([*found, *held], pairs=pairs)
     where = cache_dir if cache_dir is not None else default_cache_dir()
     preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
@@ -274,20 +304,23 @@ def build_dataset(
     if getattr(loaded, "unk_token", None) == UNKNOWN:
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     parts = [each.train for each in training]
-    shares = quotas([part.num_rows for part in parts], [each.weight for each in sources], stopping_strategy)
+    group = parts[0].group
+    numbers = [part.num_rows // group for part in parts]
+    shares = [group * each for each in quotas(numbers, [each.weight for each in sources], stopping_strategy)]
     held_out = [each.eval for each in training]
     return Dataset(
         Mixture.of(parts, shares),
         Mixture.of([rows for rows in held_out if rows.num_rows] or held_out[:1]),
         loaded,
-        batch_size,
+        batch_size * group,
         seed,
         tuple(notes),
         tuple(each.facts(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
         tuple(each.facts(None, 0) for each in evaluated),
         {each.name: each.train for each in evaluated},
         tuple(training),
-        ByLength() if group_by_length and layout is False else Mixed(),
+        pad_id,
+        ByLength() if group_by_length and layout is False and not pairs else Mixed(),
     )
 
 
@@ -303,6 +336,18 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
             )
 
 
-def share(num_rows: int, rank: int, world_size: int) -> slice:
-    """Return which of `num_rows` rows are rank's: shares are contiguous and differ by one row at most."""
-    return slice(num_rows * rank // world_size, num_rows * (rank + 1) // world_size)
+def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
+    """Raise ConfigError where a source is not of preferences, or is, as it should not be."""
+    other = next((each for each in found if (each.formats == {"preference"}) != pairs), None)
+    if other is not None:
+        formats, asked = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
+        fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
+        raise ConfigError(
+            f"{other.source.setting} {other.source} has the format {formats}, and train.method {asked}: {fix}."
+        )
+
+
+def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
+    """Return which of `num_rows` rows are rank's: shares are contiguous and differ by one group of rows at most."""
+    number = num_rows // group
+    return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.formats import Chat, Ids, Pair, Record, Text, pieces_of, texts_of
+from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, pieces_of, texts_of
 from offload.data.rows import BadRow, BadRows
 from offload.data.workers import made_ahead
 
@@ -78,6 +78,7 @@ class _Draft:
     framed: bool  # the tokenizer's own first and last tokens are added; a chat template writes its own
     opens: bool = True
     closes: bool = True
+    may_be_empty: bool = False  # as one of two documents, which stay side by side
 
     @property
     def text(self) -> str:
@@ -178,14 +179,15 @@ class _Maker:
 
     def make(self, batch: list[_Asked]) -> Made:
         """Encode the records of a batch."""
-        before, found = self._renderer.num_split, list[Encoded | BadRow | _Draft]()
+        made, found = Made([]), list[Encoded | BadRow | _Draft]()
         for asked in batch:
             try:
-                found += self._begun(asked)
+                begun = self._begun(asked)
+                found += begun
+                made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
             except BadRow as bad:
                 found.append(bad)
         tokenized = self._tokenized(part for part in found if isinstance(part, _Draft))
-        made = Made([], num_split=self._renderer.num_split - before)
         for part in found:
             encoded = self._finished(part, next(tokenized)) if isinstance(part, _Draft) else part
             if encoded is None:
@@ -203,6 +205,8 @@ class _Maker:
         if isinstance(record, Chat) and (marked := self._renderer.token_mask(record)) is not None:
             made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
             return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
+        if isinstance(record, Preference):
+            return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
         draft = partial(_Draft, record.where, asked.in_eval, asked.measured)
         if isinstance(record, Text):
             pieces = list(pieces_of(record.text))
@@ -215,9 +219,22 @@ class _Maker:
             return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], framed=True)]
         return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
 
+    def _answer(self, asked: _Asked, record: Chat | Pair) -> _Draft:
+        """Return one of the two documents of a preference. Raises BadRow."""
+        if isinstance(record, Pair):
+            segments, framed = [(record.prompt, False), (record.completion, True)], True
+        else:
+            (segments, *more), framed = self._renderer.documents(record), False
+            if more:
+                raise BadRow(
+                    f"{record.where}: the chat template writes an answer differently once another one follows, so a "
+                    "preference over several answers is no single text: give all but the last as the prompt."
+                )
+        return _Draft(record.where, asked.in_eval, asked.measured, segments, framed, may_be_empty=True)
+
     def _finished(self, draft: _Draft, made: Tokenized) -> Encoded | None:
         """Return a document, None for one without a token."""
-        if not len(made.ids) and draft.opens and draft.closes:
+        if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
             return None
         if draft.framed and draft.opens and self._prefix:
             made = made.framed(self._prefix, ())

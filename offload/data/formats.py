@@ -1,4 +1,4 @@
-"""What a row or a file says: every format read into one of four records, with errors that name the file and the line.
+"""What a row or a file says: every format read into one of five records, with errors that name the file and the line.
 
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
@@ -7,6 +7,8 @@ messages            {"messages": [{"role": "user", "content": "..."}, ...]}, opt
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}, optionally with "system"
 prompt-completion   {"prompt": "...", "completion": "..."}
+preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without the prompt
+                    what both begin with; optionally with "system" and "tools"; the prompt may be called "messages"
 tokens              {"input_ids": [...]}, optionally with "labels" (-100 where nothing is trained) and "attention_mask";
                     .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
                     (uint32 for vocabularies above 65536), or the same after llm.c's header
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -43,12 +45,14 @@ _KEYS = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "prompt-completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
     "tokens": ("input_ids",),
 }
 _MORE_KEYS = {
     "messages": ("tools",),
     "sharegpt": ("system",),
     "alpaca": ("input", "system"),
+    "preference": ("prompt", "messages", "system", "tools"),
     "tokens": ("labels", "attention_mask"),
 }
 """What a record may have beside what it has to have."""
@@ -63,7 +67,7 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca", "prompt-completion", STDLIB_CHAT})
+CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca", "prompt-completion", "preference", STDLIB_CHAT})
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the messages format; the assistant's messages are what is trained."""
+    """A conversation in the messages format; the assistant's messages are what is trained, but for those among the
+    first `num_given`."""
 
     where: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    num_given: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,15 @@ class Pair:
     where: str
     prompt: str
     completion: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which the first is preferred."""
+
+    where: str
+    chosen: Chat | Pair
+    rejected: Chat | Pair
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ class Ids:
     trained: np.ndarray | None = None
 
 
-Record = Text | Chat | Pair | Ids
+Record = Text | Chat | Pair | Preference | Ids
 
 
 def texts_of(record: Record) -> list[str]:
@@ -115,6 +130,8 @@ def texts_of(record: Record) -> list[str]:
         return [record.text]
     if isinstance(record, Pair):
         return [record.prompt, record.completion]
+    if isinstance(record, Preference):
+        return [*texts_of(record.chosen), *texts_of(record.rejected)]
     return [message["content"] for message in record.messages] if isinstance(record, Chat) else []
 
 
@@ -148,6 +165,8 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     """Return the one format whose keys are there. Raises ConfigError."""
     there = {*names, *(key for key, own in columns.items() if own in names)}
     fitting = [name for name, keys in _KEYS.items() if all(key in there for key in keys)]
+    if len(fitting) > 1 and "preference" in fitting:  # is asked for by train.method, and taken for what else it is
+        fitting.remove("preference")
     if columns and len(fitting) > 1:  # the one that was meant when its columns were named
         fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *_MORE_KEYS.get(name, ())}] or fitting
     if len(fitting) == 1:
@@ -268,6 +287,8 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
         return Text(where, _string(record, "text", where))
     if data_format == "prompt-completion":
         return Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
+    if data_format == "preference":
+        return _preference(record, where)
     if data_format == "alpaca":
         extra = _string(record, "input", where) if record.get("input") else ""
         question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
@@ -288,6 +309,54 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
         [_checked_message(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
         _structured(None if record.get("tools") == "" else record.get("tools"), where),
     )
+
+
+def _preference(record: dict[str, Any], where: str) -> Preference:
+    """Turn a row into a pair of texts, or of conversations where any part of it is one."""
+    own: dict[str, Any] = {
+        key: _said(record.get(key), f"{where}, {key!r}") for key in ("prompt", "messages", "chosen", "rejected")
+    }
+    system, answers = _system(record, where), [own["chosen"], own["rejected"]]
+    prompt = own["messages"] if own["prompt"] is None else own["prompt"]
+    if answers[0] == answers[1]:
+        raise BadRow(f"{where}: 'chosen' and 'rejected' are the same, so neither is preferred.")
+    for key in ("chosen", "rejected"):
+        if not own[key]:
+            raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
+    if not system and all(isinstance(each, str | None) for each in (prompt, *answers)):
+        num_given = 0 if prompt is not None else _num_same(*answers)
+        prompt = answers[0][:num_given] if prompt is None else prompt
+        return Preference(where, *(Pair(where, prompt, answer[num_given:]) for answer in answers))
+    given = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
+    turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
+    whole = [each if given and each[: len(given)] == given else [*given, *each] for each in turns]
+    num_given = len(system) + (len(given) or min(_num_same(*whole), *(len(each) - 1 for each in whole)))
+    tools = _structured(record.get("tools") or None, where)
+    chats = [Chat(where, [*system, *each], tools, num_given) for each in whole]
+    for key, chat in zip(("chosen", "rejected"), chats, strict=True):
+        if all(message["role"] != "assistant" for message in chat.messages[num_given:]):
+            raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
+    return Preference(where, *chats)
+
+
+def _said(value: Any, where: str) -> Any:
+    """Return a text, or checked messages, also of one message and of a list that a table of strings has as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith('[{"'):
+        value = _structured(value, where)
+    if value is None or isinstance(value, str):
+        return value
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(f"{where} must be a text or a list of at least one message (data.format=preference).")
+    return [
+        (_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _checked_message)(turn, f"{where}, {i}")
+        for i, turn in enumerate(turns, 1)
+    ]
+
+
+def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how much two texts, or conversations, have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _structured(value: Any, where: str) -> Any:

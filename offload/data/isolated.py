@@ -42,6 +42,8 @@ class IsolatedRows:
     """Tokens of documents with a prompt that lie beyond the end of a row."""
     packing: ClassVar[Layout] = "isolated"
     """The name of the layout, as a checkpoint keeps it."""
+    group: ClassVar[int] = 1
+    """Neighbouring rows that stay side by side."""
     first: int = 0
     """Of a part, which row of the whole is its first."""
 
@@ -78,6 +80,11 @@ class IsolatedRows:
     def num_rows(self) -> int:
         """Rows of an epoch."""
         return len(self.borders) - 1
+
+    @property
+    def num_different(self) -> int:
+        """Rows that there are."""
+        return self.num_rows
 
     def part(self, begin: int, end: int) -> IsolatedRows:
         """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
@@ -144,11 +151,11 @@ class IsolatedRows:
 Laid = Rows | IsolatedRows
 
 
-def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int) -> Laid:
-    """Return all rows of `store`, cut in one of the ways."""
+def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int) -> Laid:
+    """Return all rows of `store`, cut in one of the ways; `group` as of `Rows`."""
     if layout == "isolated":
         return IsolatedRows.over(store, sequence_length, pad_id)
-    return Rows.over(store, sequence_length, layout, pad_id)
+    return Rows.over(store, sequence_length, layout, pad_id, group)
 
 
 def _pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

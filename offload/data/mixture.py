@@ -37,6 +37,14 @@ class RowSet(Protocol):
         """How the rows are cut."""
 
     @property
+    def group(self) -> int:
+        """Neighbouring rows that stay side by side."""
+
+    @property
+    def num_different(self) -> int:
+        """Rows that there are, however often an epoch has each."""
+
+    @property
     def identity(self) -> str:
         """A text that is the same for the same rows alone."""
 
@@ -87,19 +95,28 @@ class Mixture:
         return self.parts[0].packing
 
     @property
+    def group(self) -> int:
+        return self.parts[0].group
+
+    @property
+    def num_different(self) -> int:
+        return sum(part.num_different for part in self.parts)
+
+    @property
     def identity(self) -> str:
         return " ".join(f"{part.identity}*{quota}" for part, quota in zip(self.parts, self.quotas, strict=True))
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
         positions = np.arange(start, start + count)
-        slots, epochs = rows_at(positions, self.num_rows, seed), positions // self.num_rows
+        slots, epochs = rows_at(positions, self.num_rows, seed, self.group), positions // self.num_rows
         ends = np.cumsum(self.quotas)
         rows, first = np.empty(count, np.int64), 0
         for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
             here = (slots >= end - quota) & (slots < end)
             own = slots[here] - (end - quota)
             if quota != part.num_rows:  # else the order of the epoch has each of its rows once
-                own = rows_at(_begin(epochs[here], quota, part.num_rows) + own, part.num_rows, seed + (index + 1 << 32))
+                begin = _begin(epochs[here], quota, part.num_rows)
+                own = rows_at(begin + own, part.num_rows, seed + (index + 1 << 32), self.group)
             rows[here] = first + own
             first += part.num_rows
         return rows

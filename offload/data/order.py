@@ -29,8 +29,12 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.
     return value.astype(np.int64)
 
 
-def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
-    """Return the rows at `positions` [n] of the endless sequence of epochs, int64 [n]."""
+def rows_at(positions: np.ndarray, num_rows: int, seed: int, group: int = 1) -> np.ndarray:
+    """Return the rows at `positions` [n] of the endless sequence of epochs, int64 [n]; `group` neighbouring rows stay
+    side by side.
+    """
+    if group > 1:
+        return rows_at(positions // group, num_rows // group, seed) * group + positions % group
     epochs = positions // num_rows
     rows = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):

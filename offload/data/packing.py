@@ -46,16 +46,19 @@ class Rows:
     num_without_target: int
     kept: np.ndarray | None
     first: int = 0
+    group: int = 1
+    """Neighbouring rows that stay side by side, and remain where all of them have a target (unpacked only)."""
 
     @classmethod
-    def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int) -> Rows:
+    def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int, group: int = 1) -> Rows:
         """Lay out all rows of `store`, once, counting their targets."""
-        layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None)
+        layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None, group=group)
         num_rows = -(-store.num_tokens // sequence_length) if packing else store.num_documents
         kept, num_targets, begin = [], 0, 0
         while begin < num_rows:
             end = layout._group_end(begin, num_rows)
             targets = layout._count_targets(np.arange(begin, end))
+            targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
             kept.append(begin + np.flatnonzero(targets))
             num_targets += int(targets.sum())
             begin = end
@@ -64,6 +67,11 @@ class Rows:
         return replace(
             layout, num_rows=num_kept, num_targets=num_targets, num_without_target=num_rows - num_kept, kept=indices
         )
+
+    @property
+    def num_different(self) -> int:
+        """Rows that there are."""
+        return self.num_rows
 
     def part(self, begin: int, end: int) -> Rows:
         """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
@@ -76,7 +84,7 @@ class Rows:
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
         """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
-        return rows_at(np.arange(start, start + count), self.num_rows, seed)
+        return rows_at(np.arange(start, start + count), self.num_rows, seed, self.group)
 
     @property
     def num_truncated_tokens(self) -> int:
@@ -148,4 +156,5 @@ class Rows:
         if self.packing:
             return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
         documents = self.store.documents
-        return max(int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1, begin + 1)
+        end = int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1
+        return max(end - (end - begin) % self.group, begin + self.group)

@@ -14,7 +14,7 @@ import numpy as np
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.encode import Encoded, Encoder, Measured
-from offload.data.formats import CHAT_FORMATS, Ids, Record, detect_format, read_records, texts_of
+from offload.data.formats import CHAT_FORMATS, Chat, Ids, Preference, Record, detect_format, read_records, texts_of
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.store import TokenStore, TokenWriter
@@ -77,6 +77,19 @@ class Found:
         return bool(self.formats & CHAT_FORMATS)
 
     @property
+    def holds_pairs(self) -> bool:
+        """Whether each record is two documents, of a chosen and of a rejected answer."""
+        return "preference" in self.formats
+
+    @property
+    def renders(self) -> bool:
+        """Whether conversations are written by a chat template; of preferences the first one tells."""
+        if not self.holds_pairs:
+            return bool(self.formats & (CHAT_FORMATS - {"prompt-completion"}))
+        first = next((record for _, _, record in self.records(BadRows("skip"))), None)
+        return isinstance(first, Preference) and isinstance(first.chosen, Chat)
+
+    @property
     def may_mask(self) -> bool:
         """Whether some tokens may be untrained."""
         return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
@@ -123,7 +136,7 @@ class Preparation:
         if path is not None:
             loaded = load_tokenizer(path)
             check_vocabulary(loaded, self._vocab_size, path)
-            if self._formats & (CHAT_FORMATS - {"prompt-completion"}) and not loaded.chat_template:
+            if not loaded.chat_template and any(each.renders for each in self._found):
                 loaded.chat_template = BUILTIN_TEMPLATE  # set, so that it is saved with the model
                 self.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "

@@ -61,8 +61,9 @@ class SourceRows:
                 f"data.{setting} {what}, but a one-dimensional file of tokens marks no documents. Set "
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
-        train = lay_out(tokens.train, sequence_length, layout, pad_id)
-        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id)
+        group = 2 if found.holds_pairs else 1
+        train = lay_out(tokens.train, sequence_length, layout, pad_id, group)
+        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id, group)
         layouts = train, held_out
         if found.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             train, held_out = _split_rows(train if train.num_rows else held_out, found.eval_share)
@@ -115,8 +116,9 @@ class SourceRows:
     def _contents(self) -> str:
         """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.found.files, self.tokens
-        num_documents = tokens.train.num_documents + tokens.eval.num_documents
-        documents = ("conversation" if self.found.holds_chats else "document") + "s" * (num_documents != 1)
+        num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
+        pairs, chats = self.found.holds_pairs, self.found.holds_chats
+        documents = ("pair" if pairs else "conversation" if chats else "document") + "s" * (num_documents != 1)
         return (
             f"{self.format} of {self.found.source}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
             f"{num_documents:,} {documents}, {self.num_tokens:,} tokens"
@@ -167,8 +169,9 @@ def _form(data_format: str, container: str) -> str:
 
 def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
     """Hold out the last rows: for data of too few documents to be split between them."""
-    num_eval = min(max(round(whole.num_rows * eval_share), 1), whole.num_rows - 1) if whole.num_rows > 1 else 0
-    num_train = whole.num_rows - num_eval
+    number = whole.num_rows // whole.group
+    num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
+    num_train = (number - num_eval) * whole.group
     return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
 
 

@@ -61,6 +61,8 @@ class Sample:
     """The step, from 1."""
     row: int
     """The row of the step, from 1."""
+    answer: str
+    """Of a pair, which answer the row is: chosen or rejected; empty for other rows."""
     source: str
     """The name of the source that the row is of."""
     num_trained: int
@@ -77,8 +79,9 @@ class Sample:
         """Which row this is, and what it is made of."""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
         documents = "1 document" if self.num_documents == 1 else f"{self.num_documents:,} documents"
+        which = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
-            f"step {self.step}, row {self.row}, of {self.source}: {documents}, {num_tokens:,} tokens, "
+            f"step {self.step}, {which}, of {self.source}: {documents}, {num_tokens:,} tokens, "
             f"{self.num_trained:,} trained on, {self.num_padding:,} padding"
         )
 
@@ -134,6 +137,8 @@ class DataView:
     """Tokens of a row."""
     batch_size: int
     """Rows of a step."""
+    group: int
+    """Rows that belong together: 2 of a pair of answers."""
     num_train_rows: int
     """Rows of an epoch."""
     num_eval_rows: int
@@ -149,7 +154,8 @@ class DataView:
 
     @classmethod
     def of(cls, data: Dataset, targets: Targets, told: Sequence[str], *, num_steps: int, num_samples: int) -> DataView:
-        """Look at data; of the first `num_samples` rows, which fill steps from the first on."""
+        """Look at data; of the first `num_samples` rows, or pairs of them, which fill steps from the first on."""
+        num_samples *= data.group
         sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
         quotas = data.train.quotas if isinstance(data.train, Mixture) else (data.train.num_rows,)
         padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
@@ -167,6 +173,7 @@ class DataView:
             targets.name,
             data.sequence_length,
             data.batch_size,
+            data.group,
             data.num_train_rows,
             data.num_eval_rows,
             padding,
@@ -188,7 +195,8 @@ class DataView:
 
 def told_rows(view: DataView) -> str:
     """Return how full rows are, and how often a run reads the data."""
-    rows = f"{view.batch_size:,} row{'s' * (view.batch_size != 1)}"
+    number, what = view.batch_size // view.group, "row" if view.group == 1 else "pair"
+    rows = f"{number:,} {what}{'s' * (number != 1)}"
     often = f"{view.epochs:.3g} times the data"
     return f"{view.num_steps:,} steps of {rows}: {often}; {told_padding(view.padding_share)}"
 
@@ -261,7 +269,8 @@ def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[
         pieces = _pieces(data.tokenizer, ids[index], kinds, borders)
         num_trained, num_padding = int((kinds == 1).sum()), int((kinds == 2).sum())
         name = data.sources[owners[index]].name
-        found.append(Sample(step + 1, index + 1, name, num_trained, num_padding, len(borders), tuple(pieces)))
+        answer = ("chosen", "rejected")[index % 2] if data.group > 1 else ""
+        found.append(Sample(step + 1, index + 1, answer, name, num_trained, num_padding, len(borders), tuple(pieces)))
     return found
 
 

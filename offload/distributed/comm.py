@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import ctypes
-import os
 import pickle
 import socket
 import sys
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.agreement import difference, digest
+from offload.distributed.reach import LOOPBACK, Door, gloo_over
 from offload.distributed.watchdog import Position, Times, Watchdog, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
@@ -205,11 +204,18 @@ class Ranks(Comm):
     """
 
     def __init__(
-        self, device: torch.device, times: Times, owns_default: bool, local: tuple[int, int] | None = None
+        self,
+        device: torch.device,
+        times: Times,
+        owns_default: bool,
+        address: str = LOOPBACK,
+        local: tuple[int, int] | None = None,
     ) -> None:
-        """`local`: this rank's number among those of its machine, and how many they are, where the launcher says so."""
+        """`address`: by which other machines reach this rank. `local`: this rank's number among those of its machine,
+        and how many they are, where the launcher says so.
+        """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device, self._owns_default = device, owns_default
+        self.device, self._owns_default, self._address = device, owns_default, address
         # The watch ends what hangs; gloo and NCCL are not to do it before.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
         deadline = time.monotonic() + times.start_s
@@ -219,14 +225,14 @@ class Ranks(Comm):
         self._left_by: list[BaseException] = []  # one for all parts
         self._open_rows(None)
         try:
-            connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
+            connections = connect(self.rank, self._locate(address), self.gather_objects, times.start_s)
         except OSError as error:
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
         self._watch = Watchdog(self.rank, connections, self.look, times, self._enter)
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local
-            if len(self.local_gpus) != self.local_size:  # containers have a host name each
+            if len(self.local_gpus) != self.local_size:  # two launchers on one network
                 self.local_gpus = (None,) * self.local_size
             # Torchrun numbers the ranks of a machine one after the other.
             self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")
@@ -249,7 +255,8 @@ class Ranks(Comm):
         own, part = next(its for its in groups if self.rank in its), copy.copy(self)
         part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
         part.machines = [self.machines[rank] for rank in own]
-        part._open_rows(groups)
+        with gloo_over(self._address):
+            part._open_rows(groups)
         return part
 
     def _all_parts(self) -> Iterator[Ranks]:
@@ -261,30 +268,31 @@ class Ranks(Comm):
     def _enter(self) -> None:
         """Called by every thread of the watch before it looks."""
 
-    def _locate(self) -> list[str]:
+    def _locate(self, address: str) -> list[str]:
         """Find which ranks share this machine, each with hardware of its own; return the address of each rank. A rank
         may see all GPUs of its machine, or its own alone. Raises ConfigError, on all ranks, where two have one GPU.
         """
-        name = socket.gethostname()
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        machine = f"{name} {boot.read_text() if boot.exists() else ''}"
         own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
-        told = self.gather_objects((machine, _address(), own), "exchange of host names")
-        machines = [machine for machine, *_ in told]
+        door = Door(self.size)
+        try:
+            told = self.gather_objects((door.name, address, own, socket.gethostname()), "exchange of addresses")
+            reached = [door.reaches(name) for name, *_ in told]
+            self.machines = self.gather_objects(reached.index(True), "exchange of machines")  # all have knocked by now
+        finally:
+            door.close()
         users: dict[Any, int] = {}
-        for rank, (host, _, (gpu, _pci)) in enumerate(told):
-            if gpu is not None and (other := users.setdefault((host, gpu), rank)) != rank:
+        for rank, (machine, (_, _, (gpu, _pci), host)) in enumerate(zip(self.machines, told, strict=True)):
+            if gpu is not None and (other := users.setdefault((machine, gpu), rank)) != rank:
                 raise common(
                     ConfigError(
-                        f"ranks {other} and {rank} both compute on the GPU {gpu} of {host.split()[0]}: each rank needs "
+                        f"ranks {other} and {rank} both compute on the GPU {gpu} of {host}: each rank needs "
                         "its own. Start as many as there are GPUs, by --gpus or --nproc-per-node."
                     )
                 )
-        self.machines = [machines.index(each) for each in machines]
-        self.local_rank = machines[: self.rank].count(machine)
-        self.local_size = machines.count(machine)
-        self.local_gpus = [pci for host, _, (_, pci) in told if host == machine]
-        return ["127.0.0.1"] * self.size if self.local_size == self.size else [address for _, address, _ in told]
+        here = [rank for rank, is_here in enumerate(reached) if is_here]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+        self.local_gpus = [told[rank][2][1] for rank in here]
+        return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in told]
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -510,17 +518,6 @@ class _Chunks:
 def _be_patient(deadline: float, start_s: float) -> None:
     if time.monotonic() > deadline:
         raise RankLostError(f"Not all ranks came within {start_s:g} s of the start.", None)
-
-
-def _address() -> str:
-    """Return the address of this machine by which others reach it: the one that it has toward rank 0's."""
-    try:
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR") or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
-        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
 
 
 def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks, StagedRanks
+from offload.distributed.reach import address_toward, gloo_over, own_address
 from offload.distributed.watchdog import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 
@@ -53,9 +54,15 @@ def open_comm(
     kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
     begun = time.monotonic()
     try:
-        if not exists:
-            _make_group(None if backend else "gloo", environ, timedelta(seconds=times.start_s))
-        return kind(where, times, owns_default=not exists, local=local)
+        start = timedelta(seconds=times.start_s)
+        rank, store = (dist.get_rank(), None) if exists else _meet(environ, start)
+        host = environ.get("MASTER_ADDR") or socket.gethostname()
+        address = address_toward(host) if store is None else own_address(store, rank, size, host)
+        with gloo_over(address):
+            if store is not None:
+                named = None if backend else "gloo"  # what the caller's own code will use; None for all
+                dist.init_process_group(named, store=store, rank=rank, world_size=size, timeout=start)
+            return kind(where, times, not exists, address, local)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -66,31 +73,47 @@ def open_comm(
         raise RankLostError(f"The {size} ranks did not meet {place}, {after}: {error}", None) from error
 
 
-def _make_group(backend: str | None, environ: Mapping[str, str], timeout: timedelta) -> None:
-    """Make the process group of torchrun's variables. `backend`: what the caller's own code will use; None for all."""
-    place = _meeting_place(*(environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-    place.store.set_timeout(timeout)
-    # Torchrun's store outlives the groups, and a second one would find the addresses of the first there.
-    store = dist.PrefixStore(f"offload-{next(place.numbers)}", place.store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
-
-
-@dataclass(frozen=True)
-class _MeetingPlace:
-    """Where the ranks find each other: `numbers` counts the groups that were made there."""
-
-    store: Any
-    rank: int
-    size: int
-    numbers: Iterator[int] = field(default_factory=count)
+def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
+    """Find the other ranks by torchrun's variables; return this one's number, and a store for one group."""
+    variables = (environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store, rank, size = _meeting_place(*variables)
+    store.set_timeout(timeout)
+    return rank, dist.PrefixStore(f"offload-{_meeting(store, rank, size, timeout)}", store)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
-def _meeting_place(*_variables: str) -> _MeetingPlace:
+def _meeting_place(*_variables: str) -> tuple[Any, int, int]:
     """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
-    comes late to the next group must find it.
+    comes late to the next group must find it. Return it with this rank and their number.
     """
-    return _MeetingPlace(*next(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return store, rank, size
+
+
+def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name for this meeting of the ranks, new in a store that may outlive it. Collective.
+
+    Torchrun's store has the addresses of earlier groups, and of ranks that it has started again, which are no more; its
+    counts of restarts differ between machines. So rank 0 counts the meetings, and tells the others, each by a word that
+    no earlier rank of that number had. Raises RuntimeError where not all come.
+    """
+    if rank:
+        word = secrets.token_hex(8)
+        store.set(f"offload-word-{rank}", word)
+        meeting = str(store.get(f"offload-meeting-{word}"), "ascii")
+        store.set(f"offload-{meeting}-{rank}", "")
+        return meeting
+    meeting, deadline = str(store.add("offload-meetings", 1)), time.monotonic() + timeout.total_seconds()
+    absent = set(range(1, size))
+    while absent:
+        for other in [other for other in absent if store.check([f"offload-word-{other}"])]:
+            store.set(f"offload-meeting-{store.get(f'offload-word-{other}').decode()}", meeting)
+            if store.check([f"offload-{meeting}-{other}"]):
+                absent.remove(other)
+        if absent and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(absent)} did not come.")
+        time.sleep(0.01)
+    return meeting
 
 
 def _read_environment(environ: Mapping[str, str]) -> int:

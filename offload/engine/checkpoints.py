@@ -20,6 +20,7 @@ import torch
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import CHANGED, Reader, Span
+from offload.checkpoint.spread import keepers, of_rank_0
 from offload.checkpoint.writer import Writer
 from offload.distributed.outcome import as_one
 from offload.engine.loss.batch_agreement import agree_on_pass
@@ -91,14 +92,19 @@ class Saving:
         if engine.changed:
             own[CHANGED] = sorted(engine.changed)
         with ExitStack() as opened:
+            self._keepers = keepers(comm, folder.parent)
+            with as_one(comm, "what a checkpoint says"):
+                # What of it is somebody's, the steps that follow may change.
+                self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
+            if len(set(self._keepers)) > 1:  # whose manifests are one, although each rank has seconds of its own
+                files, self._meta = of_rank_0(comm, (files, self._meta), "what a checkpoint says")
             with as_one(comm, "making of the checkpoint"):
-                if comm.rank == 0:
-                    # What of it is somebody's, the steps that follow may change.
-                    self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
+                if self._keepers[comm.rank] == comm.rank:
                     self._save = opened.enter_context(Save(folder))
                     for name, data in {**_configuration(engine), **(files or {})}.items():
                         self._save.attach(name, data)
-            path: Any = comm.gather_objects(self._save and self._save.path, "folder of the checkpoint")[0]
+            paths = comm.gather_objects(self._save and self._save.path, "folders of the checkpoint")
+            path: Any = paths[self._keepers[comm.rank]]
             with as_one(comm, "writing of the checkpoint"):
                 engine.host.make_room()  # of a copy that another save has still
                 spare_bytes = _spare_bytes(engine, contents) if copies else 0
@@ -134,7 +140,10 @@ class Saving:
             with as_one(comm, "end of the checkpoint"):
                 if self._save is not None:
                     self._meta["engine"]["random"] = [random for _, random in told]
-                    self._save.commit(self._contents, [its for its, _ in told], self._meta)
+                    parts = [its for its, _ in told]
+                    others = (part for part, keeper in zip(parts, self._keepers, strict=True) if keeper != comm.rank)
+                    elsewhere = {name for part in others for name in part["files"]}
+                    self._save.commit(self._contents, parts, self._meta, elsewhere)
 
     def abort(self) -> None:
         """Remove what was written; nothing to do after `finish`. Not collective."""
@@ -162,6 +171,25 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
     return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
 
 
+def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
+    """Yield what this rank reads of a checkpoint, in the order of `load_states`."""
+    for state in _kept(engine, reader.contents):
+        for tile in state.held:
+            for plane in _read_of(engine, reader, state, tile, anew):
+                for _, span in _stretches(engine, reader.contents, state.region, tile, plane):
+                    yield span
+        for _, name, plane, values in () if anew else _factors(engine, state):
+            yield name, plane, 0, len(values)
+    for name, buffer in _buffers(engine).items():
+        yield name, _BUFFER, 0, buffer.numel()
+    yield from engine.moved.spans(reader, engine.comm.rank, _is_same_size(engine, reader))
+
+
+def _is_same_size(engine: EngineState, reader: Reader) -> bool:
+    """Tell whether as many ranks wrote a checkpoint as read it."""
+    return len(reader.meta["engine"]["random"]) == engine.comm.size
+
+
 def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
     rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
@@ -171,17 +199,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     """
     own, kept = reader.meta["engine"], _kept(engine, reader.contents)
     there = {tile: _read_of(engine, reader, state, tile, anew) for state in kept for tile in state.held}
-
-    def spans() -> Iterator[Span]:
-        for state in kept:
-            for tile in state.held:
-                for plane in there[tile]:
-                    for _, span in _stretches(engine, reader.contents, state.region, tile, plane):
-                        yield span
-            for _, name, plane, values in () if anew else _factors(engine, state):
-                yield name, plane, 0, len(values)
-
-    reader.expect(spans())
+    reader.expect(spans_read(engine, reader, anew=anew))
     updates = {} if anew else own["updates"]
     for state in kept:
         for tile in state.held:
@@ -197,9 +215,9 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
-    engine.moved.load(reader, engine.comm.rank, len(own["random"]) == engine.comm.size)
+    engine.moved.load(reader, engine.comm.rank, _is_same_size(engine, reader))
     engine.runner.go_on_from(own["step"])
-    if len(own["random"]) == engine.comm.size:
+    if _is_same_size(engine, reader):
         states = [base64.b64decode(text) for text in own["random"][engine.comm.rank]]
         if len(states) == len(engine.device.random_state()):
             engine.device.set_random_state(

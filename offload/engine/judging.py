@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import BatchFacts
+from offload.engine.loss.group_loss import group_of
 from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
@@ -176,8 +177,9 @@ class Judging:
 
     def _difference(self, facts: BatchFacts, sample: Batch, *, cuts: bool) -> Verdict:
         is_cut, has_chunks = cuts and self._state.way.cut != "whole", self._losses.chunk_tokens(facts) > 0
-        facts = facts.of_sample(sample, 1 if is_cut else None)
-        case = self._case(facts, max(1, -(-facts.num_targets // _CHUNKS)) if has_chunks else 0)
+        facts = facts.of_sample(sample, group_of(facts.loss_fn) if is_cut else None)
+        num_tokens = facts.plan.num_targets(replace(facts.rule, by_rows=False))
+        case = self._case(facts, max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0)
         with nullcontext() if facts.trains else in_eval_mode(self._state.model):
             return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
 

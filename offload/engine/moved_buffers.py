@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.manifest import MOVED, Entry, raw
-from offload.checkpoint.reader import Reader
+from offload.checkpoint.reader import Reader, Span
 from offload.distributed.agreement import digest
 from offload.distributed.comm import Comm
 
@@ -45,20 +45,26 @@ class MovedBuffers:
             if name in found and plane in found[name].planes:
                 yield name, plane, buffer.detach().cpu().contiguous()
 
-    def load(self, reader: Reader, rank: int, is_same_size: bool) -> None:
-        """Give a rank the buffers that it had; those of rank 0, where the number of ranks is another."""
-        buffers = dict(self._model.named_buffers())
+    def spans(self, reader: Reader, rank: int, is_same_size: bool) -> Iterator[Span]:
+        """Yield what `load` reads."""
         wanted = (f"{MOVED}{rank}", f"{MOVED}0") if is_same_size else (f"{MOVED}0",)
         for name, entry in reader.contents.items():
             plane = next((plane for plane in wanted if plane in entry.planes), None)
             if plane is not None:
-                value = torch.empty(entry.shape, dtype=entry.planes[plane])
-                reader.read(name, plane, 0, value)
-                owner, _, key = name.rpartition(".")
-                if buffers[name].shape == value.shape:
-                    buffers[name].copy_(value)
-                else:  # a table that had grown
-                    self._model.get_submodule(owner)._buffers[key] = value.to(buffers[name].device)
+                yield name, plane, 0, entry.count(plane)
+
+    def load(self, reader: Reader, rank: int, is_same_size: bool) -> None:
+        """Give a rank the buffers that it had; those of rank 0, where the number of ranks is another."""
+        buffers = dict(self._model.named_buffers())
+        for name, plane, _, _ in self.spans(reader, rank, is_same_size):
+            entry = reader.contents[name]
+            value = torch.empty(entry.shape, dtype=entry.planes[plane])
+            reader.read(name, plane, 0, value)
+            owner, _, key = name.rpartition(".")
+            if buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
+            else:  # a table that had grown
+                self._model.get_submodule(owner)._buffers[key] = value.to(buffers[name].device)
 
     def _digests(self) -> dict[str, int]:
         buffers = self._model.named_buffers()

@@ -12,9 +12,10 @@ import torch
 import xxhash
 
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.spread import bring
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
-from offload.engine.checkpoints import Saving, check_contents, load_states
+from offload.engine.checkpoints import Saving, check_contents, load_states, spans_read
 from offload.engine.exporting import Made, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.own_loop import OwnLoop
@@ -35,6 +36,8 @@ _Json = Mapping[str, Any] | None
 _Files = Mapping[str, bytes] | None
 _MARKED = 4096
 """Elements of each parameter by which weights are told from others."""
+_BLOCK = 1 << 22
+"""Elements that are read at once where all are."""
 
 
 class StateAccess:
@@ -70,13 +73,13 @@ class StateAccess:
             if info.trainable or not trained_only:
                 yield info.name, self._read(info)
 
-    def _read(self, info: ParameterInfo, most: int | None = None) -> torch.Tensor:
-        """Return fp32 master weights: all in their shape, or so many of the first ones, flat. Collective."""
+    def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return fp32 master weights: all in their shape, or those from an element to another, flat. Collective."""
         if self.comm.size > 1:  # a step may have been made since the last one was asked for
             self._state.lanes.finish()
         with self._recovery.working(), self.counters.unchanged():
             values = self._state.store.values
-            return values.read(info.index) if most is None else values.read_range(info.index, 0, min(info.numel, most))
+            return values.read(info.index) if span is None else values.read_range(info.index, *span)
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters to be changed in place, for merges, resets and averages:
@@ -166,15 +169,17 @@ class StateAccess:
                     state.changed.add(info.name)
                 state.weights_changed(region for region in state.regions if info.index in region.parameters)
 
-    def weights_mark(self) -> str:
+    def weights_mark(self, *, whole: bool = False) -> str:
         """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
-        few thousand of its fp32 master weights. Collective.
+        few thousand of its fp32 master weights, or with `whole` all of them, a block at a time. Collective.
         """
         self._settle("weights_mark")
         found = xxhash.xxh64()
         for info in self._state.infos:
             found.update(info.name.encode())
-            found.update(self._read(info, _MARKED).numpy().tobytes())
+            end = info.numel if whole else min(info.numel, _MARKED)
+            for begin in range(0, end, _BLOCK):
+                found.update(self._read(info, (begin, min(begin + _BLOCK, end))).numpy().data)
         return found.hexdigest()
 
     @property
@@ -307,8 +312,9 @@ class StateAccess:
         with self._recovery.working(), ExitStack() as opened:
             opened.enter_context(self.counters.unchanged())
             with as_one(self.comm, "opening of the checkpoint"):
-                reader = opened.enter_context(Reader(Path(path)))
+                reader = opened.enter_context(Reader(Path(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
+            bring(self.comm, reader, reader.files_of(spans_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.tear(f"{path} was read in part")

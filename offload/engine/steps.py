@@ -16,9 +16,10 @@ from torch.nn import Module
 from offload.accelerators import own_accelerator
 from offload.engine.gradients.noise import GradientNoise
 from offload.engine.judging import Judging
-from offload.engine.loss.batch import Batch, map_tensors
+from offload.engine.loss.batch import IGNORED, Batch, check_batch, map_tensors
 from offload.engine.loss.batch_agreement import BatchFacts, agree_on_pass, host_labels
-from offload.engine.loss.loss import IGNORED, LossFunction
+from offload.engine.loss.group_loss import GroupLoss
+from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses, summed
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
@@ -174,6 +175,8 @@ class Steps:
         """Agree with the other ranks on a pass, and bring the batch up."""
         news = partial(self.trial_runs.news, batch, loss_fn)
         comm, modes = self._state.comm, self.trial_runs.modes
+        if isinstance(loss_fn, GroupLoss):
+            loss_fn.check(check_batch(batch), self._micro_rows)
         plan = agree_on_pass(comm, operation, batch, self._micro_rows, loss_fn is not None, news, lr, modes)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         return BatchFacts(plan, map_tensors(self._state.device.bring_up, batch), loss_fn, host_labels(batch))

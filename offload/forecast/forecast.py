@@ -26,6 +26,7 @@ from offload.hf.adapters import Adaptation
 from offload.hf.freeze import freeze
 from offload.hf.models import (
     BuiltModel,
+    as_scorer,
     empty_model,
     is_pretrained,
     load_model_config,
@@ -209,7 +210,8 @@ class Forecaster:
 
     @cached_property
     def _architecture(self) -> Any:
-        return self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        found = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        return as_scorer(found) if self.config.train.method == "reward" else found
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -317,7 +319,7 @@ class Forecaster:
     def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return what a step computes on one of so many ranks, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
-        rows = -(-config.train.batch_size // num_ranks)
+        rows = -(-config.train.batch_size // num_ranks) * config.train.group
         batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
         key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
         if key not in self._works:

@@ -38,7 +38,7 @@ class CannotMeasureError(Exception):
 class BatchSpec:
     """What a step of one rank is made on.
 
-    kind: of the model: causal, masked or seq2seq, whose encoder reads the first half of a row.
+    kind: of the model: causal, masked, reward, or seq2seq, whose encoder reads the first half of a row.
     rows, length: of the batch.
     is_padded: rows end in padding, so that attention needs a mask.
     """
@@ -53,6 +53,8 @@ class BatchSpec:
         length = self.length // 2 if self.kind == "seq2seq" else self.length
         ones = functools.partial(torch.ones, rows, dtype=torch.long, device="meta")
         batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
+        if self.kind == "reward":
+            batch["labels"] = torch.ones(rows, device="meta")
         if self.is_padded:
             batch["attention_mask"] = ones(length)
             batch["attention_mask"][:, -1] = 0
@@ -204,7 +206,7 @@ class _Probe:
             if batch.rows * batch.length <= size:
                 return self._run_whole(model, given)
             try:
-                output = head.base_output(lambda: model(**select_inputs(model, given, False)))
+                output = head.base_output(lambda: model(**select_inputs(model, given, None)))
             except TypeError:  # the model goes another way to its head
                 self._forget()
                 return self._run_whole(model, given)
@@ -221,7 +223,7 @@ class _Probe:
         return -(-batch.rows * (batch.length - 1) // size)  # each token but a row's last has a target
 
     def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
-        loss = find_loss(model(**select_inputs(model, given, False)))
+        loss = find_loss(model(**select_inputs(model, given, None)))
         self._end_stretch()
         self.counter.begin()
         loss.backward()

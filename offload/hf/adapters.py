@@ -28,7 +28,7 @@ from offload.hf.write import check_place, made_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls its files."""
-_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "reward": "SEQ_CLS"}
 """PEFT's words for kinds of models; it has none for masked ones."""
 _NUM_NAMES = 12  # of modules, in an error
 INITIAL = "adapter_initial.safetensors"
@@ -51,7 +51,7 @@ class Adaptation:
 
     @classmethod
     def of(cls, section: LoraSection, kind: str) -> Adaptation:
-        """Return what the settings ask for, for a kind of model ("causal", "masked", "seq2seq"). Raises ConfigError,
+        """Return what the settings ask for, for a kind of model, by its name. Raises ConfigError,
         MissingLibraryError.
         """
         _need_peft()

@@ -202,7 +202,9 @@ def _too_long(sequence_length: int, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of language model is trained: "causal", "masked" or "seq2seq", and the Auto class that makes it."""
+    """What sort of model is trained: a language model that is "causal", "masked" or "seq2seq", or one with a single
+    output, "reward"; and the Auto class that makes it.
+    """
 
     name: str
     auto: Any
@@ -229,6 +231,8 @@ def model_kind(config: PreTrainedConfig) -> Kind:
             return kind
         if made is not None:
             possible.append(kind)
+    if wanted and wanted == _scorer_of(config) and config.num_labels == 1:
+        return Kind("reward", transformers.AutoModelForSequenceClassification)
     if config.is_encoder_decoder:
         possible.sort(key=lambda kind: kind.name != "seq2seq")
     elif not getattr(config, "is_decoder", False):  # a family with a masked head sees the target otherwise
@@ -239,6 +243,26 @@ def model_kind(config: PreTrainedConfig) -> Kind:
             f"(causal, masked or sequence-to-sequence); set --model.path to one that has."
         )
     return possible[0]
+
+
+def as_scorer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration as that of a model with one output, which scores texts. Raises ConfigError."""
+    scorer = _scorer_of(config)
+    if not scorer:
+        raise ConfigError(
+            f"train.method is reward, and model type {config.model_type} has no class in transformers "
+            f"{transformers.__version__} that scores texts (sequence classification); set --model.path to one that has."
+        )
+    config = copy.deepcopy(config)
+    config.architectures, config.num_labels, text = [scorer], 1, config.get_text_config()
+    text.pad_token_id = text.pad_token_id or 0
+    return config
+
+
+def _scorer_of(config: PreTrainedConfig) -> str:
+    """Return the class of a model type that scores texts; an empty text for none."""
+    made = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return "" if made is None else str(made.__name__)
 
 
 def build_model(

@@ -28,7 +28,8 @@ def update_rule(config: Config) -> UpdateRule:
 def settings(config: Config) -> Settings:
     """Return what an engine is told by a resolved configuration. Raises ConfigError."""
     named = _named(Settings, config.train, config.offload, config.run)
-    return Settings(**named | {"optimizer": update_rule(config), "placement": placement(config)})
+    of_rows = {"micro_batch_size": config.train.micro_rows}
+    return Settings(**named | of_rows | {"optimizer": update_rule(config), "placement": placement(config)})
 
 
 def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:

@@ -41,12 +41,15 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     parts = {"step": f"step {fields['step']}{of}", "loss": f"loss {fields['loss']:.4f}", "lr": f"lr {fields['lr']:.2e}"}
     if fields["grad_norm"] is not None:
         parts["grad"] = f"grad {fields['grad_norm']:.3g}"
+    if "rewards/accuracies" in fields:
+        parts["accuracy"] = f"accuracy {fields['rewards/accuracies']:.2f}"
+        parts["margin"] = f"margin {fields['rewards/margins']:.3g}"
     parts["speed"] = f"{fields['tokens_per_second']:,.0f} tok/s"
     parts["device"] = f"device {format_bytes(fields['peak_device_bytes'])}"
     parts["host"] = f"host {format_bytes(fields['peak_host_bytes'])}"
     if eta_s is not None:
         parts["eta"] = f"eta {clock(eta_s)}"
-    for name in ("host", "device", "lr", "grad", "speed", "eta"):  # the first of them change least
+    for name in ("host", "device", "lr", "grad", "margin", "speed", "eta"):  # the first of them change least
         if width is None or len("  ".join(parts.values())) <= width:
             break
         parts.pop(name, None)

@@ -47,8 +47,16 @@ from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import ask_whether_apart, not_apart
-from offload.training.objectives import Objective, choose_objective
-from offload.training.parts import build_data, engine, grow_vocabulary, stages, told_data, trains_tokenizer
+from offload.training.objectives import Objective
+from offload.training.parts import (
+    build_data,
+    engine,
+    grow_vocabulary,
+    objective,
+    stages,
+    told_data,
+    trains_tokenizer,
+)
 from offload.training.ranks import rank_0_first
 from offload.training.restarts import RestartedAdapter
 from offload.training.resume import ResumePoint, none_is_whole
@@ -112,6 +120,7 @@ class Begun(NamedTuple):
         torch.manual_seed(start.config.run.seed)
         architecture = begun_architecture(start) if given is None else given.architecture()
         kind = model_kind(architecture) if given is None else given.kind(architecture)
+        _check_kind(kind, start.config.train.method)
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
@@ -172,13 +181,16 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
         return trained.over(build_base())
 
     with as_one(comm, "making of the model"):
-        objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
-        for text in told_data(data, objective):
+        asked = objective(config, kind, data, vocabulary)
+        for text in told_data(data, asked):
             say(text)
         files = as_files(data.tokenizer) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
+        if kind.name == "reward":  # by which it finds the last token of a row
+            for each in (architecture, *(() if given is None else (given.model.config,))):
+                each.get_text_config().pad_token_id = data.pad_id
         if whole and given is None:
             built = trained.over(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
         else:
@@ -232,8 +244,27 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
         say(f"note: {why}: conversations are not packed. {data.rows}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
     return Run(
-        config, kind, data, objective, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
+        config, kind, data, asked, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
+
+
+def _check_kind(kind: Kind, method: str) -> None:
+    """Raise ConfigError where a model of that kind is not trained by that method."""
+    if method != "sft" and kind.auto is None:
+        raise ConfigError(
+            f"train.method is {method}, and the model that is given is none of transformers, whose outputs have "
+            "logits: give one of these, or train.method sft."
+        )
+    if (kind.name == "reward") != (method == "reward"):
+        raise ConfigError(
+            f"the model scores texts (num_labels 1), and train.method is {method}, which trains one that writes: set "
+            "--train.method reward, or --model.path to a language model."
+        )
+    if method in ("dpo", "orpo") and kind.name != "causal":
+        raise ConfigError(
+            f"train.method is {method}, and the model is a {kind.name} one: preferences between answers are learned by "
+            "causal language models (or with --train.method reward, to score answers)."
+        )
 
 
 def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:

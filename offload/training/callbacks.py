@@ -90,7 +90,7 @@ class Callbacks:
             is_local_process_zero=comm.local_rank == 0,
         )
         self._config, self._stands = config, stands
-        self._num_rows, self._batch_size = run.data.num_train_rows, config.train.batch_size
+        self._num_rows, self._batch_size = run.data.num_train_rows, run.data.batch_size
         self._more = {"model": run.engine.model, "engine": run.engine, "processing_class": run.data.tokenizer}
         for callback, state in zip(self._callbacks, (run.meta or {}).get("callbacks", ()), strict=False):
             if state is not None and hasattr(callback, "load_state_dict"):

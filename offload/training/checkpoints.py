@@ -20,7 +20,7 @@ from offload.files.directories import free_bytes
 from offload.training.build import Run
 from offload.training.callbacks import Callbacks
 from offload.training.progress import RunProgress
-from offload.training.run_folder import LONG_BYTES
+from offload.training.run_folder import LONG_BYTES, RunFolder
 
 _AUTO_S = 3600.0
 """Between checkpoints that no number of steps asks for: so much is lost at most, and a disk is written once for it."""
@@ -48,7 +48,7 @@ class Saves:
         self,
         run: Run,
         comm: Comm,
-        path: Path,
+        folder: RunFolder,
         stands: RunProgress,
         callbacks: Callbacks,
         say: Callable[[str], None],
@@ -57,7 +57,8 @@ class Saves:
         line.
         """
         self._comm, self._section, self._say = comm, run.config.checkpoint, say
-        self._checkpoints, self._needs, self._next_s = Checkpoints(path), run.disk_needs, time.monotonic() + _AUTO_S
+        self._checkpoints, self._keeps = Checkpoints(folder.checkpoints), folder.keeps
+        self._needs, self._next_s = run.disk_needs, time.monotonic() + _AUTO_S
         self._trained, self._best_step, self._callbacks = run.trained, stands.best.step, callbacks
         self._hourly: int | None = None  # the step of the last one, if that was saved for the hour
         self.last_step = None if run.meta is None else stands.num_done
@@ -73,8 +74,10 @@ class Saves:
         return {"checkpoint_seconds": stalled_s} if stalled_s else {}
 
     def begin(self) -> None:
-        """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""
-        for path in self._checkpoints.move_aside(self.last_step or 0):
+        """Move aside what another branch of the run has left, once this one has something of its own. On a disk one
+        rank does.
+        """
+        for path in self._checkpoints.move_aside(self.last_step or 0) if self._keeps else ():
             self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
 
     @property
@@ -132,7 +135,7 @@ class Saves:
                 self._say(f"step {step}  saving about {format_bytes(about)} a rank ...")
             with as_one(self._comm, "making room for a checkpoint"):
                 path = self._checkpoints.path / f"step-{step}"
-                if self._comm.rank == 0:
+                if self._keeps:
                     path = self._checkpoints.target(step)
             meta = {**meta, **self._trained.marks()}
             saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trained.trained_only)
@@ -147,7 +150,7 @@ class Saves:
             with self._standing_still():
                 under_way.saving.finish()
                 with as_one(self._comm, "keeping of checkpoints"):
-                    if self._comm.rank == 0:
+                    if self._keeps:
                         self._checkpoints.saved(under_way.path, self._section.keep, under_way.best_step)
                         for step in self._outlived(under_way.best_step):
                             with suppress(DiskError):

@@ -9,8 +9,7 @@ from offload.config.config import Config
 from offload.data.view import DataView
 from offload.hf.models import vocab_size
 from offload.training.build import Begun
-from offload.training.objectives import choose_objective
-from offload.training.parts import build_data, stages, told_data
+from offload.training.parts import build_data, objective, stages, told_data
 from offload.training.resume import ResumePoint
 
 _ASKS = (
@@ -31,9 +30,9 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config, architecture, kind, _, _ = Begun.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
     data = build_data(config, kind, vocabulary, stages(say, lambda: None))
-    objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
-    told = list(told_data(data, objective))
+    asked = objective(config, kind, data, vocabulary)
+    told = list(told_data(data, asked))
     if data.train.packing == "isolated" and config.data.packing_isolated == "auto":
         told.append(_ASKS)
     num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
-    return DataView.of(data, objective, told, num_steps=num_steps, num_samples=num_samples)
+    return DataView.of(data, asked, told, num_steps=num_steps, num_samples=num_samples)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,14 @@ from offload.training.progress import RunProgress
 from offload.training.records import Records
 from offload.training.shares import own_share
 
+_TOLD = {
+    "perplexity": "perplexity {:.4g}",
+    "bits_per_byte": "{:.4f} bits a byte",
+    "rewards/accuracies": "accuracy {:.2f}",
+    "rewards/margins": "margin {:.3g}",
+}
+"""What of an evaluation is printed, and how."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -24,33 +33,31 @@ class Evaluation:
     name: str
     """Of the eval source; empty for what is held out of the training data."""
     loss: float
-    """Mean over the target tokens, of all ranks, in nats."""
-    num_tokens: int
-    """The target tokens."""
-    num_bytes: int | None
-    """The bytes of the text that these are from; None where that is not known."""
+    """Mean over what it is counted in, of all ranks: of target tokens in nats."""
+    measured: Mapping[str, float]
+    """What is told beside it, by the names of metrics.jsonl."""
     rows: str
     """What was evaluated."""
 
-    @property
-    def perplexity(self) -> float:
-        """Return e to the loss; inf beyond what a number holds."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Return the bits that all targets take, over the bytes of their text: comparable between tokenizers."""
-        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+    @classmethod
+    def of_tokens(cls, name: str, loss: float, num_tokens: int, num_bytes: int | None, rows: str) -> Evaluation:
+        """Return that of a mean over tokens, with e to the loss (inf beyond what a number holds), and the bits that all
+        targets take over the bytes of their text, which can be compared between tokenizers; None where these are not
+        known.
+        """
+        measured = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        if num_bytes:
+            measured["bits_per_byte"] = loss * num_tokens / math.log(2) / num_bytes
+        return cls(name, loss, measured, rows)
 
     def fields(self) -> dict[str, float]:
         """Return it for a line of metrics.jsonl."""
-        bits = {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
-        return {"loss": self.loss, "perplexity": self.perplexity, **bits}
+        return {"loss": self.loss, **self.measured}
 
     def __str__(self) -> str:
-        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits a byte"
+        told = "".join(f", {text.format(self.measured[key])}" for key, text in _TOLD.items() if key in self.measured)
         of = f" of {self.name}" if self.name else ""
-        return f"eval loss {self.loss:.4f}, perplexity {self.perplexity:.4g}{bits} over {self.rows}{of}"
+        return f"eval loss {self.loss:.4f}{told} over {self.rows}{of}"
 
 
 class Evaluations:
@@ -116,19 +123,23 @@ class Evaluations:
 
     def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
         """Evaluate the first rows of a source. Collective."""
-        data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.batch_size
+        data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.num_rows
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.evals[name].num_rows
         num_done = num_rows if most is None else min(num_rows, most * batch_size)
-        num_tokens, total = 0, 0.0
+        num_counted, total, sums = 0, 0.0, Counter[str]()
         for index, rows in enumerate(data.eval_batches(batch_size, most, comm.rank, comm.size, name)):
             batch = own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
             (count,) = comm.sum_in_order([objective.count(batch)], "targets of the evaluation")
             if count:
-                num_tokens += round(count)
-                total += float(engine.evaluate(batch)) * count
-        if not num_tokens:
+                num_counted += round(count)
+                total += float(engine.evaluate(batch, objective.loss)) * count
+                sums.update({key: value * count for key, value in objective.measured(comm).items()})
+        if not num_counted:
             return None
+        rows_done = f"{num_counted:,} {objective.counted} in {num_done:,} of {num_rows:,} rows"
+        if objective.loss is not None:
+            measured = {key: value / num_counted for key, value in sums.items()}
+            return Evaluation(name, total / num_counted, measured, rows_done)
         num_bytes = data.eval_bytes(num_done, name) if objective.takes_labels else None
-        rows_done = f"{num_tokens:,} tokens in {num_done:,} of {num_rows:,} rows"
-        return Evaluation(name, total / num_tokens, num_tokens, num_bytes, rows_done)
+        return Evaluation.of_tokens(name, total / num_counted, num_counted, num_bytes, rows_done)

@@ -48,8 +48,8 @@ class Export:
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
         if self._trained.library:
-            rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
-            self._probe = reload.take_probe(engine, self._objective.apply(rows, 0))
+            rows = next(self._data.eval_batches(self._data.group, 1), None) or self._data.batch(0)
+            self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from offload.engine.loss.loss import IGNORED
+from offload.distributed.comm import Comm
+from offload.engine.loss.batch import IGNORED
+from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
@@ -20,6 +22,10 @@ class Objective:
     name = "next token"
     takes_labels = True
     """Whether the targets are the tokens that have a label in the data, but for those that are first."""
+    counted = "tokens"
+    """What `count` counts."""
+    loss: GroupLoss | None = None
+    """The loss; None for the model's own."""
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         """Return the model's batch for a step; the same step gives the same batch.
@@ -32,6 +38,21 @@ class Objective:
     def count(self, batch: Batch) -> int:
         """Return how many target tokens a batch of `apply` has."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Return what of a batch of `apply` the model may be given without a loss."""
+        own = set() if self.loss is None else self.loss.own
+        return {key: value for key, value in batch.items() if key not in own}
+
+    def measured(self, comm: Comm) -> dict[str, float]:
+        """Return what the loss has measured beside itself in the last pass, means by name, of all ranks. Collective."""
+        if self.loss is None:
+            return {}
+        own = {name: (float(each.sum()), len(each)) for name, each in self.loss.measured.items()}
+        ranks = comm.gather_objects(own, "what the loss has measured")
+        names = dict.fromkeys(name for each in ranks for name in each)
+        sums = {name: [each[name] for each in ranks if name in each] for name in names}
+        return {name: sum(total for total, _ in each) / sum(count for _, count in each) for name, each in sums.items()}
 
     def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of all rows of a step's batch as the model gets them, and which of them are targets."""

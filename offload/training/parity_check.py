@@ -149,6 +149,11 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
     with as_one(comm, "check of the settings"):
         config.check_source()
         check_settings(config, comm.size)
+        if config.train.method != "sft":
+            raise ConfigError(
+                f"train.method is {config.train.method}, and a resident side has no loss but the model's own: compare "
+                "train.method sft with the same settings."
+            )
     found = _trained(config, num_steps, same_order, comm, say, looks=False)
     found.is_equal = not comm.any(not found.is_close, "whether both sides are equal")
     if not found.is_equal and found.tolerance is None:

@@ -19,7 +19,8 @@ from offload.errors import ConfigError
 from offload.hf.models import Kind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import settings
-from offload.training.objectives import Objective
+from offload.training.objectives import Objective, choose_objective
+from offload.training.preferences import choose_preferences
 
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
@@ -41,7 +42,9 @@ def with_decisions(config: Config, engine: Engine) -> Config:
 
 def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[str, float], None]) -> Dataset:
     """Return the batches of a resolved configuration, for a model of that kind and vocabulary. Raises ConfigError."""
-    data = config.data
+    data, has_pairs = config.data, config.train.group > 1
+    if has_pairs:
+        data = data.model_copy(update={"format": "preference"})
     folder = locate(config.model)
     # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
     spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
@@ -57,7 +60,8 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         packing=data.packing,
         isolated=_isolated(data, kind),
         group_by_length=_grouped(config),
-        train_on_prompt=data.train_on_prompt,
+        pairs=has_pairs,
+        train_on_prompt=data.train_on_prompt and not has_pairs,
         eval_share=float(data.eval_share or 0),
         on_bad_row=data.on_bad_row,
         stopping_strategy=data.stopping_strategy,
@@ -66,6 +70,13 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         num_workers=data.num_workers,
         progress=progress,
     )
+
+
+def objective(config: Config, kind: Kind, data: Dataset, vocabulary: int) -> Objective:
+    """Return what a model of that kind and vocabulary is asked to learn. Raises ConfigError."""
+    if config.train.method != "sft":
+        return choose_preferences(config.train, labels_prompt=config.data.train_on_prompt)
+    return choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
 
 
 def _isolated(data: DataSection, kind: Kind) -> bool | None:

@@ -133,8 +133,7 @@ class Parting:
         cause: the rank whose error ended this one. It prints that itself.
         """
         comm = self._comm
-        first = comm.rank - comm.local_rank  # torchrun numbers the ranks of a machine one after the other
-        here = range(first, first + comm.local_size)
+        here = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
         is_of_all = is_common(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
         if is_of_all or (cause is not None and cause not in here):
             return comm.local_rank == 0

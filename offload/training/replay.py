@@ -18,7 +18,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.hf.adapters import write_adapter
 from offload.hf.freeze import freeze
-from offload.hf.models import BuiltModel, build_model, load_model_config, model_kind, quiet_transformers
+from offload.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
 from offload.hf.sources import Removed
 from offload.planning.from_config import update_rule
 from offload.planning.settings import Settings
@@ -108,7 +108,7 @@ def _whole(base: Path, config: Config) -> BuiltModel:
         return BuiltModel(rebuild_model(base, config.model), lambda _name, _module: None, base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
-    architecture = load_model_config(section)
+    architecture = begun_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
     grows = config.model.path is not None and grow_vocabulary(config, architecture)
     return build_model(section, seed=config.run.seed, config=architecture, grow=grows)
 

@@ -5,13 +5,16 @@ nothing, or at a checkpoint of its own folder or of another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from offload.checkpoint.folder import Checkpoints, offer
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.spread import keepers, spread
 from offload.config.config import Config
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
@@ -39,27 +42,35 @@ class ResumePoint:
 
 
 def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[RunFolder, ResumePoint]:
-    """Open the run folder, which rank 0 holds until it is closed, and find where the run begins. Collective.
+    """Open the run folder, which rank 0 holds until it is closed, and find where the run begins: of checkpoints over
+    several disks all have then what is small. Collective.
 
     Raises ConfigError for what cannot be placed, played or resumed.
     """
     folder = None
     try:
-        with as_one(comm, "look for a checkpoint"):
-            found: Any = None
+        with as_one(comm, "opening of the run folder"):
             check_loggers(config.run.report_to)
-            if comm.rank == 0:  # in the folder that is this process's alone by then
+            if comm.rank == 0:
                 folder = RunFolder.open(config)
-                found = _find(config, folder, say)
-        start: ResumePoint = comm.gather_objects(found, "start of the run")[0]
+        path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
+        keeper = keepers(comm, path)
+        own = folder or RunFolder(path, keeps=keeper[comm.rank] == comm.rank)
+        with as_one(comm, "look for checkpoints"):
+            if own.keeps:  # a folder that is this run's alone by then
+                for partial in Checkpoints(own.checkpoints).clear():
+                    say(f"note: {partial.name}, left by a process that was killed, is removed.")
+        broken = spread(comm, _seen(config)) if len(set(keeper)) > 1 else {}
+        with as_one(comm, "look for a checkpoint"):
+            found = _find(config, folder, broken) if folder is not None else None
+        start: Any = comm.gather_objects(found, "start of the run")[0]
         with as_one(comm, "check of the settings"):
             check_settings(start.config, comm.size)
-        path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
     except BaseException:
         if folder is not None:
             folder.close()
         raise
-    return folder or RunFolder(path), start
+    return own, start
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
@@ -77,10 +88,15 @@ def check_settings(config: Config, num_ranks: int) -> None:
     update_rule(config)
 
 
-def _find(config: Config, folder: RunFolder, say: Callable[[str], None]) -> ResumePoint:
-    for partial in Checkpoints(folder.checkpoints).clear():
-        say(f"note: {partial.name}, left by a process that was killed, is removed.")
-    found = find_start(config)
+def _seen(config: Config) -> Sequence[Path]:
+    """Return the checkpoints that this rank sees; where there are none to be seen, rank 0 says so, or another has."""
+    with suppress(ConfigError):
+        return _candidates(config)
+    return ()
+
+
+def _find(config: Config, folder: RunFolder, broken: Mapping[Path, str]) -> ResumePoint:
+    found = find_start(config, broken)
     if not found.folders:
         found.config.check_source()
     folder.check(found.config, resumes=bool(found.folders))
@@ -89,16 +105,17 @@ def _find(config: Config, folder: RunFolder, say: Callable[[str], None]) -> Resu
     return found
 
 
-def find_start(config: Config) -> ResumePoint:
+def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})) -> ResumePoint:
     """Find the checkpoints that `checkpoint.resume` means. Only what is small is read and verified here: their data are
-    when they are loaded.
+    when they are loaded. broken: those that cannot be used, over all disks, and why.
 
     Raises ConfigError where there is none or it is another run's, CheckpointError where all are damaged.
     """
-    folders, skipped = _candidates(config), []
+    folders = [folder for folder in _candidates(config) if folder not in broken]
+    skipped = list(broken.values())
     for number, folder in enumerate(folders):
         try:
-            with Reader(folder) as reader:
+            with Reader(folder, in_part=True) as reader:
                 meta = reader.meta["meta"] if "engine" in reader.meta else {}
         except CheckpointError as error:
             skipped.append(str(error))
@@ -110,8 +127,8 @@ def find_start(config: Config) -> ResumePoint:
             )
         resumed = config.resumed(meta["config"], str(folder))
         return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
-    if folders:
-        raise none_is_whole(folders, skipped)
+    if folders or broken:
+        raise none_is_whole([*broken, *folders], skipped)
     config.check()
     return ResumePoint(config)
 

@@ -35,8 +35,9 @@ class RunFolder:
     unless it is resumed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, keeps: bool = True) -> None:
+        """`keeps`: whether this process looks after what is in the folder on its disk."""
+        self.path, self.keeps = path, keeps
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / CHECKPOINTS

@@ -26,7 +26,7 @@ from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_byt
 from offload.hf.base_mark import BaseMark, base_config
 from offload.hf.freeze import freeze
 from offload.hf.loftq import begin_at_loss
-from offload.hf.models import BuiltModel, Kind, fill_all, load_model_config
+from offload.hf.models import BuiltModel, Kind, as_scorer, fill_all, load_model_config
 from offload.hf.residual import to_bytes
 from offload.hf.sources import Removed
 from offload.hf.write import write_configuration
@@ -296,10 +296,12 @@ def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
     """
     first = next(iter(start.folders), None)
     if first is None:
-        return load_model_config(start.config.model)
-    if start.config.adapts:
-        return base_config(start.config.model, start.base, first)
-    return load_model_config(ModelSection(path=str(first / "config.json")))
+        found = load_model_config(start.config.model)
+    elif start.config.adapts:
+        found = base_config(start.config.model, start.base, first)
+    else:
+        found = load_model_config(ModelSection(path=str(first / "config.json")))
+    return as_scorer(found) if start.config.train.method == "reward" else found
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:

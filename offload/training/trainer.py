@@ -37,6 +37,7 @@ from offload.training.parts import rate_at, with_decisions
 from offload.training.progress import Best, RunProgress
 from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import Records, step_fields, told_coarse, told_streaming, told_tiers
+from offload.training.reference import add_reference
 from offload.training.resume import open_run
 from offload.training.run_folder import RunFolder
 from offload.training.shares import next_share
@@ -131,11 +132,13 @@ class Trainer:
         if self._is_first:
             self._records = Records(self._folder, self._say)
         run = make_run(start, comm, self._say, self._notes.add, self._given)
-        self.config, self._data, self._objective, self._trained = run.config, run.data, run.objective, run.trained
-        self._engine, self._files, self._forecast = run.engine, run.beside_states, run.forecast
+        self.config, self._objective, self._trained = run.config, run.objective, run.trained
+        self._engine = run.engine
+        run = add_reference(run, start, comm, self._say)
+        self._data, self._files, self._forecast = run.data, run.beside_states, run.forecast
         self._notes.exchange()
         self._stands = RunProgress(run.meta, self.config.train)
-        self._saves = Saves(run, comm, self._folder.checkpoints, self._stands, self._callbacks, self._say)
+        self._saves = Saves(run, comm, self._folder, self._stands, self._callbacks, self._say)
         self._export = Export(self._folder, run, self._say)
         self._evaluations = Evaluations(run, comm, self._records, self._stands, self._callbacks, self._say)
         with as_one(comm, "look at the disk"):
@@ -189,14 +192,14 @@ class Trainer:
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
-            result = self._engine.step(batch)
+            result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
             if step == stands.first_step:
                 self._open_records(result)
             elif self.config.train.clip != self._engine.clip:  # the steps up to this one have decided it
                 self.config = self._records.decide(self.config, self._engine)
             fields = step_fields(stands, self._data.num_tokens(step), result, end - begin, self._engine, self.config)
-            fields |= mark | self._saves.take_stalled()
+            fields |= self._objective.measured(self._comm) | mark | self._saves.take_stalled()
             stands.step_made(fields, is_coarse=result.coarse)
             self._records.step(fields, begin, end, self._engine)
             self._callbacks.step_made(fields)
@@ -238,7 +241,7 @@ class Trainer:
         """
         assert self._engine is not None
         comm, control = self._comm, self._callbacks.control
-        batch, failure = next_share(self._data, self._objective, comm, step, self.config.train.batch_size)
+        batch, failure = next_share(self._data, self._objective, comm, step, self.config.train.num_rows)
         votes = tally(
             comm,
             "what comes after a step",
@@ -278,8 +281,7 @@ class Trainer:
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
         pids = self._comm.gather_objects(os.getpid(), "process ids")
-        if self._is_first:
-            self._saves.begin()
+        self._saves.begin()
         try:
             self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:

@@ -24,7 +24,8 @@ def test_every_key_of_the_contract_is_there() -> None:
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
-        "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
+        "train": "method beta loss_type center_rewards_coefficient "
+        "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
         "early_stopping_min_delta noise_scale log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
@@ -306,7 +307,7 @@ class TestResolve:
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
 def test_examples_are_sound(file: Path) -> None:
-    given = {"model.path": "/models/my-8b", "data.source": "chats/*.jsonl"} if file.stem == "finetune" else {}
+    given = {"model.path": "/models/my-8b", "data.source": "chats/*.jsonl"} if file.stem in ("finetune", "dpo") else {}
     Config.load(file, given).resolve(has_accelerator=True, max_positions=4096)
 
 

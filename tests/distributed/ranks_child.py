@@ -143,7 +143,8 @@ def again(size: int) -> None:
 
     def make_mine(name: str) -> None:
         """Torch's own second group would find the addresses of its first."""
-        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+        own = dist.PrefixStore(f"{name}-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
 
     def use() -> None:
         with open_comm(times=QUICK) as comm:

@@ -22,7 +22,7 @@ def expected(model: nn.Module, batch: dict[str, torch.Tensor], rows: int, names:
     """Return tr(S) and |G|^2 by the textbook: squares of the mean gradients of parts and of all, which hold n_m and N
     targets, as unbiased estimates of |G|^2 + tr(S) / n.
     """
-    model = copy.deepcopy(model).double()
+    model, batch = copy.deepcopy(model).double(), {key: value.cpu() for key, value in batch.items()}
     counts = [int((labels[:, 1:] != -100).sum()) for labels in batch["labels"].split(rows)]
     total, whole, apart = sum(counts), dict[str, torch.Tensor](), 0.0
     for count, ids, labels in zip(counts, *(batch[key].split(rows) for key in ("input_ids", "labels")), strict=True):

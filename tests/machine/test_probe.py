@@ -61,7 +61,7 @@ def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     found = probe("cpu", [tmp_path], sizes=SMALL, cache_dir=tmp_path / "cache")
     assert torch.equal(torch.get_rng_state(), drawn), "training that is measured first would draw other numbers"
     assert (found.device, found.num_devices, found.device_bytes, found.shares_memory) == ("cpu", 1, None, False)
-    rates = {name: value for name, value in vars(found.rates).items() if value is not None}
+    rates = {name: value for name, value in vars(found.rates).items() if value}
     assert set(rates) == {*RATES, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"} == set(found.sources)
     flat = [*rates.pop("flops_per_s").values(), *rates.values()]
     assert all(type(rate) is float and math.isfinite(rate) and rate > 0 for rate in flat)

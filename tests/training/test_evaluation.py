@@ -29,7 +29,7 @@ LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the evaluation after step 2 n find LOSSES[n - 1], whatever the weights."""
     monkeypatch.setattr(
-        Engine, "evaluate", lambda engine, _batch: torch.tensor(LOSSES[min(engine.num_steps // 2, len(LOSSES)) - 1])
+        Engine, "evaluate", lambda engine, *_: torch.tensor(LOSSES[min(engine.num_steps // 2, len(LOSSES)) - 1])
     )
 
 

@@ -162,6 +162,7 @@ class Leaving(Comm):
     def __init__(self, rank: int, hear: RankLostError | None = None) -> None:
         super().__init__()
         self.rank, self.size, self.local_rank, self.local_size = rank, 4, rank % 2, 2
+        self.machines = [0, 0, 2, 2]
         self.told: list[BaseException | None] = []
         self._hear = hear
 

@@ -90,9 +90,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     batches: list[dict[str, torch.Tensor]] = []
     make = Engine.step
 
-    def step(self: Engine, batch: Any) -> Any:
+    def step(self: Engine, batch: Any, loss: Any = None) -> Any:
         batches.append({key: value.clone() for key, value in batch.items()})
-        return make(self, batch)
+        return make(self, batch, loss)
 
     monkeypatch.setattr(Engine, "step", step)
     return batches

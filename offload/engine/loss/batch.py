@@ -14,6 +14,8 @@ from offload.errors import ConfigError, nearest
 Batch = Mapping[str, Any]
 """Names to tensors of any dtype and rank, None, numbers, strings, and lists, tuples and dicts of those."""
 
+IGNORED = -100
+"""The label of what is no target."""
 _PLAIN = (bool, int, float, str, type(None))
 _LISTS = (list, tuple)
 

@@ -30,8 +30,10 @@ class RankBatch:
     """The rows of the batch."""
     micro_rows: int = 0
     """The rows of a micro-batch; 0 where batches are whole."""
-    targets: tuple[int, int] = (0, 0)
-    """How many targets a loss counts that shifts labels, and one that does not; the rows for a batch without labels."""
+    targets: tuple[int, int, int] = (0, 0, 0)
+    """How many targets a loss counts that shifts labels, one that does not, and one that counts rows with targets; the
+    rows for a batch without labels.
+    """
     elements: int = 0
     """The elements of the first tensor of a batch without labels, all of whose tensors have its rows."""
     is_labelled: bool = False
@@ -98,7 +100,7 @@ class PassPlan:
         """Return the targets of all ranks together, or of one. Without labels: the rows; what a loss function makes of
         tensors [rows, ...] alone is taken for a mean over the elements of the first.
         """
-        counts = [told.targets[not rule.shifts] for told in self.ranks]
+        counts = [told.targets[2 if rule.by_rows else not rule.shifts] for told in self.ranks]
         if all(told.has_loss_function and told.elements for told in self.ranks):
             counts = [told.elements for told in self.ranks]
         return sum(counts) if rank is None else counts[rank]
@@ -193,9 +195,10 @@ def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_functio
         for key, value in sorted(batch.items())
     )
     ints = tuple((key, value) for key, value in sorted(batch.items()) if type(value) is int)
-    targets, elements = (rows, rows), 0
+    targets, elements = (rows, rows, rows), 0
     if labels is not None:
-        targets = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
+        shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
+        targets = shifted, unshifted, LossRule(by_rows=True).count(labels)
     elif has_equal_rows(batch, rows):
         elements = next(iter(batch.values())).numel()
     micro_rows = min(micro_rows or rows, rows)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.loss.batch import Batch
+from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import base_of
-from offload.engine.loss.loss import IGNORED, find_loss
+from offload.engine.loss.loss import find_loss
 from offload.engine.units.rerouting import forward_replaced
 
 _ROUNDED_TO = 64
@@ -96,6 +98,24 @@ class ChunkedHead:
         """Yield each chunk's part of the loss, its leaf of hidden states [1, tokens, hidden], and where those of them
         lie that count, in the hidden states of all rows one behind the other.
         """
+        for run, leaf, targets, places in self._runs(output, batch, chunks):
+            # No name for the outputs: the logits of a chunk go before the next one's come.
+            loss = find_loss(run(labels=targets[None], shift_labels=targets[None], num_items_in_batch=tokens))
+            yield loss, leaf, places
+
+    def log_probs(
+        self, output: Any, batch: Batch, chunks: Iterable[Chunk]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield the log-probabilities of each chunk's targets, fp32 [targets], and leaf and places as `losses`."""
+        for run, leaf, targets, places in self._runs(output, batch, chunks):
+            yield log_probs(run().logits[0], targets)[: len(places)], leaf, places
+
+    def _runs(
+        self, output: Any, batch: Batch, chunks: Iterable[Chunk]
+    ) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield what runs the model on each chunk, the chunk's leaf of hidden states, its targets [tokens], and the
+        places of those that count.
+        """
         hidden = output["last_hidden_state"]
         states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), batch["labels"].flatten()
         for chunk in chunks:
@@ -105,17 +125,12 @@ class ChunkedHead:
             leaf = states[places][None].requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
-            with forward_replaced(self._base, lambda *_args, part=part, **_kwargs: part):
-                # No name for the outputs: the logits of a chunk go before the next one's come.
-                loss = find_loss(
-                    self._model(
-                        input_ids=ids[places][None],
-                        labels=targets[None],
-                        shift_labels=targets[None],
-                        num_items_in_batch=tokens,
-                    )
-                )
-            yield loss, leaf, places[: chunk.num_targets]
+            yield partial(self._run, part, input_ids=ids[places][None]), leaf, targets, places[: chunk.num_targets]
+
+    def _run(self, output: Any, **inputs: Any) -> Any:
+        """Run the model with this for the output of its base model."""
+        with forward_replaced(self._base, lambda *_args, **_kwargs: output):
+            return self._model(**inputs)
 
 
 def find_chunked_head(

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.loss.batch import Batch
+from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.label_trials import LabelTrials
 from offload.errors import ConfigError, OffloadError, nearest
 
-IGNORED = -100
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 
@@ -28,9 +28,15 @@ class LossRule:
     """True if position t is scored against label t + 1, so that the first label of a row is no target."""
     takes_count: bool = False
     """True if the loss divides by `num_items_in_batch` when that is given."""
+    by_rows: bool = False
+    """True if each row with a target weighs as much as any other."""
 
     def count(self, labels: torch.Tensor) -> int:
-        """Return how many targets labels have: those that are not ignored, or all numbers of a regression."""
+        """Return how many targets labels have: those that are not ignored, or all numbers of a regression; or how many
+        rows have some.
+        """
+        if self.by_rows and labels.dim() == 2:
+            return int((labels[:, 1:] != IGNORED).any(1).sum())
         if labels.is_floating_point():
             return labels.numel()
         if self.shifts and labels.dim() > 1:
@@ -44,11 +50,13 @@ def labels_of(batch: Batch) -> torch.Tensor | None:
     return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
-def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> dict[str, Any]:
+def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> dict[str, Any]:
     """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
     signature = inspect.signature(model.forward).parameters
-    labels = labels_of(batch)
-    if has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
+    labels, has_loss_function = labels_of(batch), loss_fn is not None
+    if isinstance(loss_fn, GroupLoss):
+        batch = {key: value for key, value in batch.items() if key not in loss_fn.own}
+    elif has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
         batch = {key: value for key, value in batch.items() if key != "labels"}  # no token labels: loss_fn's alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         for key in batch:
@@ -102,7 +110,7 @@ def run_loss(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_gradient: bool = True, **extra: Any
 ) -> torch.Tensor:
     """Run the model on a batch, and return the loss of `loss_fn`, or without one the model's own."""
-    outputs = model(**select_inputs(model, batch, loss_fn is not None), **extra)
+    outputs = model(**select_inputs(model, batch, loss_fn), **extra)
     return check_loss(loss_fn(outputs, batch), has_gradient=has_gradient) if loss_fn else find_loss(outputs)
 
 

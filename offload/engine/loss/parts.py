@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from offload.engine.loss.batch import Batch
+from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.batch_agreement import BatchFacts
-from offload.engine.loss.chunked_head import chunks_of
-from offload.engine.loss.loss import IGNORED, labels_of, run_loss, select_inputs
+from offload.engine.loss.chunked_head import Chunk, chunks_of
+from offload.engine.loss.group_loss import GroupLoss, TokenLoss
+from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
+
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A part of the loss, its leaf of hidden states, and where those of them lie that count."""
 
 
 class Losses:
@@ -45,8 +50,10 @@ class Losses:
         The units cut the batch themselves where they can (the model is called once, and its weights stream once);
         otherwise the model is called on one micro-batch after the other.
         """
-        known, rule, batch = facts.plan, facts.rule, facts.batch
+        known, batch = facts.plan, facts.batch
         own = known.ranks[known.rank]
+        if isinstance(facts.loss_fn, GroupLoss):
+            facts.loss_fn.begin()
         if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(facts)
             return
@@ -58,11 +65,10 @@ class Losses:
                 yield self._chunked(facts, size)
                 return
             self.num_chunks = 1
-            share = 1.0
-            if known.has_peers:
-                share = known.num_targets(rule, known.rank) / max(1, facts.num_targets)
-                batch = batch if share else _with_targets(batch)
-            yield _scaled(run_loss(self._model, batch, facts.loss_fn, has_gradient=self.has_gradient), share)
+            share = _share(facts)
+            batch = batch if share else _with_targets(batch)
+            loss = run_loss(self._model, batch, facts.loss_fn, has_gradient=self.has_gradient)
+            yield _scaled(loss, share, facts)
 
     def _micro_batches(self, facts: BatchFacts) -> Generator[torch.Tensor, None, None]:
         known, rule, batch, loss_fn = facts.plan, facts.rule, facts.batch, facts.loss_fn
@@ -90,13 +96,13 @@ class Losses:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.runner.as_ours():
                 loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
-            yield _scaled(loss, share)
+            yield _scaled(loss, share, facts)
         found = [(t, leaf.grad) for t in hanging if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
 
     def chunk_tokens(self, facts: BatchFacts) -> int:
         """Return how many tokens go through the head at once; 0 where the logits of all of them are made."""
-        is_whole = facts.loss_fn is not None or not self._state.way.chunks
+        is_whole = not isinstance(facts.loss_fn, TokenLoss | None) or not self._state.way.chunks
         if facts.head is None or self.chunk_bytes is None or is_whole:
             return 0
         size = max(1, self.chunk_bytes // (facts.head.vocabulary * 4))
@@ -111,23 +117,52 @@ class Losses:
         head, batch, known = facts.head, facts.batch, facts.plan
         assert head is not None
         assert facts.labels is not None
-        most = max(known.num_targets(facts.rule, rank) for rank in range(len(known.ranks)))
+        most = max(known.num_targets(replace(facts.rule, by_rows=False), rank) for rank in range(len(known.ranks)))
         chunks = chunks_of(facts.labels, size, max(1, -(-most // size)), self._state.device.bring_up)
         self.num_chunks = len(chunks)
-        output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, False)))
+        output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, facts.loss_fn)))
         hidden = output["last_hidden_state"]
         gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
-            for loss, leaf, places in head.losses(output, batch, chunks, facts.num_targets):
+            if isinstance(facts.loss_fn, TokenLoss):
+                total, parts = self._of_tokens(facts, facts.loss_fn, output, chunks)
+            else:
+                parts = head.losses(output, batch, chunks, facts.num_targets)
+            for loss, leaf, places in parts:
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     self._state.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:
                     gradient.view(-1, hidden.shape[-1])[places] = leaf.grad[0, : len(places)]
-                total += loss.detach().to(torch.float32)
+                if facts.loss_fn is None:
+                    total += loss.detach().to(torch.float32)
         if gradient is not None:
             self._state.backward(hidden, gradient)
         return total
+
+    def _of_tokens(
+        self, facts: BatchFacts, loss_fn: TokenLoss, output: Any, chunks: list[Chunk]
+    ) -> tuple[torch.Tensor, Iterable[_Part]]:
+        """Return a loss of log-probabilities, of which all have to be known before the first gradient is: they are made
+        in chunks, once without a graph. Return with it parts that are made once more, whose sum has its gradient.
+        """
+        head, share = facts.head, _share(facts)
+        assert head is not None
+        batch = facts.batch if share else _with_targets(facts.batch)
+        found = torch.zeros(facts.batch["labels"].shape, dtype=torch.float32, device=output["last_hidden_state"].device)
+        with torch.no_grad():
+            for values, _, places in head.log_probs(output, facts.batch, chunks):
+                found.view(-1)[places + 1] = values
+        found.requires_grad_(torch.is_grad_enabled())
+        loss = _scaled(loss_fn.of(found, batch), share, facts)
+        if not found.requires_grad:
+            return loss, ()
+        (slopes,) = torch.autograd.grad(loss, found)
+        parts = (
+            ((values * slopes.flatten()[places + 1]).sum(), leaf, places)
+            for values, leaf, places in head.log_probs(output, facts.batch, chunks)
+        )
+        return loss.detach(), parts
 
 
 def summed(
@@ -143,7 +178,16 @@ def summed(
     return total
 
 
-def _scaled(loss: torch.Tensor, share: float) -> torch.Tensor:
+def _share(facts: BatchFacts) -> float:
+    """Return how much of the loss this rank's rows are."""
+    known = facts.plan
+    return known.num_targets(facts.rule, known.rank) / max(1, facts.num_targets) if known.has_peers else 1.0
+
+
+def _scaled(loss: torch.Tensor, share: float, facts: BatchFacts) -> torch.Tensor:
+    """Return a part of the loss as the sum has it."""
+    if share and isinstance(facts.loss_fn, GroupLoss):
+        facts.loss_fn.keep()
     return loss * share if share != 1.0 else loss
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from offload.engine.loss.batch import Batch, BatchForm, Rows, check_batch, map_tensors
+from offload.engine.loss.batch import IGNORED, Batch, BatchForm, Rows, check_batch, map_tensors
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
@@ -28,19 +28,21 @@ class Samples:
         """Return how a batch is cut in rows. Raises ConfigError."""
         return BatchForm.of(batch, self._rows)
 
-    def _few(self, batch: Batch, form: BatchForm, rows: int, whole: bool) -> Batch:
-        """Return a few rows of a batch, repeated where it has too few: those with most padding first, and then those
-        that differ from the first in most; of token batches, a few tokens, or all with `whole`.
+    def _few(self, batch: Batch, form: BatchForm, rows: int, whole: bool, group: int = 1) -> Batch:
+        """Return a few rows of a batch, or groups of `group` of them, repeated where it has too few: those with most
+        padding first, and then those that differ from the first in most; of token batches, a few tokens, or all with
+        `whole`.
         """
         mask = _padding_mask(form, batch)
-        first = 0 if mask is None else int(mask.sum(1).argmin())
-        differing = form.differing(batch, first)
+        first = 0 if mask is None else int(mask.sum(1).argmin()) // group
+        differing = form.differing(batch, first * group).view(-1, group).sum(1)
         others = differing.argsort(stable=True, descending=True)
         order = [first, *(row for row in others.tolist() if row != first)]
-        numbers = [order[number % len(order)] for number in range(rows)]
-        sample = form.take(batch, torch.tensor(numbers, device="cpu"))
+        numbers = torch.tensor([order[number % len(order)] for number in range(rows)], device="cpu")
+        sample = form.take(batch, (numbers[:, None] * group + torch.arange(group, device="cpu")).flatten())
         if not whole and self._is_text(form, batch):
-            sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
+            begin = _first_column(sample.get("labels"))
+            sample = {key: value[:, begin : begin + _TOKENS].contiguous() for key, value in sample.items()}
         return _cut_off(sample)
 
     def probe(self, form: BatchForm, sample: Batch) -> Batch:
@@ -75,11 +77,11 @@ class Samples:
         worth = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
         return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
-    def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool) -> list[Batch]:
-        """Return what to record on: the same on all ranks."""
+    def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool, group: int = 1) -> list[Batch]:
+        """Return what to record on, rows or groups of them: the same on all ranks."""
         if form.is_whole:
             return [self._shared(leader, lambda: _cut_off(batch))] * len(ROWS)
-        return [self._shared(leader, partial(self._few, batch, form, rows, whole)) for rows in ROWS]
+        return [self._shared(leader, partial(self._few, batch, form, rows, whole, group)) for rows in ROWS]
 
     def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
         """Return the batch that one rank makes."""
@@ -123,6 +125,14 @@ class Samples:
             return [whole]
         named = {key: value for key, value in sample.items() if key in kwargs}
         return [([sample[str(number)] for number in range(len(args))], named), whole]
+
+
+def _first_column(labels: torch.Tensor | None) -> int:
+    """Return from where on a few columns of a text show some target: 0 unless a long prompt comes first."""
+    if labels is None or (targets := (labels[:, 1:] != IGNORED).any(0).nonzero()).numel() == 0:
+        return 0
+    first = int(targets[0])
+    return first if first + 1 >= _TOKENS else 0
 
 
 def _cut_off(batch: Batch) -> Batch:

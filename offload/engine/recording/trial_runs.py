@@ -25,6 +25,7 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
+from offload.engine.loss.group_loss import GroupLoss, TokenLoss, group_of
 from offload.engine.loss.label_trials import LabelTrials
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
@@ -106,9 +107,9 @@ class TrialRuns:
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # the next batch may tell
             return replace(facts, form=form)
-        if loss_fn is None:
+        if loss_fn is None or isinstance(loss_fn, TokenLoss):
             rule, head = self._keep_decision(batch, rule, head)
-        found = Found(rule, head, form)
+        found = Found(replace(rule, by_rows=isinstance(loss_fn, GroupLoss)), head, form)
         if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
@@ -125,7 +126,7 @@ class TrialRuns:
         sample, self._sample_left = self._sample_left, None
         if sample is None:
             leader = self.samples.choose_leader(facts.batch, lambda: self.news(facts.batch, facts.loss_fn)[0], None)
-            sample = self.samples.take(facts.batch, facts.form, leader, whole=False)[0]
+            sample = self.samples.take(facts.batch, facts.form, leader, False, group_of(facts.loss_fn))[0]
         return sample
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
@@ -141,12 +142,13 @@ class TrialRuns:
         form = form if self._state.comm.rank == leader else told
         self._alike.pop(signature, None)
         if not form.is_whole:
-            samples = self.samples.take(batch, form, leader, again)
+            samples = self.samples.take(batch, form, leader, again, group_of(loss_fn))
             self._sample_left, alike = samples[0], form.alike(samples[-1], form.axes)
             if len(alike) == len(form.axes) or (self._cuts and not is_plain):
                 self._alike[signature] = alike
             try:
-                self._record_on(ROWS, loss_fn, [samples] if again else self.samples.variants(form, samples))
+                sizes = [check_batch(sample) for sample in samples]
+                self._record_on(sizes, loss_fn, [samples] if again else self.samples.variants(form, samples))
                 return form
             except (OffloadError, torch.OutOfMemoryError):
                 raise
@@ -173,14 +175,11 @@ class TrialRuns:
             raise ConfigError(f"the model does not run on the batch ({shown}): {why}") from error
         return form
 
-    def _record_on(
-        self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[Sequence[Batch]]
-    ) -> None:
+    def _record_on(self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[list[Batch]]) -> None:
         known = [(unit, {key: variant.copy() for key, variant in unit.known.items()}) for unit in self._state.units]
         try:
             for samples in variants:
-                run = partial(run_loss, self._model, has_gradient=self._has_backward)
-                runs = [partial(run, sample, loss_fn) for sample in samples]
+                runs = [partial(run_loss, self._model, s, loss_fn, has_gradient=self._has_backward) for s in samples]
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # what was learned of no batch
             for unit, before in known:
@@ -192,10 +191,14 @@ class TrialRuns:
         self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, again: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
         def run(inputs: Batch, **extra: Any) -> Any:
-            return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
+            return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
         head = None
+        if isinstance(loss_fn, GroupLoss) and not isinstance(loss_fn, TokenLoss):
+            return LossRule(), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, again)[0])
+        if isinstance(loss_fn, TokenLoss):  # whether the head may be cut is shown by the model's own loss
+            probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside in eval mode alone (RWKV rescales its blocks there). Watched once: that
             # takes as long as a run, and which weights are read does not depend on the labels.

@@ -1,0 +1,27 @@
+"""offload.train on a Ray cluster: python examples/cluster/ray_train.py --workers 2 [--gpu] --run.dir /shared/run ...
+
+What follows are settings of offload.train. A run that Ray starts again goes on from its newest checkpoint.
+"""
+
+import argparse
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from offload.train import main
+
+
+def train(config: dict[str, list[str]]) -> None:
+    main(config["words"])  # over the process group that Ray has made, and on the device that it gave
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--workers", type=int, default=2, help="ranks, on however many machines")
+parser.add_argument("--gpu", action="store_true", help="one GPU for each")
+flags, words = parser.parse_known_args()
+TorchTrainer(
+    train,
+    train_loop_config={"words": words},
+    scaling_config=ScalingConfig(num_workers=flags.workers, use_gpu=flags.gpu),
+    run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
+).fit()

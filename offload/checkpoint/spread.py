@@ -1,0 +1,173 @@
+"""A checkpoint over the disks of several machines: each has the manifest, and what its own ranks wrote.
+
+Whether two ranks have one disk is found by what one makes and the other sees, so that a folder which machines share
+(NFS, Lustre) and disks of their own are one case. What a rank is to read and its disk lacks is copied there, once.
+
+A rank that fails here, its disk being full perhaps, raises alone: it ends, and the others with it, as for any error.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, checksum, raw
+from offload.checkpoint.reader import Reader
+from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
+from offload.errors import CheckpointError, common
+from offload.files.atomic_folder import as_disk_errors, make_partial, remove, take_place
+from offload.native.io import sync_path
+
+_Value = TypeVar("_Value")
+
+
+def keepers(comm: Comm, folder: Path) -> list[int]:
+    """Return for each rank the lowest one that has `folder` on the same disk; it is made where there is none.
+    Collective. Raises DiskError, on all ranks.
+    """
+    if comm.size == 1:
+        return [0]
+    with ExitStack() as opened:
+        with as_one(comm, "look at the disk"), as_disk_errors("the making", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            mark = _make_partial(folder / "disk", opened)
+        marks = comm.gather_objects(mark.name, "marks on disks")
+        seen = [(folder / name).exists() for name in marks]
+        return comm.gather_objects(seen.index(True), "disks of ranks")  # by now all have looked
+
+
+def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
+    """Bring the manifest, and what is attached, of checkpoints onto every disk, where all of the checkpoint is on some;
+    return those of which something is on none, and why. `folders`: the checkpoints that this rank sees, whole or in
+    part. Collective.
+    """
+    told = comm.gather_objects({folder: _look(folder) for folder in folders}, "checkpoints on disks")
+    broken = {}
+    for folder in dict.fromkeys(folder for each in told for folder in each):
+        looks = [each.get(folder) for each in told]
+        present: dict[str, set[str]] = {}
+        for look in filter(None, looks):
+            present.setdefault(look.mark, set()).update(look.present)
+        missing = {look: sorted(look.files - present[look.mark]) for look in filter(None, looks)}
+        best = min(missing, key=lambda look: len(missing[look]), default=None)
+        if best is None or missing[best]:
+            name = MANIFEST if best is None else missing[best][0]
+            broken[folder] = f"{folder / name} is on the disk of no machine."
+            continue
+        lacking = [rank for rank, look in enumerate(looks) if look is None or look.mark != best.mark]
+        if lacking:
+            keeper = keepers(comm, folder.parent)
+            takers = {keeper[rank] for rank in lacking}
+            with _copied(comm, folder, dict(best.small), looks.index(best), takers) as partial:
+                if partial is not None:
+                    with as_disk_errors("the publishing", folder):
+                        old = take_place(partial, folder)
+                        sync_path(folder.parent)
+                    if old:
+                        remove(old)
+    return broken
+
+
+def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
+    """Copy the data files of a checkpoint that this rank wants, and its disk lacks, onto that. Collective.
+
+    Raises CheckpointError, on all ranks, where one is on no disk.
+    """
+    lacking = comm.gather_objects(reader.absent & set(wanted), "files that a disk lacks")
+    if not any(lacking):
+        return
+    keeper = keepers(comm, reader.path.parent)
+    has = comm.gather_objects(reader.num_bytes_of.keys() - reader.absent, "files on disks")
+    for name in sorted(set().union(*lacking)):
+        takers = {keeper[rank] for rank, names in enumerate(lacking) if name in names}
+        source = next((rank for rank, names in enumerate(has) if name in names), None)
+        if source is None:
+            missing = reader.path / name
+            raise common(CheckpointError(f"{missing} is on the disk of no machine.", missing))
+        with _copied(comm, reader.path, {name: reader.num_bytes_of[name]}, source, takers) as partial:
+            if partial is not None:
+                with as_disk_errors("the publishing", reader.path):
+                    (partial / name).rename(reader.path / name)
+                    sync_path(reader.path)
+    comm.barrier("files on all disks")
+    reader.open_data()
+
+
+def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
+    """Return what rank 0 gave, which may be long. Collective."""
+    data = pickle.dumps(value if comm.rank == 0 else None)
+    num_bytes = comm.gather_objects(len(data), f"{what}: length")[0]
+    flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
+    comm.broadcast(flat, 0, what)
+    found: _Value = pickle.loads(flat.numpy().tobytes())
+    return found
+
+
+class _Look(NamedTuple):
+    """What a disk has of a checkpoint: the checksum of its manifest, the data files that are there of those that it
+    names, and the sizes of what every disk has.
+    """
+
+    mark: str
+    present: frozenset[str]
+    files: frozenset[str]
+    small: tuple[tuple[str, int], ...]
+
+
+def _look(folder: Path) -> _Look | None:
+    """Return what is there of a checkpoint; None where its manifest does not say."""
+    with suppress(OSError, CheckpointError):
+        data = (folder / MANIFEST).read_bytes()
+        manifest = Manifest.decode(data, folder / MANIFEST)
+        small = *((name, its.num_bytes) for name, its in manifest.attached.items()), (MANIFEST, len(data))
+        present = frozenset(name for name in manifest.files if (folder / name).is_file())
+        return _Look(checksum(data), present, frozenset(manifest.files), small)
+    return None
+
+
+@contextmanager
+def _copied(
+    comm: Comm, folder: Path, num_bytes: Mapping[str, int], source: int, takers: Collection[int]
+) -> Iterator[Path | None]:
+    """Copy files of a checkpoint, of so many bytes, from the disk of rank `source` into a partial folder beside it on
+    those of the `takers`; yield it, and None on other ranks. What is left there goes afterwards.
+    """
+    with ExitStack() as opened:
+        partial = None
+        if comm.rank in takers:
+            with as_disk_errors("the making", folder):
+                partial = _make_partial(folder, opened)
+        for name, size in num_bytes.items():
+            with as_disk_errors("the copy", folder / name), ExitStack() as one:
+                file = None
+                if partial is not None:
+                    file = one.enter_context((partial / name).open("wb", buffering=0))
+                elif comm.rank == source:
+                    file = one.enter_context((folder / name).open("rb", buffering=0))
+                for begin in range(0, size, CHUNK_BYTES):
+                    piece = torch.zeros(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
+                    if file is not None and partial is None:
+                        file.readinto(raw(piece).data)
+                    comm.broadcast(piece, source, f"copy of {name}")
+                    if file is not None and partial is not None:
+                        file.write(raw(piece).data)
+            if partial is not None:
+                sync_path(partial / name)
+        if partial is not None:
+            sync_path(partial)
+        yield partial
+
+
+def _make_partial(target: Path, opened: ExitStack) -> Path:
+    """Make a folder beside `target`, which goes with `opened`, or by `clear` where that does not come to it."""
+    path, lock = make_partial(target)
+    opened.enter_context(lock)
+    opened.callback(shutil.rmtree, path, ignore_errors=True)
+    return path

@@ -1,0 +1,172 @@
+"""Training on preferences: of two answers to a prompt, the chosen one and the rejected one, which are neighbouring rows
+of a batch. Three losses, and the objective that hands a batch to them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from offload.config.sections import TrainSection
+from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.group_loss import GroupLoss, TokenLoss, has_target
+from offload.training.objectives import Batch as OwnBatch
+from offload.training.objectives import Objective
+
+
+class LogProbs(TokenLoss):
+    """Measures the log-probability of each row's targets, as `log_probs`; the loss is minus their mean."""
+
+    own: ClassVar[frozenset[str]] = frozenset({"labels", "answers"})
+
+    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums = found.sum(1)
+        return self._mean(-sums, batch, log_probs=sums)
+
+
+class DPO(TokenLoss):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7): the reward of an answer is
+    `beta` times how much more probable it is than by the reference, whose log-probabilities are the first column of the
+    batch's `reference`, fp32 [rows, tokens].
+
+    `loss_type`: sigmoid; hinge (SLiC, Zhao et al. 2023, arXiv:2305.10425); ipo (Azar et al. 2023, arXiv:2310.12036,
+    equation 17, over the mean of a row's tokens).
+    """
+
+    group: ClassVar[int] = 2
+    own: ClassVar[frozenset[str]] = frozenset({"labels", "reference"})
+
+    def __init__(self, beta: float, loss_type: str) -> None:
+        super().__init__()
+        self._beta, self._loss_type = beta, loss_type
+
+    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums, beta = found.sum(1), self._beta
+        ratios = sums - batch["reference"][:, 0]
+        if self._loss_type == "ipo":
+            means = _margins(ratios / _num_targets(batch["labels"]))
+            losses = (means - 1 / (2 * beta)) ** 2
+        elif self._loss_type == "hinge":
+            losses = torch.relu(1 - beta * _margins(ratios))
+        else:
+            losses = -logsigmoid(beta * _margins(ratios))
+        return self._mean(losses, batch, **_told(beta * ratios), **_told_sums(sums))
+
+
+class ORPO(TokenLoss):
+    """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691, equation 6): the chosen answer's loss,
+    and `beta` (their lambda) times how little its odds exceed the rejected one's. Needs no reference.
+
+    Where the batch has `answers` int64 [rows, tokens], the labels of prompts are in the first term, and these say which
+    are in the second.
+    """
+
+    group: ClassVar[int] = 2
+    own: ClassVar[frozenset[str]] = frozenset({"labels", "answers"})
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self._beta = beta
+
+    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+        labels = batch["labels"]
+        nll = -(found.sum(1) / _num_targets(labels))[::2]
+        if (answers := batch.get("answers")) is not None:
+            found, labels = found * answers, labels.masked_fill(answers == 0, IGNORED)
+        sums = found.sum(1)
+        means = sums / _num_targets(labels)
+        log_odds = _margins(means - _log1mexp(means))
+        ratios = logsigmoid(log_odds)
+        told = _told(self._beta * means) | _told_sums(sums) | {"nll_loss": nll, "log_odds": log_odds}
+        return self._mean(nll - self._beta * ratios, batch, **told)
+
+
+class Reward(GroupLoss):
+    """A reward model's loss: the chosen answer has the higher score, by the model of Bradley and Terry (1952). The
+    outputs' `logits` are [rows, 1]. `centering` times the squared sum of a pair's scores is added (Eisenstein et al.
+    2023, arXiv:2312.09244).
+    """
+
+    group: ClassVar[int] = 2
+
+    def __init__(self, centering: float) -> None:
+        super().__init__()
+        self._centering = centering
+
+    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        scores = outputs.logits[:, 0].float()
+        losses = -logsigmoid(_margins(scores))
+        if self._centering:
+            losses = losses + self._centering * scores.view(-1, 2).sum(1) ** 2
+        return self._mean(losses, batch, **_told(scores))
+
+
+def _margins(values: torch.Tensor) -> torch.Tensor:
+    """Return how much more the chosen rows of values [rows] have than the rejected ones, [pairs]."""
+    return values[::2] - values[1::2]
+
+
+def _told(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is told of rewards [rows], by TRL's names, [pairs] each."""
+    margins = _margins(rewards)
+    return {
+        "rewards/chosen": rewards[::2],
+        "rewards/rejected": rewards[1::2],
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
+    }
+
+
+def _told_sums(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logps/chosen": sums[::2], "logps/rejected": sums[1::2]}
+
+
+def _num_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many targets each row of labels [rows, tokens] has, at least 1."""
+    return (labels[:, 1:] != IGNORED).sum(1).clamp(min=1)
+
+
+def _log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(values)) of values below 0 (Maechler 2012, "Accurately computing log(1 - exp(-|a|))")."""
+    values = values.clamp(max=-torch.finfo(values.dtype).eps)
+    is_small = values > -math.log(2)
+    near = torch.log(-torch.expm1(torch.where(is_small, values, -1.0)))
+    return torch.where(is_small, near, torch.log1p(-torch.exp(torch.where(is_small, -1.0, values))))
+
+
+class Preferences(Objective):
+    """Pairs of answers, scored by a loss. `labels_prompt`: the labels of prompts count in ORPO's first term."""
+
+    counted = "pairs"
+
+    def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool) -> None:
+        self.name = f"the chosen answer rather than the rejected one ({method})"
+        self.loss, self._group, self._labels_prompt = loss, loss.group, labels_prompt
+
+    def apply(self, batch: OwnBatch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> OwnBatch:
+        if not self._labels_prompt:
+            return batch
+        labels, is_answer = batch["input_ids"], (batch["labels"] != IGNORED).long()
+        if "attention_mask" in batch:
+            labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
+        labels = labels.masked_fill(~has_target(batch["labels"])[:, None], IGNORED)  # a row of a rank that has none
+        return {**batch, "labels": labels, "answers": is_answer}
+
+    def count(self, batch: OwnBatch) -> int:
+        """Return how many pairs a batch has."""
+        return int(has_target(batch["labels"]).sum()) // self._group
+
+
+def choose_preferences(train: TrainSection, *, labels_prompt: bool) -> Preferences:
+    """Return the objective of a method of training other than sft."""
+    loss: GroupLoss
+    if train.method == "dpo":
+        loss = DPO(train.beta, train.loss_type)
+    elif train.method == "orpo":
+        loss = ORPO(train.beta)
+    else:
+        loss = Reward(train.center_rewards_coefficient)
+    return Preferences(train.method, loss, labels_prompt and train.method == "orpo")

@@ -1,0 +1,146 @@
+"""The reference of DPO: what the model says of each answer before it is trained, measured once, so that no second model
+is in memory. Of an adapter over a base, that is what the base says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from offload.checkpoint.spread import of_rank_0
+from offload.checkpoint.stored import REFERENCE
+from offload.data.dataset import Dataset
+from offload.data.sources import hash_text
+from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
+from offload.errors import ConfigError
+from offload.files.user_cache import default_cache_dir
+from offload.native.io import disk_error
+from offload.training.build import Run
+from offload.training.preferences import LogProbs
+from offload.training.resume import ResumePoint
+
+_VERSION = 1
+_SAY_S = 30.0
+Say = Callable[[str], None]
+
+
+def add_reference(run: Run, start: ResumePoint, comm: Comm, say: Say) -> Run:
+    """Return a run whose batches have the `reference` that its loss asks for: out of the checkpoint that it goes on
+    from, or measured now, in its initial weights. Collective. Raises ConfigError and DiskError.
+    """
+    if run.config.train.method != "dpo":
+        return run
+    sizes = {name: rows.num_different for name, rows in run.data.row_sets.items()}
+    if run.meta is not None:
+        with as_one(comm, "reading of the reference"):
+            values = _stored(start.folders, sum(sizes.values()))
+    else:
+        values = _measured(run, comm, say)
+    ends = np.cumsum(list(sizes.values()))[:-1]
+    by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
+    kept = {REFERENCE: values.astype("<f4").tobytes()}
+    return replace(run, data=replace(run.data, values=by_name), beside_states={**run.beside_states, **kept})
+
+
+def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
+    """Return the log-probability of each row, in the order of `Dataset.row_sets`, out of the first checkpoint that has
+    them. Raises ConfigError.
+    """
+    file = next((folder / REFERENCE for folder in folders if (folder / REFERENCE).is_file()), None)
+    values = np.zeros(0, np.float32) if file is None else np.fromfile(file, "<f4")
+    if len(values) != num_rows:
+        raise ConfigError(
+            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference, and the data have "
+            f"{num_rows:,} answers: restore the checkpoint or the data, or begin another run.dir."
+        )
+    return values
+
+
+def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
+    """Return the log-probabilities of all rows in the weights that the engine has. A run that was interrupted here, or
+    one of the same weights and data, finds those that were measured.
+    """
+    data, engine, train = run.data, run.engine, run.config.train
+    model: Any = engine.model
+    identities = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
+    cut = data.batch_size, train.micro_rows, train.head_chunk_bytes, comm.size
+    computed = train.precision, run.config.model.attention, run.config.offload.frozen_weights, engine.device.type
+    whole = engine.weights_mark(whole=True), model.config.to_json_string()
+    key = hash_text(repr((_VERSION, whole, identities, cut, computed)))
+    spans = list(_spans(data))
+    num_rows = sum(end - begin for _, begin, end in spans)
+    with _kept(default_cache_dir() / "reference" / f"{key}.f32", comm) as kept:
+        found: list[np.ndarray] = []
+        with as_one(comm, "reading of the reference"):
+            if kept is not None:
+                found = _read(kept, [end - begin for _, begin, end in spans])
+        num_found = int(comm.gather_objects(len(found), "what is known of the reference")[0])
+        if num_found < len(spans):
+            some = f", of which {sum(map(len, found)):,} are known" if num_found else ""
+            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{some} ...")
+        told_at, loss = time.monotonic(), LogProbs()
+        for name, begin, end in spans[num_found:]:
+            engine.evaluate(data.batch_of(name, begin, end, comm.rank, comm.size), loss)
+            own = loss.measured.get("log_probs")
+            parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
+            found.append(np.concatenate([part for part in parts if part is not None]))
+            with as_one(comm, "keeping of the reference"):
+                if kept is not None:
+                    _write(kept, found[-1])
+            if time.monotonic() - told_at > _SAY_S:
+                told_at = time.monotonic()
+                say(f"reference: {sum(map(len, found)):,} of {num_rows:,} answers")
+    values = np.concatenate(found) if found else np.zeros(0, np.float32)
+    return of_rank_0(comm, values, "the reference")  # who alone has what was kept
+
+
+def _spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
+    """Yield the batches in which rows are measured: of which of `Dataset.row_sets`, and which rows."""
+    for name, rows in data.row_sets.items():
+        for begin in range(0, rows.num_different, data.batch_size):
+            yield name, begin, min(begin + data.batch_size, rows.num_different)
+
+
+@contextmanager
+def _kept(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
+    """Open the file in which rank 0 keeps what is measured, for one process at a time; None on other ranks."""
+    if comm.rank:
+        yield None
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(
+            f"The data cache {path.parent} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another "
+            "folder."
+        ) from error
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # who comes second finds all of it
+        yield stream
+
+
+def _read(kept: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return the whole batches that are kept, of these sizes, and take away what is behind them."""
+    kept.seek(0)
+    values = np.frombuffer(kept.read(), "<f4", count=kept.tell() // 4)
+    num_whole = int(np.searchsorted(np.cumsum(sizes), len(values), "right"))
+    ends = np.cumsum(sizes[:num_whole])
+    kept.truncate(4 * int(ends[-1]) if num_whole else 0)
+    return np.split(values, ends)[:num_whole]
+
+
+def _write(kept: BinaryIO, values: np.ndarray) -> None:
+    try:
+        kept.write(values.astype("<f4").tobytes())
+        kept.flush()
+    except OSError as error:
+        raise disk_error("the write of the reference", Path(kept.name), error) from error

@@ -1,0 +1,112 @@
+"""Ranks whose machines have disks of their own: here each runs in a folder of its own, and the run's is relative."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from offload.distributed.reach import Door
+from tests import forks
+from tests.distributed.ranks import free_port
+from tests.forks import ROOT
+
+RUN = Path("run/checkpoints")
+
+
+def settings(tmp_path: Path) -> list[str]:
+    """Make a small model's shape, and text for it, that any folder reads; return the settings."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(tmp_path / "shape")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    data = ["--model.path", f"{tmp_path}/shape/config.json", "--data.source", str(text)]
+    data += ["--data.sequence_length", "32", "--train.batch_size", "6", "--checkpoint.every", "2"]
+    return [*data, "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]  # for any number of steps
+
+
+def train(disks: Sequence[Path], words: Sequence[str]) -> list[tuple[int, str]]:
+    """Run a rank in each of these folders; return exit codes and what was printed."""
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(disks)), "LOCAL_WORLD_SIZE": str(len(disks))}
+    started = []
+    try:
+        for rank, disk in enumerate(disks):
+            disk.mkdir(exist_ok=True)
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(forks.start(["-m", "offload.train", *words], cwd=disk, env=env, rank=rank))
+        printed = ["".join(each.communicate()) for each in started]
+        return [(each.wait(), text) for each, text in zip(started, printed, strict=True)]
+    finally:
+        for each in started:
+            each.close()
+
+
+def files(disk: Path, step: int) -> set[str]:
+    return {path.name for path in (disk / RUN / f"step-{step}").glob("rank-*")}
+
+
+def weights(disk: Path) -> bytes:
+    return (disk / "run/hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_parts(tmp_path: Path):
+    words = [*settings(tmp_path), "--run.dir", "run"]
+    unexported = [*words, "--checkpoint.export", "false"]
+    whole, one, two, three = (tmp_path / name for name in ("whole", "one", "two", "three"))
+    for disks, steps in (
+        ([whole, whole], [*words, "--train.steps", "6"]),
+        ([one, two], [*unexported, "--train.steps", "4"]),
+    ):
+        assert [code for code, _ in train(disks, steps)] == [0, 0]
+    assert (files(one, 4), files(two, 4)) == ({"rank-0.bin"}, {"rank-1.bin"})
+    assert not list(tmp_path.glob("*/run/**/*.partial-*"))
+
+    # A save that one machine did not live to publish is none; the machines have other numbers now.
+    shutil.rmtree(one / RUN / "step-4")
+    (first, text), (second, other) = train([two, one], [*words, "--checkpoint.export", "true", "--train.steps", "6"])
+    assert (first, second, other) == (0, 0, ""), text
+    assert "step-4/rank-0.bin is on the disk of no machine" in text
+    assert "resumed at step 2" in text
+    assert weights(two) == weights(whole)
+    assert (files(one, 6), files(two, 6)) == ({"rank-1.bin"}, {"rank-0.bin"})
+
+    # A new machine comes, which becomes the first.
+    (first, text), *others = train([three, one, two], [*unexported, "--train.steps", "8"])
+    assert (first, *others) == (0, (0, ""), (0, "")), (text, others)
+    assert "resumed at step 6" in text
+    # Copied together they are an ordinary checkpoint.
+    verify = ["-m", "offload.verify", "run"]
+    assert "rank-1.bin is missing" in forks.start(verify, cwd=three).communicate()[0]
+    for disk in one, two:
+        shutil.copytree(disk / RUN / "step-8", three / RUN / "step-8", dirs_exist_ok=True)
+    ((code, text),) = train([three], [*unexported, "--train.steps", "10"])
+    assert code == 0
+    assert "resumed at step 8" in text
+    lines = [json.loads(line) for line in (three / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [7, 8, 9, 10]
+
+
+def test_a_door_is_found_from_its_own_network_alone():
+    door = Door(2)
+    try:
+        assert door.reaches(door.name)
+        assert not door.reaches(f"{door.name}0")
+        apart = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-S", "-c", "print('there')"]
+        if subprocess.run(apart, capture_output=True, check=False).returncode:
+            pytest.skip("no network namespaces (unshare --net) here")
+        apart[-1] = f"import socket; socket.socket(socket.AF_UNIX).connect({door.name!r})"
+        assert "ConnectionRefusedError" in subprocess.run(apart, capture_output=True, text=True, check=False).stderr
+    finally:
+        door.close()
+    with socket.socket(socket.AF_UNIX) as visitor, pytest.raises(ConnectionRefusedError):
+        visitor.connect(door.name)

@@ -1,0 +1,206 @@
+"""Preferences: what rows say, in all their spellings, which tokens are compared, and that pairs stay pairs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from offload.data.dataset import Dataset, build_dataset
+from offload.data.encode import Encoder
+from offload.data.formats import Chat, Pair, Preference, read_records
+from offload.data.mixture import Mixture
+from offload.data.rows import BadRow
+from offload.errors import ConfigError
+from tests.data.asked import files_of, source_of
+
+ASKED = {"role": "user", "content": "What is two and two?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is four.", "It is five, and so on."))
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHATS: dict[str, dict[str, Any]] = {
+    "messages": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+    "one message": {"messages": [ASKED], "chosen": GOOD, "rejected": BAD},
+    "implicit": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "prompt twice": {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "a text before messages": {"prompt": ASKED["content"], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "texts behind messages": {"prompt": [ASKED], "chosen": GOOD["content"], "rejected": BAD["content"]},
+    "sharegpt": {
+        "prompt": [{"from": "human", "value": ASKED["content"]}],
+        "chosen": {"from": "gpt", "value": GOOD["content"]},
+        "rejected": {"from": "gpt", "value": BAD["content"]},
+    },
+}
+
+
+def record(path: Path) -> Any:
+    return next(iter(read_records(files_of(str(path), "preference")[0], 300)))
+
+
+@pytest.mark.parametrize("spelling", CHATS)
+def test_all_spellings_of_a_conversation_are_one(write_lines: Callable[..., Path], spelling: str) -> None:
+    found = record(write_lines("rows.jsonl", CHATS[spelling]))
+    assert isinstance(found, Preference)
+    assert isinstance(found.chosen, Chat)
+    assert found.chosen.messages == [ASKED, GOOD]
+    assert found.rejected == Chat(found.where, [ASKED, BAD], None, num_given=1)
+
+
+def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["system", "question", "chosen", "rejected"])
+        writer.writerow([SYSTEM["content"], ASKED["content"], GOOD["content"], json.dumps([BAD])])
+    file = files_of(str(path), "preference")[0].__class__(
+        **vars(files_of(str(path), "preference")[0]) | {"columns": {"prompt": "question"}}
+    )
+    found = next(iter(read_records(file, 300)))
+    assert isinstance(found, Preference)
+    assert isinstance(found.chosen, Chat)
+    assert found.chosen.messages == [SYSTEM, ASKED, GOOD]
+    assert found.chosen.num_given == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "2 + 2 is", "chosen": " four", "rejected": " five"}, "2 + 2 is"),
+        ({"chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, "2 + 2 is f"),
+        ({"prompt": "", "chosen": "2 + 2 is four", "rejected": "2 + 2 is five"}, ""),
+    ],
+)
+def test_texts_stay_texts(write_lines: Callable[..., Path], row: dict[str, str], prompt: str) -> None:
+    found = record(write_lines("rows.jsonl", row))
+    assert isinstance(found.chosen, Pair)
+    assert found.chosen.prompt == found.rejected.prompt == prompt
+    assert (found.chosen.prompt + found.chosen.completion).endswith("four")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "x", "rejected": "y"}, r"rows.jsonl:1 lacks 'chosen' for data.format=preference"),
+        ({"prompt": "x", "chosen": "y", "rejected": "y"}, "'chosen' and 'rejected' are the same"),
+        ({"prompt": "x", "chosen": "", "rejected": "y"}, "'chosen' is empty"),
+        ({"prompt": "x", "chosen": 3, "rejected": "y"}, "'chosen' must be a text or a list of at least one message"),
+        ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [BAD]}, "'chosen' has no message of the assistant"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, {"content": "x"}]}, "'rejected', 2 lacks a 'role'"),
+    ],
+)
+def test_a_row_that_is_no_preference(write_lines: Callable[..., Path], row: dict[str, Any], said: str) -> None:
+    bad = record(write_lines("rows.jsonl", row))
+    assert isinstance(bad, BadRow)
+    with pytest.raises(BadRow, match=said):
+        raise bad
+
+
+def test_an_answer_without_a_token_stays_beside_the_other() -> None:
+    """As of a tokenizer that leaves out blanks. Break: leave such a document out, and pairs are of two rows."""
+    rules = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=rules), train_on_prompt=False)
+    pair = Preference("rows.jsonl:1", Pair("rows.jsonl:1", "", " "), Pair("rows.jsonl:1", "", "a"))
+    assert [each.ids.tolist() for each in encoder.encode([(False, pair)])] == [[], [0]]
+    assert encoder.num_empty == 0
+
+
+@pytest.fixture
+def build(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., Dataset]:
+    def made(*paths: Path, weights: tuple[float | None, ...] = (None,), **more: Any) -> Dataset:
+        sources = [source_of(str(path), "preference", weight=w) for path, w in zip(paths, weights, strict=False)]
+        settings = {"tokenizer": bpe_folder(), "vocab_size": 400, "sequence_length": 48, "packing": False}
+        settings |= {"pairs": True, "batch_size": 3, "group_by_length": True}  # which keeps pairs as they are
+        return build_dataset(sources=sources, cache_dir=tmp_path / "cache", **settings | more)
+
+    return made
+
+
+def numbered(count: int, longer: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Return pairs that tell their number; of some the chosen answer's question is longer than a row."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"Say {i}." + " Please" * 90 * (i in longer)}],
+            "chosen": [{"role": "assistant", "content": f"{i} yes"}],
+            "rejected": [{"role": "assistant", "content": f"{i} no"}],
+        }
+        for i in range(count)
+    ]
+
+
+def said(data: Dataset, batch: dict[str, Any]) -> list[str]:
+    """Return what is compared in each row of a batch."""
+    return [
+        data.tokenizer.decode(ids[labels != -100], skip_special_tokens=True).strip()
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+
+
+def test_what_is_compared_is_the_answer_behind_the_prompt(
+    write_lines: Callable[..., Path], build: Callable[..., Dataset]
+) -> None:
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "One."}, ASKED]
+    data = build(write_lines("rows.jsonl", {"prompt": turns, "chosen": [GOOD], "rejected": [BAD]}), batch_size=1)
+    batch = data.batch(0)
+    assert said(data, batch) == [GOOD["content"], BAD["content"]]
+    assert "One." in data.tokenizer.decode(batch["input_ids"][0])
+    assert data.group == 2
+    assert data.rows.startswith("pairs of rows: 1 of 48 tokens to train on, 0 to evaluate")
+    assert data.sources[0].contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
+
+
+def test_pairs_stay_pairs_in_any_order_and_none_is_cut_in_half(
+    write_lines: Callable[..., Path], build: Callable[..., Dataset]
+) -> None:
+    """Those without room for an answer are left out. An epoch has each of the others once; ranks share them."""
+    data = build(write_lines("rows.jsonl", *numbered(21, longer=(4, 9))), eval_share=0.2, seed=5)
+    seen: list[str] = []
+    for step in range(data.num_steps(1)):
+        rows = said(data, data.batch(step))
+        assert [row.replace("no", "yes") for row in rows[1::2]] == rows[::2]
+        assert all(row.endswith("no") for row in rows[1::2])
+        shared = [row for rank in range(2) for row in said(data, data.batch(step, rank, 2))]
+        assert shared == rows
+        assert [len(data.batch(step, rank, 2)["input_ids"]) for rank in range(2)] == [2, 4]
+        seen += rows[::2]
+    of_epoch = seen[: data.num_train_rows // 2]
+    held_out = [row for batch in data.eval_batches(2) for row in said(data, batch)][::2]
+    assert sorted(of_epoch + held_out) == sorted(f"{i} yes" for i in range(21) if i not in (4, 9))
+    assert any("rows hold no trained token" in note for note in data.notes)
+
+
+def test_a_mixture_of_pairs(write_lines: Callable[..., Path], build: Callable[..., Dataset]) -> None:
+    paths = [write_lines(f"{name}.jsonl", *numbered(count)) for name, count in (("few", 3), ("many", 12))]
+    data = build(*paths, weights=(0.5, 0.5))
+    assert isinstance(data.train, Mixture)
+    assert data.train.quotas == (24, 24)
+    seen = [row for step in range(8) for row in said(data, data.batch(step))]
+    assert [row.replace("no", "yes") for row in seen[1::2]] == seen[::2]
+    assert [seen.count(f"{i} no") for i in range(12)] == [5, 5, 5] + [1] * 9
+
+
+def test_values_of_rows_come_with_them(write_lines: Callable[..., Path], build: Callable[..., Dataset]) -> None:
+    data = build(write_lines("rows.jsonl", *numbered(9)), eval_share=0.3)
+    values = {name: {"own": np.arange(rows.num_different, dtype="f4")} for name, rows in data.row_sets.items()}
+    with_values = Dataset(**vars(data) | {"values": values})
+    batch = with_values.batch(1)
+    assert batch["own"][:, 0].tolist() == data.train.at(6, 6, 0).tolist()
+    assert not batch["own"][:, 1:].any()
+    (held_out, *_) = with_values.eval_batches(2)
+    assert held_out["own"][:, 0].tolist() == data.eval.at(0, 2, 0).tolist()
+
+
+def test_other_data_than_preferences_are_refused(write_lines: Callable[..., Path], tmp_path: Path) -> None:
+    files = write_lines("rows.jsonl", *numbered(3)), write_lines("text.jsonl", {"text": "x y z"})
+    sources = [source_of(str(file)) for file in files]
+    settings = {"vocab_size": 400, "sequence_length": 32, "packing": False, "batch_size": 1, "cache_dir": tmp_path}
+    with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, and train.method is not sft"):
+        build_dataset(sources=sources, pairs=True, **settings)
+    with pytest.raises(ConfigError, match=r"rows.jsonl has the format preference, .*: set --train.method dpo"):
+        build_dataset(sources=sources[::-1], **settings)

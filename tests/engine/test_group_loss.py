@@ -1,0 +1,130 @@
+"""Losses of groups of rows, and of log-probabilities, against plain PyTorch over whole logits: in micro-batches, with
+the head in chunks, and over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, softplus
+
+from offload import SGD, Engine, Placement
+from offload.engine.loss.batch import Batch
+from offload.engine.loss.group_loss import TokenLoss
+from offload.errors import ConfigError
+from tests.engine import ranks
+from tests.engine.device import own_device, twin
+from tests.engine.families import VOCABULARY, build, gemma2, llama
+from tests.engine.ranks_child import share
+from tests.matrix import quick
+
+PROMPT, LENGTH = 17, 28
+"""More than the tokens on which a model is recorded are no targets."""
+CHUNK_BYTES = 8 * VOCABULARY * 4
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "chunks": {"head_chunk_bytes": CHUNK_BYTES},
+    "micro-batches, chunks": {"micro_batch_size": 4, "head_chunk_bytes": CHUNK_BYTES},
+    "streamed": {
+        "head_chunk_bytes": CHUNK_BYTES,
+        "placement": Placement(parameters="cpu", optimizer="cpu", gradients="cpu"),
+    },
+}
+
+
+class Pairs(TokenLoss):
+    """The first row of a pair is to be more probable than the second."""
+
+    group = 2
+
+    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums = found.sum(1)
+        return self._mean(softplus(sums[1::2] - sums[::2]), batch, first=sums[::2])
+
+
+def answers(rows: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+    lengths = torch.randint(PROMPT + 2, LENGTH + 1, (rows,), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT] = -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {key: value.to(own_device()) for key, value in batch.items()}
+
+
+def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of whole logits, and the sums of log-probabilities [rows]."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    sums = -cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none").sum(1)
+    return softplus(sums[1::2] - sums[::2]).mean(), sums
+
+
+@pytest.mark.parametrize("family", quick((llama, gemma2), [gemma2]))
+@pytest.mark.parametrize("way", quick(WAYS, ["micro-batches, chunks", "streamed"]))
+def test_training_is_that_of_whole_logits(way: str, family: Any) -> None:
+    """Of Gemma 2 the head has caps of its own. A chunk has 8 of the tokens.
+
+    Break: a slope of the row beside it, a chunk's logits with the places of the one before, a mean over tokens.
+    """
+    model = build(family)
+    plain, batch, loss = twin(model), answers(), Pairs()
+    engine = Engine(model, SGD(lr=0.1), max_grad_norm=None, **WAYS[way])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        result = engine.step(batch, loss)
+        wanted, sums = plainly(plain, batch)
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(result.loss) == pytest.approx(float(wanted.detach()), abs=1e-6)
+        torch.testing.assert_close(loss.measured["first"], sums[::2].detach().cpu(), atol=1e-5, rtol=1e-6)
+    with torch.no_grad():
+        wanted, sums = plainly(plain.eval(), batch)
+    assert float(engine.evaluate(batch, loss)) == pytest.approx(float(wanted), abs=1e-6)
+    torch.testing.assert_close(loss.measured["first"], sums[::2].cpu(), atol=1e-5, rtol=1e-6)
+    assert (engine.head_chunks > 1) == ("head_chunk_bytes" in WAYS[way])
+    for (name, value), other in zip(engine.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, other.detach().cpu(), atol=1e-6, rtol=1e-5, msg=name)
+    engine.close()
+
+
+def ranked(chunk_bytes: int | None) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+    """Train on four rows of six, or two; or on rows without targets beside all six."""
+    loss = Pairs()
+    engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=chunk_bytes)
+    result = engine.step(share(answers(), (4, 2), engine.rank), loss)
+    measured = loss.measured["first"]
+    whole = answers()
+    if engine.rank:
+        whole = {**whole, "labels": torch.full_like(whole["labels"], -100)}
+    alone = engine.evaluate(whole, loss)
+    weights = [value for _, value in engine.named_parameters()]
+    engine.close()
+    return float(result.loss), torch.cat([measured, alone[None]]), weights
+
+
+@pytest.mark.parametrize("chunk_bytes", quick((None, CHUNK_BYTES), [CHUNK_BYTES]))
+def test_ranks_weigh_by_their_groups(chunk_bytes: int | None) -> None:
+    """Also where a rank has no rows of its own."""
+    found, loss = ranks.run(2, ranked, chunk_bytes=chunk_bytes), Pairs()
+    engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None)
+    wanted = engine.step(answers(), loss)
+    first = loss.measured["first"]
+    alone = engine.evaluate(answers(), loss)
+    for each, _, weights in found:
+        assert each == pytest.approx(float(wanted.loss), abs=1e-6)
+        for value, (_, other) in zip(weights, engine.named_parameters(), strict=True):
+            torch.testing.assert_close(value, other, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([found[0][1][:-1], found[1][1][:-1]]), first, atol=1e-5, rtol=1e-6)
+    assert [float(measured[-1]) for _, measured, _ in found] == pytest.approx([float(alone)] * 2, abs=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize(("rows", "micro", "said"), [(5, None, "the batch has 5 rows"), (6, 3, "a micro-batch has 3")])
+def test_half_a_group_is_refused(rows: int, micro: int | None, said: str) -> None:
+    with Engine(build(llama), micro_batch_size=micro) as engine, pytest.raises(ConfigError, match=said):
+        engine.step({key: value[:rows] for key, value in answers().items()}, Pairs())

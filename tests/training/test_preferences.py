@@ -1,0 +1,315 @@
+"""Training on preferences: TRL's losses on the same pairs, the same bits on any tier, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from offload import Trainer
+from offload.checkpoint.stored import REFERENCE
+from offload.config.config import Config
+from offload.engine.engine import Engine
+from offload.engine.loss.group_loss import GroupLoss
+from offload.errors import ConfigError
+from offload.training.preferences import DPO, ORPO, LogProbs, Preferences, Reward
+from tests.integrations.plain import letters, llama, needs
+from tests.matrix import quick
+from tests.training.conftest import SHAPES
+
+WORDS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
+TEXTS = [
+    {"prompt": f"say {word} ", "chosen": f"a {word}" + " fine" * (i % 3), "rejected": f"no {word}" + "." * (i % 4)}
+    for i, word in enumerate(WORDS[:4])
+]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Is there a {word}?"}],
+            "chosen": [{"role": "assistant", "content": "Yes, it is there." + "!" * times}],
+            "rejected": [{"role": "assistant", "content": "No, go away."}],
+        }
+        for word in WORDS
+        for times in range(3)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def asked(pairs: str, method: str = "dpo", **more: Any) -> dict[str, Any]:
+    own = {"data__source": pairs, "train__method": method, "optimizer__lr": 3e-3, "data__sequence_length": 48}
+    return own | {"train__steps": 2, "train__batch_size": 3, "checkpoint__export": False} | more
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    return torch.stack([chosen, rejected], 1).flatten(0, 1)
+
+
+def trainer(kind: str, folder: Path, model: Any, rows: list[dict[str, Any]], **more: Any) -> Any:
+    """Return a trainer of TRL, as it is."""
+    needs("accelerate", "datasets", "trl")
+    import trl
+    from datasets import Dataset
+
+    if kind == "ORPO":
+        from trl.experimental import orpo as trl
+    elif kind == "DPO":
+        more["ref_model"] = llama(initializer_range=0.2)
+    own = {key: more.pop(key) for key in ("loss_type", "center_rewards_coefficient") if key in more}
+    arguments = getattr(trl, f"{kind}Config")(
+        str(folder), per_device_train_batch_size=len(rows), report_to="none", bf16=False, use_cpu=True,
+        gradient_checkpointing=False, max_length=64, **own,
+    )  # fmt: skip
+    data = Dataset.from_list(rows)
+    return getattr(trl, f"{kind}Trainer")(
+        model=model, args=arguments, train_dataset=data, processing_class=letters(), **more
+    )
+
+
+def engine_loss(model: Any, batch: dict[str, torch.Tensor], loss: GroupLoss) -> float:
+    with Engine(model, head_chunk_bytes=16 * 64 * 4) as engine:
+        return float(engine.step(batch, loss).loss)
+
+
+@pytest.mark.parametrize("loss_type", quick(("sigmoid", "hinge", "ipo"), ["ipo"]))
+def test_dpo_is_trls(tmp_path: Path, loss_type: str) -> None:
+    """Break: the reference of the row beside it, or the mean instead of the sum."""
+    theirs = trainer("DPO", tmp_path, llama(), TEXTS, loss_type=[loss_type])
+    given = next(iter(theirs.get_train_dataloader()))
+    wanted = float(theirs.compute_loss(theirs.model, given))
+    own = {key: interleaved(*given[key].chunk(2)) for key in ("input_ids", "attention_mask")}
+    is_answer = interleaved(*given["completion_mask"].chunk(2))
+    batch = own | {"labels": own["input_ids"].masked_fill(is_answer == 0, -100)}
+    reference = LogProbs()
+    with Engine(llama(initializer_range=0.2)) as engine:
+        engine.evaluate(batch, reference)
+    batch["reference"] = torch.zeros(batch["labels"].shape)
+    batch["reference"][:, 0] = reference.measured["log_probs"]
+    assert engine_loss(llama(), batch, DPO(0.1, loss_type)) == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
+def test_orpo_is_trls(tmp_path: Path) -> None:
+    """Of a pair, whose prompt counts in the first term there; the mean over pairs is ours, as the paper's."""
+    wanted, rows = [], []
+    for text in TEXTS[1:3]:
+        theirs = trainer("ORPO", tmp_path, llama(), [text])
+        given = next(iter(theirs.get_train_dataloader()))
+        wanted.append(float(theirs.get_batch_loss_metrics(theirs.model, given)[0]))
+        rows += [{key: given[f"{side}_{key}"] for key in ("input_ids", "labels")} for side in ("chosen", "rejected")]
+    length = max(row["input_ids"].shape[1] for row in rows)
+
+    def padded(key: str, value: int) -> torch.Tensor:
+        return torch.cat([torch.nn.functional.pad(r[key], (0, length - r[key].shape[1]), value=value) for r in rows])
+
+    mask = torch.cat([torch.arange(length)[None] < row["input_ids"].shape[1] for row in rows]).long()
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
+    loss = ORPO(0.1)
+    batch = Preferences("orpo", loss, labels_prompt=True).apply(batch, 0)
+    assert engine_loss(llama(), batch, loss) == pytest.approx(sum(wanted) / len(wanted), abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("centering", quick((0.0, 0.01), [0.01]))
+def test_a_reward_models_loss_is_trls(tmp_path: Path, centering: float) -> None:
+    def judge() -> Any:
+        return llama(made=LlamaForSequenceClassification, num_labels=1, pad_token_id=0)
+
+    theirs = trainer("Reward", tmp_path, judge(), TEXTS, center_rewards_coefficient=centering or None)
+    given = next(iter(theirs.get_train_dataloader()))
+    wanted = float(theirs.compute_loss(theirs.model, dict(given)))
+    own = {key: interleaved(*given[key].chunk(2)) for key in ("input_ids", "attention_mask")}
+    batch = own | {"labels": own["input_ids"]}
+    assert engine_loss(judge(), batch, Reward(centering)) == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "orpo", "reward"])
+def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str, method: str) -> None:
+    more: dict[str, Any] = {"train__steps": 6, "checkpoint__export": True}
+    _, there, said = run("resident", **asked(pairs, method, **more))
+    more |= {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
+    _, here, again = run("streamed", **asked(pairs, method, **more))
+    for key in ("loss", "grad_norm", "rewards/chosen", "rewards/margins"):
+        assert [line[key] for line in here] == [line[key] for line in there]
+    assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
+    assert there[-1]["rewards/accuracies"] == there[-1]["eval_rewards/accuracies"] == 1.0
+    assert there[-1]["loss"] < there[0]["loss"]
+    assert there[-1]["rewards/margins"] > there[0]["rewards/margins"]
+    assert "logits bit-equal" in said
+    assert "logits bit-equal" in again
+    assert "accuracy 1.00  margin " in said
+    assert ("reference: " in said) == (method == "dpo")
+    assert "reference: " not in again, "the weights and the data are the same, and their log-probabilities known"
+    if method == "dpo":
+        assert there[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_micro_batches_chunks_and_an_adapter(run: Any, pairs: str) -> None:
+    """The reference of an adapter is its base, which it begins as."""
+    _, whole, _ = run("whole", **asked(pairs))
+    _, parts, _ = run("parts", **asked(pairs, train__micro_batch_size=1, train__head_chunk_bytes="50KiB"))
+    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in whole], abs=2e-5)
+    _, adapted, said = run("adapted", **asked(pairs, lora__rank=4, checkpoint__export=True))
+    assert adapted[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert adapted[0]["loss"] > adapted[-1]["loss"]
+    assert "reloaded: by peft" in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) -> None:
+    """A checkpoint has the reference, which its weights could not tell any more."""
+    settings = asked(pairs, checkpoint__every=1, checkpoint__export=True)
+    _, whole, _ = run("halved", **settings)
+    shutil.rmtree(tmp_path / "cache/offload/reference")
+    for name in ("checkpoints/step-2", "hf"):
+        assert (tmp_path / "halved" / name / REFERENCE).exists() == name.startswith("checkpoints")
+        shutil.rmtree(tmp_path / "halved" / name)
+    assert (tmp_path / "halved/checkpoints/step-1" / REFERENCE).stat().st_size == 4 * 2 * len(WORDS) * 3
+    _, again, said = run("halved", **settings)
+    assert "reference: " not in said
+    assert [(line["loss"], line.get("eval_loss")) for line in again] == [
+        (line["loss"], line.get("eval_loss")) for line in whole
+    ]
+
+
+@pytest.mark.slow
+def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, left = Engine.evaluate, [2]
+
+    def failing(self: Engine, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return evaluate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "evaluate", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run("first", **asked(pairs))
+    _, lines, said = run("second", **asked(pairs))
+    assert "of 48 answers, of which 12 are known" in said
+    assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_other_weights_are_known_by_their_last_element() -> None:
+    """The mark of a log is of the first few thousand."""
+    marks = []
+    for last in (0.0, 1.0):
+        model = llama(vocabulary=1000)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[-1, -1] = last
+        with Engine(model) as engine:
+            marks.append((engine.weights_mark(), engine.weights_mark(whole=True)))
+    assert marks[0][0] == marks[1][0]
+    assert marks[0][1] != marks[1][1]
+
+
+def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
+    result, _, _ = run("reward", **asked(pairs, "reward", train__steps=1, checkpoint__export=True))
+    config = json.loads((result.export / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    with pytest.raises(ConfigError, match="the model scores texts .* and train.method is dpo"):
+        run("again", **asked(pairs, model__path=str(result.export)))
+    with pytest.raises(ConfigError, match="train.method is orpo, and the model is a masked one"):
+        run("masked", "bert", **asked(pairs, "orpo"))
+
+
+class Watches:
+    """A callback that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+        self.evaluated: list[dict[str, float]] = []
+
+    def on_step_end(self, _config: Any, state: Any, _control: Any, **_more: Any) -> None:
+        self.epochs.append(state.epoch)
+
+    def on_evaluate(self, *_args: Any, metrics: dict[str, float], **_more: Any) -> None:
+        self.evaluated.append(metrics)
+
+
+@pytest.mark.parametrize("method", quick(("dpo", "reward"), ["dpo"]))
+def test_a_model_and_pairs_that_are_given_in_python(
+    pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Evaluations tell what preferences have, and no perplexity; the best one decides; an epoch counts pairs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = LlamaForSequenceClassification if method == "reward" else LlamaForCausalLM
+    config = LlamaConfig(vocab_size=384, num_labels=1, **SHAPES["llama"])
+    settings = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"init": "random"},
+        "data": {"sequence_length": 48},
+        "train": {"method": method, "steps": 4, "batch_size": 6, "eval_every": 1, "early_stopping_patience": 1},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"keep_best": True, "export": False},
+    }
+    watch, rows = Watches(), [json.loads(line) for line in Path(pairs).read_text().splitlines()]
+    torch.manual_seed(0)
+    result = Trainer(settings, model=made(config), data=rows[4:], eval_data=rows[:4], callbacks=[watch]).run()
+    assert "eval_rewards/accuracies" in watch.evaluated[-1]
+    assert not {"eval_perplexity", "eval_bits_per_byte"} & watch.evaluated[-1].keys()
+    assert result.best.loss == min(each["eval_loss"] for each in watch.evaluated)
+    assert (result.dir / f"checkpoints/step-{result.best.step}").is_dir()
+    lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
+    assert watch.epochs[0] == 6 / 20, "in pairs"
+    assert lines[-1]["eval_loss"] == watch.evaluated[-1]["eval_loss"]
+
+
+def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(384, 8)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.embedding(input_ids).sum() * labels.numel()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="train.method is dpo, and the model that is given is none of transformers"):
+        Trainer({"train": {"method": "dpo"}, "run": {"dir": str(tmp_path / "run")}}, model=Own(), data=pairs).run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.method": "dpo"}, "data.source is not set: name files of rows with a prompt, a chosen and a"),
+        ({"train.method": "dpo", "data.packing": True}, "data.packing is true, and train.method is dpo"),
+        ({"train.method": "dpo", "data.packing_isolated": True}, "data.packing_isolated is true"),
+        ({"train.method": "dpo", "data.group_by_length": True}, "data.group_by_length is true"),
+        ({"train.method": "dpo", "data.format": "messages"}, "set --data.format preference"),
+        ({"train.method": "reward", "data.train_on_prompt": True}, "data.train_on_prompt is true"),
+        (
+            {"train.method": "reward", "train.beta": 0.2},
+            "train.method reward has no such setting; .*method dpo or orpo",
+        ),
+        ({"train.method": "orpo", "train.loss_type": "ipo"}, "train.method orpo has no such setting"),
+        ({"data.format": "preference"}, "train.method is sft, .*: set --train.method dpo, orpo or reward"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
+    own = {} if "data.source is not" in said else {"data.source": "pairs.jsonl"}
+    with pytest.raises(ConfigError, match=said):
+        Config.load(None, own | settings).check_source()
+
+
+def test_data_of_another_kind_are_told(run: Any, pairs: str) -> None:
+    with pytest.raises(ConfigError, match=r"the format preference, and train.method is sft: set --train.method dpo"):
+        run("sft", data__source=pairs)
+    with pytest.raises(ConfigError, match=r"text.txt:1 is not valid JSON"):
+        run("text", train__method="dpo")
