@@ -91,7 +91,7 @@ class RowTrials:
         ):
             self._run_unit(own, tensors)
         found = list(self._outermost(self._module, ""))
-        saved, modules, is_whole = 0.0, tuple(found), tries_whole(of_unit, axis)
+        saved, modules, is_whole = 0.0, tuple(found), _tries_whole(of_unit, axis)
         if is_whole:
             num_bytes, modules = self._as_a_unit(own, tensors, found)
             saved = num_bytes / (of_unit.numel() // of_unit.shape[-1])
@@ -268,7 +268,7 @@ class RowTrials:
             return [t.detach() for t in results], _gradients(results, wanted)
 
 
-def tries_whole(tensor: torch.Tensor, axis: int) -> bool:
+def _tries_whole(tensor: torch.Tensor, axis: int) -> bool:
     """True where a unit with such an input is tried as a whole as well."""
     return tensor.shape[axis] <= _MOST_WHOLE_ROWS
 
