@@ -61,6 +61,7 @@ def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, ti
     assert ("train.sequence_tile" in found.placed) == (tile != "auto")
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
     hardware = Hardware.read("h100").with_(device_bytes=200 << 20)
     found = forecast(config(train__sequence_tile="none"), hardware)

@@ -74,8 +74,8 @@ def within(function: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
     return result[0]
 
 
-def eventually(condition: Callable[[], object]) -> bool:
-    end = time.perf_counter() + PATIENCE_S
+def eventually(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> bool:
+    end = time.perf_counter() + patience_s
     while not condition() and time.perf_counter() < end:
         time.sleep(0.002)
     return bool(condition())

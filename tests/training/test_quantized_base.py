@@ -35,7 +35,7 @@ needs("peft")
 from peft import PeftModel  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "o_proj"]}
-KINDS = quick(["fp8", "mxfp4", "nf4", "int4"], ["mxfp4", "int4"])
+KINDS = quick(["fp8", "mxfp4", "nf4", "int4"], ["int4"])
 
 
 def base_of(folder: Path, kind: str) -> Path:

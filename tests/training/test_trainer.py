@@ -280,8 +280,8 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("settings", "clip"),
     [
-        ({}, "deferred"),
-        ({"train__clip": "speculative"}, "speculative"),
+        pytest.param({}, "deferred", marks=pytest.mark.slow),
+        pytest.param({"train__clip": "speculative"}, "speculative", marks=pytest.mark.slow),
         ({"train__clip": "speculative", "train__on_nonfinite": "skip"}, "deferred"),
         pytest.param({"train__clip": "speculative", "train__max_grad_norm": None}, "deferred", marks=pytest.mark.slow),
     ],
@@ -293,7 +293,9 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
     assert ("coarse" in lines[0]) == (clip == "speculative")
 
 
-@pytest.mark.parametrize(("norm", "clip"), [(1e6, "speculative"), (1e-3, "deferred")])
+@pytest.mark.parametrize(
+    ("norm", "clip"), [pytest.param(1e6, "speculative", marks=pytest.mark.slow), (1e-3, "deferred")]
+)
 def test_how_a_run_clips_is_left_to_its_steps_and_written(
     run: Any, monkeypatch: pytest.MonkeyPatch, norm: float, clip: str
 ) -> None:
@@ -312,7 +314,7 @@ def test_how_a_run_clips_is_left_to_its_steps_and_written(
     [
         ({}, 0),  # nothing works beside compute
         pytest.param({"offload__prefetch": 3}, 3, marks=pytest.mark.slow),
-        ({"offload__throttle": THROTTLE}, 2),
+        pytest.param({"offload__throttle": THROTTLE}, 2, marks=pytest.mark.slow),
         pytest.param(
             {"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"},
             1,

@@ -91,7 +91,7 @@ class RowTrials:
         ):
             self._run_unit(own, tensors)
         found = list(self._outermost(self._module, ""))
-        saved, modules, is_whole = 0.0, tuple(found), tries_whole(of_unit, axis)
+        saved, modules, is_whole = 0.0, tuple(found), _tries_whole(of_unit, axis)
         if is_whole:
             num_bytes, modules = self._as_a_unit(own, tensors, found)
             saved = num_bytes / (of_unit.numel() // of_unit.shape[-1])
@@ -228,16 +228,25 @@ class RowTrials:
         if not is_same:
             self._whole |= {rows.name: "with it over tiles, the unit gives something else" for rows in found}
             return saved.num_bytes, ()
-        return saved.num_bytes, tuple(replace(rows, is_idle=self._is_idle(own, tensors, found, rows)) for rows in found)
+        return saved.num_bytes, tuple(
+            replace(rows, is_idle=self._is_idle(own, tensors, found, rows, tiled[1])) for rows in found
+        )
 
     def _tiled(self, own: Callable[..., Any], found: Sequence[RowModule]) -> TiledForward:
         kind = next(self._module.parameters()).device.type
         return TiledForward(own, found, max(1, self._num_rows // 2), kind)
 
     def _is_idle(
-        self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], found: Sequence[RowModule], rows: RowModule
+        self,
+        own: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        found: Sequence[RowModule],
+        rows: RowModule,
+        expected: Sequence[torch.Tensor | None],
     ) -> bool:
-        """True where a recompute has the same gradients with zeros in the place of a module's results, and with NaN."""
+        """True where a recompute has the gradients that are expected with zeros in the place of a module's results, and
+        with NaN.
+        """
 
         def poisoned(*args: Any, **kwargs: Any) -> Any:
             forward = rows.module.forward
@@ -250,9 +259,9 @@ class RowTrials:
                 return own(*args, **kwargs)
 
         idle = [replace(each, is_idle=each is rows) for each in found]
-        ways = self._tiled(own, found), self._tiled(own, idle).again(), self._tiled(poisoned, found)
+        ways = self._tiled(own, idle).again(), self._tiled(poisoned, found)
         try:
-            expected, *others = [self._made(way, tensors)[1] for way in ways]
+            others = [self._made(way, tensors)[1] for way in ways]
         except RuntimeError:
             return False
         return all(_same(mine, theirs) for other in others for mine, theirs in zip(expected, other, strict=True))
@@ -268,7 +277,7 @@ class RowTrials:
             return [t.detach() for t in results], _gradients(results, wanted)
 
 
-def tries_whole(tensor: torch.Tensor, axis: int) -> bool:
+def _tries_whole(tensor: torch.Tensor, axis: int) -> bool:
     """True where a unit with such an input is tried as a whole as well."""
     return tensor.shape[axis] <= _MOST_WHOLE_ROWS
 

@@ -10,7 +10,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards, Runner
-from offload.engine.units.row_trials import RowTrials, tries_whole
+from offload.engine.units.row_trials import RowTrials
 from offload.engine.units.tiles import TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
@@ -63,8 +63,7 @@ class TiledForwards(OwnForwards):
     def record(self, unit: Unit, runner: Runner, arguments: Arguments, rows: int | None) -> Forward:
         """Find out which modules of a block are functions of rows."""
         known = unit.traits.tiles
-        is_known = known is not None and known.is_whole and not tries_whole(arguments.tensors[known.input], known.axis)
-        if rows is not None and unit.is_block and not is_known:
+        if rows is not None and unit.is_block and (known is None or not known.is_whole):
 
             def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 with runner.undone(unit):
@@ -133,6 +132,6 @@ def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OwnForw
     none, or auto; `room_bytes`: what the device has for a unit that computes, None without end.
     """
     forwards = CompiledForwards() if mode == "auto" else OwnForwards()
-    if tile == "none":
+    if tile == "none" or (tile == "auto" and room_bytes is None):
         return forwards
     return TiledForwards(tile if isinstance(tile, int) else None, room_bytes, forwards)
