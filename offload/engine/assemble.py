@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +17,9 @@ from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
 from offload.engine.units.cut_experts import cut_experts
+from offload.engine.units.cutting import Cutting
 from offload.engine.units.find import Candidate, describe_parameters, find_units, regions_of
+from offload.engine.units.row_blocks import RowBlocks
 from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.sources import Fill
 from offload.layout.codecs import Codec
@@ -30,6 +35,10 @@ _ASKING = "make_inputs_require_grad"
 """How the names of hooks begin that let results of embeddings ask for a gradient."""
 
 
+_SHARES = (4, 8, 16, 32, 64)
+"""Of the device's budget, what a unit's weights have of it where whole units do not fit: one of so many parts."""
+
+
 @dataclass(frozen=True)
 class Structure:
     """What an engine makes of a model, on whatever machine."""
@@ -42,15 +51,26 @@ class Structure:
     """How the parameters lie."""
     units: list[UnitPlan]
     """What the plan knows of each unit."""
+    cutting: Cutting
+    """How units are cut for which the device has no room."""
 
     @classmethod
-    def of(cls, model: nn.Module, settings: Settings, comm: Comm, quantized: Mapping[nn.Parameter, Codec]) -> Structure:
+    def of(
+        cls,
+        model: nn.Module,
+        settings: Settings,
+        comm: Comm,
+        quantized: Mapping[nn.Parameter, Codec],
+        share_bytes: int | None = None,
+    ) -> Structure:
         """Find the units of a model, which may be on `meta`, and lay out their parameters for the ranks of `comm`.
-        `quantized`: the codecs of what its files have in few bits. Collective. Raises ConfigError.
+        `quantized`: the codecs of what its files have in few bits. `share_bytes`: of weights, which the device has for
+        a unit; None for as many as the largest has. Collective. Raises ConfigError.
         """
         leave_off_checkpointing(model)
         infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights, quantized)
-        candidates = find_units(model, infos)
+        cutting = Cutting() if share_bytes is None else Cutting.of(model, infos, settings.optimizer, share_bytes)
+        candidates = find_units(model, infos, cutting)
         rules, (within, between) = settings.optimizer.parts, comm.split(num_replicas(settings, comm))
         if settings.placement.experts == "streamed":
             candidates = cut_experts(candidates, infos, settings.optimizer, between.size)
@@ -64,8 +84,12 @@ class Structure:
             num_ranges=within.size if settings.zero_stage else 1,
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
-        units = [UnitPlan(c.name, regions_of(c, regions), c.resident, bool(c.records)) for c in candidates]
-        return cls(infos, candidates, regions, units)
+        uses = Counter[RowBlocks | None](cutting.blocks.values())
+        units = [
+            UnitPlan(c.name, regions_of(c, regions), c.resident, bool(c.records), uses[c.blocks] if c.layer else 0)
+            for c in candidates
+        ]
+        return cls(infos, candidates, regions, units, cutting)
 
 
 @dataclass(frozen=True)
@@ -91,34 +115,54 @@ class EnginePlan:
         return cls(settings, structure, plan)
 
     @classmethod
-    def choosing_experts(
+    def fitting(
         cls,
-        structure_of: Callable[[Settings], Structure],
+        structure_of: Callable[[Settings, int | None], Structure],
         settings: Settings,
         comm: Comm,
         machine: Machine,
         *,
         checks: bool = True,
     ) -> EnginePlan:
-        """Plan as `of` does, and choose how experts come up where that is `auto`: whole, or streamed where the device
-        does not hold a layer of a mixture. Over ranks whole.
+        """Plan as `of` does. Where the device does not hold the largest unit, experts come up one record at a time, if
+        they may (`auto`, on one rank), or else units are cut, into the largest that leave a third of the device to
+        activations, or that it holds at all; without `checks` nothing is. `structure_of`: settings, with units of at
+        most so many bytes of weights.
         """
 
-        def plan(how: str) -> EnginePlan:
+        @cache
+        def structure(how: str, share_bytes: int | None) -> tuple[Structure, Settings]:
             told = replace(settings, placement=replace(settings.placement, experts=how))
-            return cls.of(structure_of(told), told, comm, machine, checks=checks)
+            return structure_of(told, share_bytes), told
 
-        if settings.placement.experts != "auto":
-            return plan(settings.placement.experts)
+        def plan(how: str, share_bytes: int | None = None, checks: bool = checks) -> EnginePlan:
+            return cls.of(*structure(how, share_bytes), comm, machine, checks=checks)
+
+        if settings.placement.experts == "streamed":
+            return plan("streamed")
+        refusal: DoesNotFitError | None = None
         try:
-            return plan("whole")
+            whole = plan("whole")
         except DoesNotFitError as error:
-            if comm.size > 1:
-                raise
-            try:
+            refusal, whole = error, plan("whole", checks=False)
+        if refusal is not None and settings.placement.experts == "auto" and comm.size == 1:
+            with suppress(ConfigError):  # there are no experts, or they cannot be cut, or tiles are asked for
                 return plan("streamed")
-            except ConfigError:  # there are no experts, or they cannot be cut, or tiles are asked for
-                raise error from None
+        if not checks or whole.plan.fits_device:
+            if refusal is not None:
+                raise refusal
+            return whole
+        budget, cut = whole.plan.device_bytes or 0, list[EnginePlan]()
+        for part in _SHARES:
+            cut.append(plan("whole", budget // part, checks=False))
+            if (cut[-1].plan.device_room_bytes or 0) >= budget // 3:
+                break
+        chosen = max(cut, key=lambda each: each.plan.device_room_bytes or 0)
+        if chosen.plan.fits_device:
+            return cls.of(chosen.structure, chosen.settings, comm, machine)
+        if refusal is not None:
+            raise DoesNotFitError(f"{refusal}{chosen.structure.cutting.told_whole}") from refusal
+        return whole
 
     @property
     def told_frozen_weights(self) -> str:
@@ -144,13 +188,13 @@ def prepare(
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
 
-    def structure_of(settings: Settings) -> Structure:
-        structure = Structure.of(model, settings, comm, quantized or {})
+    def structure_of(settings: Settings, share_bytes: int | None) -> Structure:
+        structure = Structure.of(model, settings, comm, quantized or {}, share_bytes)
         shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
         comm.agree("the model", shown)
         return structure
 
-    prepared = EnginePlan.choosing_experts(structure_of, settings, comm, machine)
+    prepared = EnginePlan.fitting(structure_of, settings, comm, machine)
     layout = prepared.plan.layout
     comm.agree(
         "the plan", _shown(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}
@@ -183,6 +227,7 @@ def assemble(
         prepared.structure.infos,
         prepared.structure.candidates,
         prepared.structure.regions,
+        prepared.structure.cutting,
         prepared.plan,
         counters,
         comm,

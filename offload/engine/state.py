@@ -21,7 +21,8 @@ from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS, ActivationOffload, OnDisk, OnHost
-from offload.engine.units.find import Candidate, regions_of
+from offload.engine.units.cutting import Cutting
+from offload.engine.units.find import Candidate
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
@@ -29,9 +30,8 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
-from offload.engine.units.unit import Unit, put_parameters
+from offload.engine.units.unit import Unit, open_units, put_parameters
 from offload.engine.units.way import Way
-from offload.errors import format_bytes
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
@@ -61,6 +61,7 @@ class EngineState:
         infos: list[ParameterInfo],
         candidates: Sequence[Candidate],
         regions: Sequence[Region],
+        cutting: Cutting,
         plan: Plan,
         counters: Counters,
         comm: Comm,
@@ -167,11 +168,11 @@ class EngineState:
         self.units: list[Unit] = []
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
         self.router = Router(self.runner, self.recovery.recover)
-        make_live = self.runner.make_live
-        self.units += [Unit(n, c, regions_of(c, regions), self.slots, make_live) for n, c in enumerate(candidates)]
+        self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         self.experts = ExpertStreams(self.units, self.runner, self.store, self.due, self.lanes, counters, plan)
-        self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
+        self.cutting = cutting
+        self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device, cutting.by_parameter)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
     def _activation_offload(
@@ -253,12 +254,7 @@ class EngineState:
         """Units that are read from outside stay on the device, if it has room."""
         for unit in self.units:
             if unit.name in names:
-                size = sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r))
-                warnings.warn(
-                    f"unit {unit.name} is read from outside itself: its weights stay on the device "
-                    f"({format_bytes(size)}).",
-                    stacklevel=2,
-                )
+                unit.warn_that_it_stays(sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r)))
                 self.keep(unit)
 
     def keep(self, unit: Unit) -> None:

@@ -215,10 +215,10 @@ class StateAccess:
 
     @property
     def told_tiles(self) -> str:
-        """Which modules have run over tiles of the sequence so far, and which run whole, for people; empty where none
-        has run over tiles.
+        """What of the model goes module by module and in blocks of rows, since the device has too little for it; which
+        modules have run over tiles of the sequence so far, and which run whole. For people; empty where none does.
         """
-        return self._state.runner.forwards.told
+        return ".\n".join(filter(None, (self._state.cutting.told, self._state.runner.forwards.told)))
 
     @property
     def told_frozen_weights(self) -> str:

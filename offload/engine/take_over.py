@@ -54,7 +54,8 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     # Experts come right behind their block, with which they are filled.
     for number, unit in enumerate(sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records))):
         source = number % state.comm.size if fill is not None else 0
-        if fill is not None and not unit.in_records and (source == state.comm.rank or files is not None):
+        is_layer = unit.layer == unit.name and not unit.in_records
+        if fill is not None and is_layer and (source == state.comm.rank or files is not None):
             given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
         for place in unit.places:
             parameter = place.module._parameters[place.key]

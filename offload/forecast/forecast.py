@@ -246,7 +246,7 @@ class Forecaster:
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
         structure_of, refusal = partial(self._structure, ranks=ranks), ""
-        plan = partial(EnginePlan.choosing_experts, structure_of, told, ranks)
+        plan = partial(EnginePlan.fitting, structure_of, told, ranks)
         try:
             prepared = plan(machine)
         except DoesNotFitError as error:
@@ -309,11 +309,11 @@ class Forecaster:
         """Return the ranks of all machines."""
         return ImaginedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
 
-    def _structure(self, told: Settings, ranks: ImaginedRanks) -> Structure:
-        is_cut, replicas = told.placement.experts == "streamed", (ranks.size, num_replicas(told, ranks))
-        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, is_cut, replicas))
+    def _structure(self, told: Settings, share_bytes: int | None, ranks: ImaginedRanks) -> Structure:
+        cut = told.placement.experts == "streamed", share_bytes, ranks.size, num_replicas(told, ranks)
+        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, cut))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized)
+            self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized, share_bytes)
         return self._structures[key]
 
     def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
@@ -321,7 +321,8 @@ class Forecaster:
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // num_ranks) * config.train.group
         batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
-        key = batch, told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
+        how = told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
+        key = batch, how, prepared.structure.cutting.share_bytes
         if key not in self._works:
             try:
                 self._works[key] = measure(self._model, batch, prepared)

@@ -6,23 +6,27 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadByRows
 from offload.engine.loss.label_trials import base_of
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
+from offload.engine.units.resting import stand_in
+from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.unit import put_parameters
 from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.tiled_uses import ROWS, TiledUses
 from offload.forecast.unit_use import SeenUse, SeenUses
 from offload.forecast.workload import NO_COST, NO_WORK, UnitWork, Workload
+from offload.layout.planes import DTYPES
+from offload.layout.regions import ParameterInfo
 
 _FEW_TOKENS = 8
 """Of a row on which is found what may run over tiles; half of it is an encoder's, where there is one."""
@@ -162,18 +166,20 @@ class _Probe:
         """Within, the units' calls come here, and parameters have the dtypes in which the device computes."""
         infos, candidates = self._prepared.structure.infos, self._prepared.structure.candidates
         before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        made: dict[int, nn.Parameter] = {}
-        for place, parameter in before:
-            info = infos[place.parameter]
-            if place.parameter not in made:
-                assert parameter is not None
-                like = torch.empty_like(parameter, dtype=dtypes[info.compute], device="meta")
-                made[place.parameter] = nn.Parameter(like, requires_grad=info.trainable)
+        made: dict[tuple[int, torch.Size], nn.Parameter] = {}  # by their shapes too: of what is cut there are several
         with ExitStack() as stack:
             for unit in candidates:
-                put_parameters(unit.places, made)
-                if not unit.resident and not unit.records:
+                for place in unit.places:
+                    info, parameter = infos[place.parameter], place.module._parameters[place.key]
+                    assert parameter is not None
+                    key, dtype = (info.index, parameter.shape), DTYPES[info.compute]
+                    if key not in made and unit.is_cut:
+                        made[key] = stand_in(info, dtype, torch.device("meta"), _Nobody(), unit.blocks)
+                    elif key not in made:
+                        like = torch.empty_like(parameter, dtype=dtype, device="meta")
+                        made[key] = nn.Parameter(like, requires_grad=info.trainable)
+                    put_parameters([place], {info.index: made[key]})
+                if not (unit.resident or unit.records or unit.is_cut):
                     self._route(unit, stack)
             for place, old in before:
                 assert old is not None
@@ -202,7 +208,7 @@ class _Probe:
             head = _chunked_head(model, batch)
             if head is None or chunk_bytes is None:
                 return self._run_whole(model, given)
-            size = max(1, chunk_bytes // (_num_logits(model) * 4))
+            size, blocks = max(1, chunk_bytes // (_num_logits(model) * 4)), _blocks_of_head(model)
             if batch.rows * batch.length <= size:
                 return self._run_whole(model, given)
             try:
@@ -214,12 +220,20 @@ class _Probe:
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
             # Of a batch of all rows a chunk has so many tokens, and each row the same share of them.
-            here = len(given["labels"]) * max(1, size // batch.rows)
+            if blocks is not None:
+                size = max(1, chunk_bytes // (blocks.most_rows * 4))
+            here = min(given["labels"].numel(), len(given["labels"]) * max(1, size // batch.rows))
             chunk = Chunk(torch.arange(here, device=hidden.device), here)
-            self._run_chunk(head.losses(output, given, [chunk], given["labels"].numel()))
+            if blocks is None:
+                self._run_chunk(head.losses(output, given, [chunk], given["labels"].numel()))
+            else:
+                self._run_chunk(HeadByRows(head, blocks).sums_over(0, output, given, chunk))
+                self._repeat_chunk(blocks, -(-given["labels"].numel() // here))
             self.begin()
             hidden.backward(gradient)
             self._end_backward(0)
+        if blocks is not None:
+            return 1
         return -(-batch.rows * (batch.length - 1) // size)  # each token but a row's last has a target
 
     def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
@@ -254,6 +268,23 @@ class _Probe:
             unit = replace(unit, input_bytes=unit.gradient_bytes, is_cut=False)
             self._chunk.insert(0, _Entry(unit, held_bytes))
         self._entries, self._held = before, held
+
+    def _repeat_chunk(self, blocks: RowBlocks, num_chunks: int) -> None:
+        """Of the first chunk over the first block of a head, make all chunks over each of its blocks: forward once
+        without a graph, and in the backward again.
+        """
+        names = {unit.module: unit.name for unit in self._prepared.structure.candidates}
+        found = []
+        for entry in self._chunk:
+            costs = [sum([cost] * num_chunks, NO_COST) for cost in (entry.work.forward, entry.work.backward)]
+            found.append(_Entry(replace(entry.work, forward=costs[0], backward=costs[1] + costs[0]), entry.held_bytes))
+        self._chunk = [
+            _Entry(replace(entry.work, name=names[block], keeps_graph=False, reads_weights=True), entry.held_bytes)
+            if entry.work.name is not None
+            else entry
+            for block in blocks.blocks
+            for entry in found
+        ]
 
     def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
         """Return all uses and stretches, without those that do nothing."""
@@ -385,6 +416,26 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
     if batch.kind != "causal" or batch.length < 4 or base is None:
         return None
     return ChunkedHead(model, base) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
+
+
+def _blocks_of_head(model: nn.Module) -> RowBlocks | None:
+    """Return the blocks of rows in which the head of a model goes; None for a whole head."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    blocks: RowBlocks | None = getattr(getattr(find(), "weight", None), "blocks", None)
+    return blocks
+
+
+class _Nobody:
+    """Has no values of what is cut: it is computed with by its blocks alone."""
+
+    def values_of(self, info: ParameterInfo) -> NoReturn:
+        raise ValueError(f"{info.name} is cut in blocks of rows, and read otherwise than by linear and embedding")
+
+    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+        """Nothing is lost here."""
+
+    def check_look(self, info: ParameterInfo, how: str) -> None:
+        """Nothing is lost here."""
 
 
 def _num_logits(model: nn.Module) -> int:

@@ -118,6 +118,8 @@ class StepMemory:
         self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
+        # Blocks of rows, whose gradients add up in the buffer, or on the host.
+        self._in_blocks = {region for unit in prepared.structure.units if unit.num_layers for region in unit.regions}
 
     @property
     def allocations(self) -> list[Allocation]:
@@ -349,7 +351,7 @@ class StepMemory:
         pieces = {call.name for call in self.workload.calls if call.name is not None and not call.is_cut}
         found = 0
         for region in self._regions:
-            lasts = not region.trainable or gradient_lasts(region, self._resident)
+            lasts = not region.trainable or gradient_lasts(region, self._resident) or region in self._in_blocks
             is_repeated = any(uses[name] > 1 for name in region.units)
             in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
             if not lasts and (is_repeated or in_pieces):

@@ -68,11 +68,22 @@ class UnitPlan:
     """True if the unit's weights stay on the device."""
     in_records: bool = False
     """True if the unit is a layer's experts, which come up a few at a time, through memory of their own."""
+    num_layers: int = 0
+    """How many layers have the weight of which the unit is a block of rows; 0 for units that are none. The gradients of
+    such a unit may come chunk by chunk, and add up in the buffer.
+    """
 
     @property
     def records(self) -> list[tuple[Region, ...]]:
         """The regions of experts that come up together."""
         return [tuple(its) for _, its in groupby(self.regions, key=lambda region: region.units)]
+
+
+def adds_up(units: Iterable[UnitPlan]) -> bool:
+    """Return True if gradients of a step add up on the host, in fp32: several layers share a weight that is larger than
+    the device's share.
+    """
+    return any(unit.num_layers > 1 and any(region.trainable for region in unit.regions) for unit in units)
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
@@ -190,11 +201,18 @@ def plan_memory(
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
     totals: dict[tuple[str, str], int] = {}
+    sums_on_host = adds_up(units)
     for region in regions:
         if region.index in layout.files:
             continue
         on_disk = layout.of(region)
+        if sums_on_host and region.trainable:
+            plane = region.plane("gradients")
+            key = states_tier, plane.label
+            totals[key] = totals.get(key, 0) + sharding.share(plane, 4 * region.numel)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
+            if sums_on_host and plane.kind == "gradients" and "gradients" not in on_disk:
+                continue
             tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
             key = tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
@@ -202,9 +220,9 @@ def plan_memory(
             key = states_tier, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
-    if not keeps_gradients and not num_directions:
-        staged = [region for region in regions if "gradients" not in layout.of(region)]
-        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding)))
+    if (sums_on_host or not keeps_gradients) and not num_directions:
+        staged = [region for region in regions if sums_on_host or "gradients" not in layout.of(region)]
+        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
     plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
     plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))
@@ -230,11 +248,11 @@ def plan_memory(
     plan.append(Allocation(states_tier, BETWEEN, sum(between_bytes(regions, stagings, layout))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
-    passing = [
-        sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
-        for unit in units
-        if not unit.resident and not unit.in_records
-    ]
+    passing = []
+    for unit in units:
+        if not unit.resident and not unit.in_records:
+            is_wide = splits or unit.num_layers > 0
+            passing.append(sum(transient_gradient_bytes(r, is_wide) for r in unit.regions if r not in lasting))
     plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
     largest = max((sum(transient_gradient_bytes(region, splits) for region in its) for its in records), default=0)
     plan.append(Allocation("device", EXPERT_BUFFER, stagings * largest))

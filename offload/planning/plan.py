@@ -27,6 +27,7 @@ from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
+    adds_up,
     bytes_on,
     check_budgets,
     check_host,
@@ -68,6 +69,8 @@ class Plan:
     """What is allocated."""
     most: list[Allocation]
     """What would be allocated with all the memory that there can be."""
+    adds_up: bool
+    """True if gradients of a step add up on the host, as of `adds_up` in `planning/memory.py`."""
 
     @property
     def limited(self) -> bool:
@@ -91,6 +94,11 @@ class Plan:
         is_device = "device" in (self.update, self.tiers[1])
         its = [region for region in regions if not is_device and region.index not in self.layout.streamed]
         return {index for region in its for index in region.parameters}
+
+    @property
+    def fits_device(self) -> bool:
+        """True where the device's budget, or its free memory, holds what is planned."""
+        return self.device_room_bytes is None or self.device_room_bytes >= 0
 
     @property
     def device_room_bytes(self) -> int | None:
@@ -351,7 +359,7 @@ def _make_plan(
     device_bytes = limits["device"]
     if device_bytes is None and there.device_bytes is not None:
         device_bytes = int(_left_for_device(there, allocations) * _SHARE_OF_FREE_MEMORY)
-    return Plan(tiers, layout, rings, overlap, update, ahead, device_bytes, allocations, most)
+    return Plan(tiers, layout, rings, overlap, update, ahead, device_bytes, allocations, most, adds_up(units))
 
 
 def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:

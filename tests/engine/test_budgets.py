@@ -29,7 +29,13 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(make: Any, tier: str, s
     free = Engine(build(make), **settings)
     needed = sum(tier_bytes(free, {"device": "device", "host": "cpu"}[tier]).values())
     key = f"{tier}_memory"
-    Engine(build(make), placement=Placement(**{key: needed}), **settings)
+    exactly = Engine(build(make), placement=Placement(**{key: needed}), **settings)
+    assert not exactly.told_tiles
+    if tier == "device":
+        smaller = Engine(build(make), placement=Placement(**{key: needed - 1}), **settings)
+        assert "larger blocks go module by module" in smaller.told_tiles
+        assert sum(tier_bytes(smaller, "device").values()) < needed
+        return
     with pytest.raises(
         DoesNotFitError, match=rf"offload\.{key} is .*{needed - 1} bytes.*{needed} bytes.*\b1 bytes\b"
     ) as refusal:
@@ -73,7 +79,7 @@ def large_stack() -> Stack:
     return model
 
 
-@pytest.mark.parametrize("budget", [{"host_memory": "8MiB"}, {"device_memory": "1MiB"}], ids=str)
+@pytest.mark.parametrize("budget", [{"host_memory": "8MiB"}, {"device_memory": "4KiB"}], ids=str)
 def test_a_refusal_allocates_nothing_and_leaves_the_model_as_it_was(budget: dict[str, Any]) -> None:
     model = large_stack()
     before = {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}

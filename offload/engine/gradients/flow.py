@@ -8,6 +8,7 @@ waits in an fp32 buffer on the device and lands when the backward is over.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -32,8 +33,8 @@ from offload.tiers.store import Store
 _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
 
 
-Witness = Callable[[int, torch.Tensor], None]
-"""Is shown the number of a parameter, and a contribution to its gradient [numel], in the dtype of the compute."""
+Witness = Callable[[Piece, torch.Tensor], None]
+"""Is shown a piece of a parameter, and a contribution to its gradient [numel], in the dtype of the compute."""
 
 
 class GradientFlow:
@@ -60,7 +61,13 @@ class GradientFlow:
         """
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
         self._exist = settings.optimizer.has_gradients
-        self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
+        num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
+        # For which the plan has room in the buffer in fp32.
+        self._planned_wide = {
+            state.region
+            for state in store.states
+            if settings.splits or any(num_pieces[parameter] > 1 for parameter in state.region.parameters)
+        }
         self.sums_in_fp32 = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
@@ -170,7 +177,7 @@ class GradientFlow:
         if not passing:
             return
         # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
-        is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_bf16 for region in passing)
+        is_too_wide = self._repeats and any(region.is_bf16 and region not in self._planned_wide for region in passing)
         stretch = None if is_too_wide else self._buffer.take(sum(map(self._passing_bytes, passing)))
         if stretch is None:
             for region in passing:
@@ -261,7 +268,7 @@ class GradientFlow:
             )
         gradient, parameter.grad = gradient.reshape(-1), None
         if self._witness is not None:
-            self._witness(index, gradient)
+            self._witness(piece, gradient)
             return
         if self.is_over:
             raise ConfigError(

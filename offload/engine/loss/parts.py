@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.batch_agreement import BatchFacts
-from offload.engine.loss.chunked_head import Chunk, chunks_of
+from offload.engine.loss.chunked_head import chunks_of
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
-
-_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A part of the loss, its leaf of hidden states, and where those of them lie that count."""
 
 
 class Losses:
@@ -105,9 +103,10 @@ class Losses:
         is_whole = not isinstance(facts.loss_fn, TokenLoss | None) or not self._state.way.chunks
         if facts.head is None or self.chunk_bytes is None or is_whole:
             return 0
-        size = max(1, self.chunk_bytes // (facts.head.vocabulary * 4))
+        size = max(1, self.chunk_bytes // (facts.head.num_logits * 4))
+        most = max(1, self.chunk_bytes // (facts.head.vocabulary * 4))
         shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
-        return size if any(math.prod(shape) > size for shape in shapes if isinstance(shape, tuple)) else 0
+        return size if any(math.prod(shape) > most for shape in shapes if isinstance(shape, tuple)) else 0
 
     def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
         """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
@@ -123,46 +122,24 @@ class Losses:
         output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, facts.loss_fn)))
         hidden = output["last_hidden_state"]
         gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
+        with self._state.runner.whole_batch():
             if isinstance(facts.loss_fn, TokenLoss):
-                total, parts = self._of_tokens(facts, facts.loss_fn, output, chunks)
+                judge = partial(self._judge, facts, facts.loss_fn)
+                total = head.loss_of(self._state, output, batch, chunks, judge, gradient)
             else:
-                parts = head.losses(output, batch, chunks, facts.num_targets)
-            for loss, leaf, places in parts:
-                if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
-                    self._state.backward(loss, None, leaf)
-                if gradient is not None and leaf.grad is not None:
-                    gradient.view(-1, hidden.shape[-1])[places] = leaf.grad[0, : len(places)]
-                if facts.loss_fn is None:
-                    total += loss.detach().to(torch.float32)
+                total = head.mean_loss(self._state, output, batch, chunks, facts.num_targets, gradient)
         if gradient is not None:
             self._state.backward(hidden, gradient)
         return total
 
-    def _of_tokens(
-        self, facts: BatchFacts, loss_fn: TokenLoss, output: Any, chunks: list[Chunk]
-    ) -> tuple[torch.Tensor, Iterable[_Part]]:
-        """Return a loss of log-probabilities, of which all have to be known before the first gradient is: they are made
-        in chunks, once without a graph. Return with it parts that are made once more, whose sum has its gradient.
-        """
-        head, share = facts.head, _share(facts)
-        assert head is not None
-        batch = facts.batch if share else _with_targets(facts.batch)
-        found = torch.zeros(facts.batch["labels"].shape, dtype=torch.float32, device=output["last_hidden_state"].device)
-        with torch.no_grad():
-            for values, _, places in head.log_probs(output, facts.batch, chunks):
-                found.view(-1)[places + 1] = values
+    def _judge(
+        self, facts: BatchFacts, loss_fn: TokenLoss, found: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a loss of log-probabilities, and its gradient in these where a backward follows."""
+        share = _share(facts)
         found.requires_grad_(torch.is_grad_enabled())
-        loss = _scaled(loss_fn.of(found, batch), share, facts)
-        if not found.requires_grad:
-            return loss, ()
-        (slopes,) = torch.autograd.grad(loss, found)
-        parts = (
-            ((values * slopes.flatten()[places + 1]).sum(), leaf, places)
-            for values, leaf, places in head.log_probs(output, facts.batch, chunks)
-        )
-        return loss.detach(), parts
+        loss = _scaled(loss_fn.of(found, facts.batch if share else _with_targets(facts.batch)), share, facts)
+        return loss.detach(), torch.autograd.grad(loss, found)[0] if found.requires_grad else None
 
 
 def summed(

@@ -24,7 +24,7 @@ class Backward(Method):
         self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
         # Experts come up once for each micro-batch, and their gradients down.
         comes_often = self._losses.is_plain or bool(self._state.experts)
-        self._state.accumulate(self._settings.splits and comes_often)
+        self._state.accumulate(self._state.plan.adds_up or (self._settings.splits and comes_often))
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, kind)
         self.begin(kind)

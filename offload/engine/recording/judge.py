@@ -27,6 +27,7 @@ from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 from offload.hf.models import in_eval_mode
+from offload.layout.regions import Piece
 
 
 class _Bounds(NamedTuple):
@@ -143,8 +144,8 @@ class Evidence:
     """The loss of each pass."""
     uses: list[tuple[str, list[Sketch]]] = field(default_factory=list)
     """The name and the results of each use of a unit."""
-    gradients: dict[int, Sketch] = field(default_factory=dict)
-    """The gradients, by the number of the parameter."""
+    gradients: dict[Piece, Sketch] = field(default_factory=dict)
+    """The gradients, by the pieces of parameters that they are of."""
     belongings: Belongings | None = None
     """All that modules, batch and loss function hold afterwards."""
     has_drawn: bool = False
@@ -166,10 +167,10 @@ class Evidence:
 
         return call
 
-    def receive(self, index: int, gradient: torch.Tensor) -> None:
-        """Note a contribution to the gradient of a parameter."""
+    def receive(self, piece: Piece, gradient: torch.Tensor) -> None:
+        """Note a contribution to the gradient of a piece of a parameter."""
         sketch = Sketch.of(gradient)
-        self.gradients[index] = self.gradients[index] + sketch if index in self.gradients else sketch
+        self.gradients[piece] = self.gradients[piece] + sketch if piece in self.gradients else sketch
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -318,20 +319,20 @@ class Judge:
         """Return the parameter whose gradient is farthest from the plain one, if one is too far."""
         infos, worst, text = self._state.infos, 1.0, ""
         for unit in self._state.units:
-            mine = dict.fromkeys(index for region in unit.regions for index in region.parameters)
-            whole = math.hypot(*(plain.gradients[index].norm for index in mine if index in plain.gradients), 0.0)
-            for index in mine:
-                one, other = plain.gradients.get(index), way.gradients.get(index)
+            mine = [piece for region in unit.regions for piece in region.pieces]
+            whole = math.hypot(*(plain.gradients[piece].norm for piece in mine if piece in plain.gradients), 0.0)
+            for piece in mine:
+                name, one, other = infos[piece.parameter].name, plain.gradients.get(piece), way.gradients.get(piece)
                 if one is None or other is None:
                     if one is not other:
                         mine_is, other_is = ("none" if g is None else f"a norm of {g.norm:.6g}" for g in (one, other))
-                        return f"the gradient of {infos[index].name} in unit {unit.name} has {mine_is}, and {other_is}"
+                        return f"the gradient of {name} in unit {unit.name} has {mine_is}, and {other_is}"
                     continue
                 apart = one.distance(other) / (self._bounds.share * one.norm + self._bounds.rounding * whole + 1e-30)
                 if apart > worst:
                     worst = apart
                     text = (
-                        f"the gradient of {infos[index].name} in unit {unit.name} has a norm of {one.norm:.6g}, and "
+                        f"the gradient of {name} in unit {unit.name} has a norm of {one.norm:.6g}, and "
                         f"{other.norm:.6g}, {one.distance(other):.3g} apart"
                     )
         return text

@@ -45,6 +45,10 @@ class PlainPass:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
+        if unit.layer != unit.name and self._up is not unit:
+            # Each use of a block of rows has leaves of its own: autograd would hold the gradients of all blocks of a
+            # tied head until those of the embedding come.
+            unit.forget_live()
         self._bring_up(unit)
         self._is_running = True
         try:

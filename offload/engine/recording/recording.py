@@ -63,7 +63,7 @@ class Recording:
         self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._variants: set[int] = set()
-        self._streaming = {index: unit.name for unit in units if not unit.resident for index in unit.resting}
+        self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.resting}
         self._num_set_to_itself: Counter[int] = Counter()
 
     def reads(self) -> WatchingMode:

@@ -206,7 +206,7 @@ class TrialRuns:
             self._settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, trials, trials.output)
+                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.cutting.made)
         self.forget_traffic()
         return rule, head
 
@@ -234,7 +234,8 @@ class TrialRuns:
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
-        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
+        is_same = head is not None and head.vocabulary == vocabulary
+        return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet, or with few values of an int, and another

@@ -1,11 +1,13 @@
 """Find the units of a model by its structure: no list of names, no family.
 
 The blocks are what the outermost lists of modules hold. Every other module that owns parameters is a unit by itself,
-except the small ones (final norms, biases of a parent module), which stay on the device.
+except the small ones (final norms, biases of a parent module), which stay on the device. Where the device has less for
+a unit, larger blocks are taken apart into their modules, and larger layers go in blocks of rows, each a unit.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.engine.units.cutting import Cutting
+from offload.engine.units.row_blocks import RowBlocks
 from offload.errors import ConfigError
 from offload.hf.quantized import refuse_training
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
@@ -58,6 +62,17 @@ class Candidate:
     records: tuple[tuple[Piece, ...], ...] = ()
     """Of experts, which come up a record at a time, what each record has; nothing for a unit that comes up as a whole.
     """
+    blocks: RowBlocks | None = None
+    """The blocks of rows of a layer that is cut, or of which the unit is one."""
+    layer: str = ""
+    """The name of the layer of which the unit is a block of rows; empty for other units."""
+    rows: tuple[Piece, ...] = ()
+    """What such a block has of the layer's parameters."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True for a layer that is cut in blocks of rows, and has no weights of its own."""
+        return self.blocks is not None and not self.layer
 
     @property
     def parameters(self) -> list[int]:
@@ -66,9 +81,13 @@ class Candidate:
 
     @property
     def cargoes(self) -> dict[str, Sequence[int | Piece]]:
-        """What comes up together, by the names that regions have for it: the unit, or each of its records."""
+        """What comes up together, by the names that regions have for it: the unit, or each of its records; nothing of a
+        layer that is cut.
+        """
+        if self.is_cut:
+            return {}
         if not self.records:
-            return {self.name: self.parameters}
+            return {self.name: self.rows or self.parameters}
         return {f"{self.name} [{number}]": pieces for number, pieces in enumerate(self.records)}
 
 
@@ -161,9 +180,9 @@ def _check_quantized(
             )
 
 
-def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
+def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = Cutting()) -> list[Candidate]:  # noqa: B008 (frozen)
     """Split `model` into units, in module order. A model without lists of modules is split into the modules that
-    own parameters.
+    own parameters. `cutting`: what the device has for a unit, and how larger layers are cut.
     """
     index_of = {id(parameter): index for index, (_, parameter) in enumerate(model.named_parameters())}
     bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
@@ -177,31 +196,56 @@ def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
             if parameter is not None
         ]
 
+    def num_bytes(places: Sequence[Place]) -> int:
+        return sum(bytes_of[index] for index in {place.parameter for place in places})
+
     units: list[Candidate] = []
     inside: set[int] = set()
     for block in _blocks(model):
-        if id(block) not in inside:
-            its = places(block.modules())
+        its = places(block.modules())
+        if id(block) not in inside and num_bytes(its) <= cutting.share_bytes:
             units.append(Candidate(names[id(block)], block, its, whole=True, resident=False, is_block=True))
             inside.update(id(module) for module in block.modules())
-    largest = max((sum(bytes_of[i] for i in unit.parameters) for unit in units), default=0)
+    largest = max((num_bytes(unit.places) for unit in units), default=0)
+    if not largest and cutting.blocks:
+        largest = int(cutting.share_bytes)
     for name, module in model.named_modules():
         if id(module) in inside:
             continue
         own = places(iter((module,)))
         if not own:
             continue
+        if module in cutting.blocks:
+            cut = cutting.blocks[module]
+            is_first = all(unit.blocks is not cut for unit in units)
+            units.append(Candidate(name, module, own, whole=True, resident=False, blocks=cut))
+            units += _in_blocks(name, cut) if is_first else ()
+            continue
         below = [child for child in module.modules() if child is not module]
-        size = sum(bytes_of[place.parameter] for place in own)
-        is_small = size * _RESIDENT_SHARE < largest
+        is_small = num_bytes(own) * _RESIDENT_SHARE < largest
         whole = not any(parameter is not None for child in below for parameter in child._parameters.values())
         if not whole and not is_small and not any(id(child) in inside for child in below):
-            # A table with a norm of its own, an attention with a projection: one unit with all that is below.
-            own, whole = places(module.modules()), True
-            inside.update(id(child) for child in below)
+            its = places(module.modules())
+            if num_bytes(its) <= cutting.share_bytes:
+                # A table with a norm of its own, an attention with a projection: one unit with all that is below.
+                own, whole = its, True
+                inside.update(id(child) for child in below)
         units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or is_small))
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-    return sorted(units, key=lambda unit: order.get(unit.name, 0))
+    return sorted(units, key=lambda unit: order.get(unit.layer or unit.name, 0))
+
+
+def _in_blocks(layer: str, cut: RowBlocks) -> Iterator[Candidate]:
+    """Yield the blocks of rows of a layer."""
+    for number, block in enumerate(cut.blocks):
+        span, places = cut.span(number), [Place(block, key, index) for key, index in cut.parameters.items()]
+        shapes = [tuple(parameter.shape) for parameter in block.parameters()]
+        rows = tuple(
+            Piece(place.parameter, span.start * math.prod(shape[1:]), shape)
+            for place, shape in zip(places, shapes, strict=True)
+        )
+        name = f"{layer}[{span.start}:{span.stop}]"
+        yield Candidate(name, block, places, whole=True, resident=False, blocks=cut, layer=layer, rows=rows)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.resting import past_subclasses, stand_in
+from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.planes import DTYPES
@@ -123,11 +124,19 @@ class ModelOwnership:
     """
 
     def __init__(
-        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], device: torch.device
+        self,
+        model: nn.Module,
+        infos: Sequence[ParameterInfo],
+        units: Sequence[Unit],
+        device: torch.device,
+        row_blocks: Mapping[int, RowBlocks],
     ) -> None:
+        """`row_blocks`: of what is cut, by the index of the parameter."""
         self._reading: Callable[[], Answers | None] = lambda: None
         self.engine: Any = None
-        self.resting = [stand_in(info, DTYPES[info.compute], device, self) for info in infos]
+        self.resting = [
+            stand_in(info, DTYPES[info.compute], device, self, row_blocks.get(info.index)) for info in infos
+        ]
         self._units = [ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
         self._names = {

@@ -9,8 +9,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.engine.units.row_blocks import RowBlocks
 from offload.layout.regions import ParameterInfo
 
 
@@ -53,6 +55,8 @@ class OffloadedTensor(torch.Tensor):
     place: torch.device
     values: Callable[[], torch.Tensor]
     """Returns a fresh copy on the device."""
+    blocks: RowBlocks | None = None
+    """The blocks of a weight, or bias, that is cut in rows."""
     hangs = False
     """True for what hangs in the model, where no gradient may come."""
 
@@ -60,6 +64,10 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only what goes past torch's dispatcher is seen to here.
         kwargs = kwargs or {}
+        if func in _BY_BLOCKS:
+            weight = args[1] if len(args) > 1 else kwargs.get("weight")
+            if isinstance(weight, OffloadedTensor) and weight.blocks is not None:
+                return _BY_BLOCKS[func](weight.blocks, *args[:1], *args[2:], **_without_weight(kwargs))
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
                 args[0].holder.check_look(args[0].info, "set to None")
@@ -144,13 +152,16 @@ class OffloadedTensor(torch.Tensor):
         return self.copied().__reduce_ex__(protocol)
 
 
-def stand_in(info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder) -> nn.Parameter:
+def stand_in(
+    info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder, blocks: RowBlocks | None = None
+) -> nn.Parameter:
     """Return what hangs in the place of a parameter, in the dtype and on the device of its uses. A gradient that comes
-    to it is refused, since it would be lost.
+    to it is refused, since it would be lost. `blocks`: of one that is cut, which compute in its place.
     """
     made = _make(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
     made.values = lambda: holder.values_of(info).to(device)
     made.hangs = made._is_param = True
+    made.blocks = blocks
     if info.trainable:
         made.requires_grad_()
         past_subclasses(made.register_hook, lambda _: holder.refuse(info, "gradient"))
@@ -196,6 +207,14 @@ def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
 
+def _without_weight(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != "weight"}
+
+
+_BY_BLOCKS: dict[Any, Callable[..., torch.Tensor]] = {
+    functional.linear: RowBlocks.linear,
+    functional.embedding: RowBlocks.embedding,
+}
 _LOOK = vars(torch._C.TensorBase)["grad"].__get__
 _READS = {
     torch.Tensor.numpy,

@@ -8,19 +8,20 @@ the gradients on.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from offload.engine.units.belongings import NotePlace, note_places
-from offload.engine.units.find import Candidate, Place
+from offload.engine.units.find import Candidate, Place, regions_of
 from offload.engine.units.resting import OffloadedTensor, past_subclasses
 from offload.engine.units.traits import Trained, UnitTraits
-from offload.errors import ConfigError
+from offload.errors import ConfigError, format_bytes
 from offload.layout.regions import Piece, Region
 from offload.tiers.slots import Slots
 
@@ -39,6 +40,8 @@ class Unit:
     ) -> None:
         self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
+        self.layer = candidate.layer or self.name
+        """The name of what of the model the unit is, all of it or some rows."""
         self.modules = list(self.module.modules())
         self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
         self.in_records = bool(candidate.records)
@@ -185,6 +188,14 @@ class Unit:
 
         self.module.forward = forward
 
+    def warn_that_it_stays(self, num_bytes: int) -> None:
+        """Warn that so many bytes of weights will stay on the device; raise ConfigError where they cannot."""
+        warnings.warn(
+            f"unit {self.name} is read from outside itself: its weights stay on the device "
+            f"({format_bytes(num_bytes)}).",
+            stacklevel=3,
+        )
+
     def stay(self) -> None:
         """The weights stay on the device: the module runs as it is."""
         self.unroute()
@@ -234,6 +245,31 @@ class Unit:
         """The module's original forward."""
         assert self._original is not None
         return self._original
+
+
+class CutLayer(Unit):
+    """A layer whose weight is cut in blocks of rows, which are units: it has no weights of its own, and its module runs
+    over what stands for them, which hands its operations on to the blocks.
+    """
+
+    def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        pass
+
+    def warn_that_it_stays(self, num_bytes: int) -> NoReturn:  # noqa: ARG002
+        raise ConfigError(
+            f"the weight of {self.name} is larger than the device's share and goes in blocks of rows, and the model "
+            "reads it by another operation than linear and embedding, which needs all of it at once. Raise "
+            "--offload.device_memory until all of it fits, or let the model call the layer (or functional.linear)."
+        )
+
+
+def open_units(
+    candidates: Iterable[Candidate], regions: Sequence[Region], slots: Slots, make_live: MakeLive
+) -> Iterator[Unit]:
+    """Yield the units, in the order of their candidates; the arguments are those of `Unit`."""
+    for number, candidate in enumerate(candidates):
+        kind = CutLayer if candidate.is_cut else Unit
+        yield kind(number, candidate, regions_of(candidate, regions), slots, make_live)
 
 
 def put_parameters(places: Iterable[Place], parameters: Mapping[int, nn.Parameter]) -> None:

@@ -1,0 +1,144 @@
+"""Which layers are larger than the device's share of a unit, and in which blocks of rows they go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from offload.engine.units.row_blocks import RowBlock, RowBlocks
+from offload.errors import format_bytes
+from offload.layout.codecs import EXACT
+from offload.layout.planes import DTYPES, PARAMETER_ALIGNMENT
+from offload.layout.regions import ParameterInfo, align
+from offload.optim.rule import UpdateRule
+
+_ROWS = 128
+"""Blocks have multiples of so many rows, where they have as many: matrix products of other numbers are slower."""
+
+_MOST_BLOCKS = 256
+"""Of a layer. Each is a unit, with regions and copies of its own: a device this small beside a layer waits for it."""
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How a model is cut where the device's share of a unit is less than its largest unit takes."""
+
+    share_bytes: float = math.inf
+    """Bytes of weights that a unit has at most, as far as its parameters can be cut; infinity for whole units."""
+    blocks: Mapping[nn.Module, RowBlocks] = field(default_factory=dict)
+    """Of each linear layer and embedding that is larger its rows in blocks; modules that have a weight in common have
+    the same.
+    """
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Why other parameters that are larger stay whole, by their names."""
+
+    @classmethod
+    def of(cls, model: nn.Module, infos: Sequence[ParameterInfo], rule: UpdateRule, share_bytes: int) -> Cutting:
+        """Return how to cut a model that is trained by a rule."""
+        index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+        owners: dict[int, list[tuple[str, nn.Module]]] = {}
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(index_of[id(parameter)], []).append((key, module))
+        blocks: dict[nn.Module, RowBlocks] = {}
+        whole: dict[str, str] = {}
+        for index, places in sorted(owners.items(), key=lambda item: -infos[item[0]].numel):
+            info = infos[index]
+            num_bytes = info.numel * DTYPES[info.compute].itemsize
+            if num_bytes <= share_bytes:
+                continue
+            biases = [module.bias for _, module in places if getattr(module, "bias", None) is not None]
+            why = _why_whole(info, rule, places, share_bytes)
+            if info.trainable and len(places) > 1 and rule.drops_gradients:
+                why = why or f"{type(rule).__name__} keeps no gradients, of which the layers that share it give several"
+            if len(biases) > 1 or any(len(owners[index_of[id(bias)]]) > 1 for bias in biases):
+                why = why or "layers share it, or their bias, and differ in the other"
+            if why:
+                whole[info.name] = why
+                continue
+            parameters = {"weight": index} | dict(zip(("bias",), [index_of[id(bias)] for bias in biases], strict=False))
+            made = _in_blocks(info, parameters, share_bytes)
+            blocks |= dict.fromkeys([module for _, module in places], made)
+        return cls(share_bytes, blocks, whole)
+
+    @property
+    def made(self) -> list[RowBlocks]:
+        """Each weight that is cut, once."""
+        return list(dict.fromkeys(self.blocks.values()))
+
+    @property
+    def by_parameter(self) -> dict[int, RowBlocks]:
+        """The blocks of rows of what is cut, by the index of the parameter."""
+        return {index: cut for cut in self.blocks.values() for index in cut.parameters.values()}
+
+    @property
+    def told(self) -> str:
+        """What is cut, for people; empty where nothing is."""
+        if math.isinf(self.share_bytes):
+            return ""
+        told = f"the device has {format_bytes(int(self.share_bytes))} for a unit: larger blocks go module by module"
+        shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.made]
+        if not shown:
+            return told
+        return (
+            f"{told}, and in blocks of rows, each a unit: {', '.join(shown)}. Losses and gradients are those of whole "
+            "layers, up to the order of sums over blocks"
+        )
+
+    @property
+    def told_whole(self) -> str:
+        """What is larger than a unit may be and stays whole, and why, as a sentence; empty for nothing."""
+        shown = [f"{name} is not, since {why}" for name, why in self.whole.items()]
+        more = f"; nor are {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
+        told = f" Layers that are too large are cut in blocks of rows, and {'; '.join(shown[:_MOST_SHOWN])}{more}."
+        return told if shown else ""
+
+
+def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str, nn.Module]], share_bytes: int) -> str:
+    """Say why a parameter cannot be cut in blocks of rows; nothing where it can."""
+    other = next((m for key, m in places if key != "weight" or not isinstance(m, nn.Linear | nn.Embedding)), None)
+    if other is not None:
+        return f"{type(other).__name__} is no linear layer and no embedding"
+    has_bias = any(getattr(module, "bias", None) is not None for _, module in places)
+    if info.shape[0] <= _least_rows(info, has_bias):
+        return f"it has {info.shape[0]} rows, which are one block at least"
+    if info.numel * DTYPES[info.compute].itemsize > share_bytes * _MOST_BLOCKS:
+        return f"it would be more than {_MOST_BLOCKS} blocks"
+    part = rule.parts[info.rule]
+    if not part.has_gradients:
+        return f"{type(part).__name__} draws a direction for it as a whole"
+    if info.trainable and part.by_matrix:
+        return f"{type(part).__name__} updates it as a whole"
+    return "" if info.codec is EXACT else f"it rests in {info.codec.name}"
+
+
+def _least_rows(info: ParameterInfo, has_bias: bool) -> int:
+    """Return of how many rows blocks have a multiple: no block of elements that has a scale lies across two of them."""
+    return PARAMETER_ALIGNMENT // (1 if has_bias else math.gcd(PARAMETER_ALIGNMENT, info.numel // info.shape[0]))
+
+
+def _in_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: int) -> RowBlocks:
+    """Return the blocks of a weight, whose parameters have no memory yet."""
+    has_bias, itemsize = "bias" in parameters, DTYPES[info.compute].itemsize
+    rows, width = info.shape[0], info.numel // info.shape[0] + has_bias
+    most, least = share_bytes // (width * itemsize), _least_rows(info, has_bias)
+    step = _ROWS if most >= _ROWS else least
+    most = max(step, most // step * step)
+    size = align(-(-rows // -(-rows // most)), step)
+    borders = [*range(0, rows, size), rows]
+
+    def made(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=info.trainable)
+
+    blocks = [
+        RowBlock(made(end - begin, *info.shape[1:]), made(end - begin) if has_bias else None)
+        for begin, end in pairwise(borders)
+    ]
+    return RowBlocks(info.name, parameters, blocks, borders)

@@ -1,0 +1,297 @@
+"""Layers that are larger than the device's share, in blocks of rows: they train as whole ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from offload import Adafactor, AdamW, Engine, MeZO, Placement
+from offload.distributed.joining import open_comm
+from offload.engine.loss.chunked_head import HeadByRows
+from offload.engine.units.row_blocks import RowBlock, RowBlocks
+from offload.errors import ConfigError, DoesNotFitError
+from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
+from tests.engine.device import own_device
+from tests.engine.families import build, gpt2, llama
+from tests.engine.inside import head_of, parts_of, unit_names
+from tests.engine.ranks import run
+from tests.engine.test_group_loss import Pairs
+from tests.matrix import matrix
+
+VOCABULARY, HIDDEN = 4096, 32
+LAYER_BYTES = 4 * VOCABULARY * HIDDEN
+CHUNK_BYTES = LAYER_BYTES // 16
+ROUNDING = 2e-6
+
+
+def large(**settings: Any) -> nn.Module:
+    return llama(vocab_size=VOCABULARY, **settings)
+
+
+def tied(**settings: Any) -> nn.Module:
+    return large(tie_word_embeddings=True, **settings)
+
+
+def untrained() -> nn.Module:
+    """A vocabulary whose weights are frozen."""
+    model = tied()
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def batches(number: int, rows: int = 2, length: int = 8) -> list[dict[str, torch.Tensor]]:
+    """Tokens of the whole vocabulary, some of them twice, and some without a target."""
+    made = []
+    for seed in range(number):
+        noise = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, VOCABULARY, (rows, length), generator=noise)
+        ids[:, 1] = ids[:, 0]
+        labels = ids.clone()
+        labels[0, 3:5] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def small(**places: Any) -> Placement:
+    """A device that holds a quarter of the largest layer."""
+    return Placement(**{"parameters": "cpu", "optimizer": "cpu", "device_memory": LAYER_BYTES // 4} | places)
+
+
+def rows_of(*sizes: int) -> list[int]:
+    return [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_compute_what_the_whole_weight_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    borders = rows_of(128, 256, 100)
+    weight, bias = (nn.Parameter(torch.randn(borders[-1], *rest, dtype=dtype)) for rest in ((24,), ()))
+    parts = [
+        RowBlock(nn.Parameter(weight[begin:end].detach().clone()), nn.Parameter(bias[begin:end].detach().clone()))
+        for begin, end in pairwise(borders)
+    ]
+    cut = RowBlocks("weight", {"weight": 0, "bias": 1}, parts, borders)
+    given = torch.randn(3, 5, 24, dtype=dtype)
+    ids = torch.randint(0, borders[-1], (3, 50))
+    ids[:, ::3] = borders[1]
+
+    def compare(whole: torch.Tensor, blocks: torch.Tensor, exact: bool = True) -> None:
+        gradient = torch.randn_like(whole)
+        whole.backward(gradient)
+        blocks.backward(gradient)
+        assert same_bits(whole, blocks)
+        assert same_bits(weight.grad, torch.cat([part.weight.grad for part in parts]))
+        weight.grad = None
+        for part in parts:
+            part.weight.grad = None
+
+    one, other = (given.clone().requires_grad_() for _ in range(2))
+    compare(functional.linear(one, weight), cut.linear(other))
+    apart = (one.grad.double() - other.grad.double()).abs().max() / one.grad.abs().max()
+    assert apart < (1e-6 if dtype == torch.float32 else 1e-2)
+    for padding in (None, -1, 130):
+        compare(functional.embedding(ids, weight, padding), cut.embedding(ids, padding))
+    for wrong in (-1, borders[-1]):
+        with pytest.raises(IndexError):
+            cut.embedding(torch.tensor([wrong]))
+    with cut.only(1):
+        assert same_bits(cut.linear(given), functional.linear(given, weight[128:384]))
+
+
+@matrix(
+    strength=1,
+    long=2,
+    make=[tied, large, untrained],
+    parameters=["cpu", "nvme"],
+    activations=["device", "cpu"],
+    recompute=["always", "auto"],
+    micro_batch_size=[None, 1],
+    clip={
+        "deferred": {"clip": "deferred", "max_grad_norm": 0.1},
+        "speculative": {"clip": "speculative", "max_grad_norm": 1e6},
+        "none": {"max_grad_norm": None},
+    },
+    precision=["fp32", "bf16"],
+)
+def test_a_vocabulary_larger_than_the_device(
+    make: Callable[[], nn.Module],
+    parameters: str,
+    activations: str,
+    recompute: str,
+    micro_batch_size: int | None,
+    clip: dict[str, Any],
+    precision: str,
+    tmp_path: Path,
+) -> None:
+    folder = {"nvme_dir": tmp_path} if parameters == "nvme" else {}
+    place = small(parameters=parameters, optimizer=parameters, activations=activations, **folder)
+    settings = {"recompute": recompute, "micro_batch_size": micro_batch_size, "precision": precision}
+    within = ROUNDING if precision == "fp32" else 2e-2
+    engine, _ = train_both(
+        build(make), batches(2), placement=place, within=within, head_chunk_bytes=CHUNK_BYTES, **settings, **clip
+    )
+    assert isinstance(head_of(engine), HeadByRows)
+    assert sum("embed_tokens[" in name for name in unit_names(engine)) == 16 if precision == "fp32" else 8
+    assert "model.embed_tokens.weight in " in engine.told_tiles
+    if own_device().type == "cpu":
+        assert engine.counters.peak_device_bytes <= LAYER_BYTES // 4
+    planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+    for tier, name, num_bytes in engine.allocations:
+        assert tier == "device" or num_bytes == planned.get((tier, name), num_bytes), name
+    engine.close()
+
+
+def test_a_loss_of_log_probabilities_over_blocks() -> None:
+    found = []
+    (batch,) = batches(1, rows=4)
+    batch["labels"][:, :2] = -100
+    for place in (Placement(), small()):
+        with Engine(build(tied), PROPORTIONAL, place, head_chunk_bytes=CHUNK_BYTES) as engine:
+            losses = [engine.step(batch, loss_fn=Pairs()).loss for _ in range(2)]
+            found.append({**weights(engine), "losses": torch.stack(losses)})
+            assert isinstance(head_of(engine), HeadByRows) == bool(engine.told_tiles)
+    assert_same(*found, within=ROUNDING)
+
+
+def wide() -> nn.Module:
+    """An MLP larger than the device, whose last layer has few rows, and attention that is not."""
+    return llama(intermediate_size=VOCABULARY, num_hidden_layers=1)
+
+
+class Biased(nn.Module):
+    """Scores by a linear layer with a bias, in a block with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, HIDDEN)
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY))])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = self.layers[0](self.table(input_ids))
+        return SimpleNamespace(loss=functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "places", "names"),
+    [
+        (wide, {}, {"device_memory": LAYER_BYTES}, ["up_proj[", "down_proj[", "q_proj"]),
+        (Biased, {"clip": "speculative"}, {"parameters": "nvme", "optimizer": "nvme"}, ["0.1[128:256]", "0.0"]),
+    ],
+    ids=["on a device of one of its layers", "states on disk, speculative clipping"],
+)
+def test_a_linear_layer_in_a_block_that_is_larger_than_the_device(
+    make: Callable[[], nn.Module], settings: dict[str, Any], places: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """The block is taken apart into its modules."""
+    folder = tmp_path if "parameters" in places else None
+    placement = small(nvme_dir=folder, **places)
+    texts = [{key: value % 64 for key, value in batch.items()} for batch in batches(2, 1, 3)]
+    engine, _ = train_both(
+        build(make),
+        texts,
+        placement=placement,
+        within=ROUNDING,
+        count=lambda batch: batch["labels"].numel(),
+        **settings,
+    )
+    found = unit_names(engine)
+    assert all(any(wanted in name for name in found) for wanted in names), found
+    engine.close()
+
+
+def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> None:
+    one, *rest = batches(3)
+    whole = Engine(build(tied), PROPORTIONAL)
+    model = build(tied)
+    cut = Engine(model, PROPORTIONAL, small())
+    for engine in (cut, whole):
+        engine.step(one)
+    cut.save_checkpoint(tmp_path / "checkpoint")
+    whole.load_checkpoint(tmp_path / "checkpoint")
+    assert all(map(same_bits, weights(cut).values(), weights(whole).values()))
+    assert cut.evaluate(one).item() == pytest.approx(whole.evaluate(one).item(), rel=1e-6)
+    cut.export(tmp_path / "model")
+    with torch.no_grad():
+        given = {"input_ids": one["input_ids"].to(own_device())}
+        assert same_bits(model(**given).logits, whole.model(**given).logits)
+        made = model.generate(**given, max_new_tokens=3, do_sample=False)
+        assert torch.equal(made[:, :8], given["input_ids"])
+    for engine in (cut, whole):
+        engine.backward(engine.model(**rest[0]).loss)
+        engine.backward(engine.model(**rest[1]).loss)
+        engine.update()
+    scale = max(value.abs().max() for value in weights(whole).values())
+    assert all(
+        (a - b).abs().max() <= ROUNDING * scale
+        for a, b in zip(weights(cut).values(), weights(whole).values(), strict=True)
+    )
+    back = type(model).from_pretrained(tmp_path / "model")
+    for engine in (cut, whole):
+        engine.close(restore=True)
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    assert same_bits(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+class ByProduct(nn.Module):
+    """Scores with a table that it reads as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        scores = hidden @ self.table.weight.T
+        return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+
+def test_a_weight_that_is_read_otherwise_is_refused() -> None:
+    with Engine(ByProduct(), placement=small()) as engine, pytest.raises(ConfigError, match=r"unit table|of table is"):
+        engine.step(batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "why"),
+    [
+        (Adafactor(), large, "Adafactor updates it as a whole"),
+        (MeZO(), large, "MeZO draws a direction for it as a whole"),
+        (AdamW(), lambda: gpt2(n_inner=8192), "Conv1D is no linear layer and no embedding"),
+    ],
+    ids=["Adafactor", "MeZO", "Conv1D"],
+)
+def test_what_cannot_be_cut_is_told(rule: Any, model: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(DoesNotFitError, match=why):
+        Engine(build(model), rule, small())
+
+
+def of_a_rank() -> list[float]:
+    with (
+        open_comm() as comm,
+        Engine(build(tied), PROPORTIONAL, small(), comm=comm, head_chunk_bytes=CHUNK_BYTES) as engine,
+    ):
+        results = []
+        for batch in batches(2):
+            result = engine.step({key: value[comm.rank : comm.rank + 1] for key, value in batch.items()})
+            results += [result.loss.item(), result.grad_norm]
+        assert isinstance(head_of(engine), HeadByRows)
+        return results
+
+
+@pytest.mark.slow
+def test_two_ranks_train_in_blocks_of_rows() -> None:
+    with Engine(build(tied), PROPORTIONAL) as engine:
+        wanted = [value for batch in batches(2) for r in [engine.step(batch)] for value in (r.loss.item(), r.grad_norm)]
+    one, other = run(2, of_a_rank)
+    assert one == other
+    assert one == pytest.approx(wanted, rel=1e-6)
