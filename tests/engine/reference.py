@@ -42,7 +42,8 @@ class Reference:
 
     In bf16 the copy computes in bf16 (where `kept(name)` says so, in fp32) under fp32 masters. A gradient in bf16 is
     summed in fp32 over micro-batches and over the uses of a tied weight, and rounded once: so the copy is untied,
-    each use has a weight of its own, and all of them follow one master.
+    each use has a weight of its own, and all of them follow one master. `shown(master)`: the weights, fp32, that the
+    copy has in place of a master's; the gradient of these goes to the master as it is.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Reference:
         kept: Callable[[str], bool] = lambda name: False,
         group: Callable[[nn.Module], None] = lambda model: None,
         seed: int = 0,
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda master: master,
     ) -> None:
-        self.seed = seed
+        self.seed, self.shown = seed, shown
         self.device = own_device()
         self.model = twin(model)
         group(self.model)
@@ -169,7 +171,7 @@ class Reference:
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""
         for p in self.named[name]:
-            master = self.masters[name].cpu()
+            master = self.shown(self.masters[name].cpu())
             p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
 
 
