@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import AdamW
@@ -239,3 +240,16 @@ def count_shifted(batch: Batch) -> int:
 def count_labels(batch: Batch) -> int:
     """Targets of a model that does not shift."""
     return int((batch["labels"] != -100).sum())
+
+
+def fake_quantised(weights: torch.Tensor, precision: str = "fp32") -> torch.Tensor:
+    """Return what a matrix stands for in int8 with a scale for 128 neighbours, in plain PyTorch, rounded to what the
+    device computes in; fp32.
+    """
+    if weights.dim() < 2 or weights.numel() < 4096:
+        return weights
+    blocks = functional.pad(weights.reshape(-1), (0, -weights.numel() % 128)).view(-1, 128)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    levels = (blocks / scales.clamp(min=1e-38)).round().to(torch.int8)
+    values = (levels * scales).view(-1)[: weights.numel()].view(weights.shape)
+    return values if precision == "fp32" else values.bfloat16().float()

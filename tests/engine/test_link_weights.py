@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from offload import AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
@@ -29,7 +28,9 @@ from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, first_row, share
+from tests.engine.reference import fake_quantised
 from tests.engine.sizes import tier_bytes, up
+from tests.engine.test_frozen_weights import adapted, dequantised
 from tests.matrix import matrix, quick
 
 SIZES = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4, "num_hidden_layers": 3}
@@ -53,19 +54,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def model(**settings: Any) -> nn.Module:
     return build(lambda: llama(**SIZES | {"vocab_size": 97} | settings))
-
-
-def fake_quantised(weights: Tensor, precision: str = "fp32") -> Tensor:
-    """Return what a matrix stands for in int8 with a scale for 128 neighbours, in plain PyTorch, rounded to what the
-    device computes in; fp32.
-    """
-    if weights.dim() < 2 or weights.numel() < 4096:
-        return weights
-    blocks = functional.pad(weights.reshape(-1), (0, -weights.numel() % 128)).view(-1, 128)
-    scales = blocks.abs().amax(1, keepdim=True) / 127
-    levels = (blocks / scales.clamp(min=1e-38)).round().to(torch.int8)
-    values = (levels * scales).view(-1)[: weights.numel()].view(weights.shape)
-    return values if precision == "fp32" else values.bfloat16().float()
 
 
 @matrix(strength=1, tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
@@ -119,6 +107,16 @@ def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.
         assert found["int8"][f"{name} (int8)"] == (num_fetches, numel // 128 * 132)
 
 
+def test_frozen_weights_may_be_in_other_codes() -> None:
+    """Break: take the tables of one workspace from the first codec, which has none."""
+    base, own = build(adapted), build(adapted)
+    plain = Engine(dequantised(base, "nf4"), link_weights="int8")
+    engine = Engine(own, frozen_weights="nf4", link_weights="int8")
+    for seed in range(2):
+        assert engine.step(tokens(seed)).loss.item() == plain.step(tokens(seed)).loss.item()
+    assert_same(weights(engine), weights(plain))
+
+
 def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     throttles, seconds = parse_throttle({"h2d": "1MB"}), {}
     speeds = Speeds(Hardware.read("rtx-4090"))
@@ -166,12 +164,15 @@ def test_a_run_goes_on_bit_for_bit(precision: str, tier: dict[str, Any], tmp_pat
         assert_same(weights(other), weights(others))
 
 
-def on_ranks(stage: int, tier: dict[str, Any], saved: str) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
+def on_ranks(
+    stage: int, tier: dict[str, Any], saved: str, replicas: int
+) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
     """Return the losses of a step from the start and of one from a checkpoint, the weights then, and the bytes of
     weights that one exchange had, with how often it had them.
     """
     with open_comm(times=JOB) as comm:
-        gather, broadcast, exchanged = comm.all_gather, comm.broadcast, Counter[int]()
+        within, _ = comm.split(replicas)
+        gather, broadcast, exchanged = within.all_gather, within.broadcast, Counter[int]()
 
         def counted(flat: Tensor, what: str) -> None:
             if "(int8)" in what and ("new weights" in what or "all-gather" in what):
@@ -186,11 +187,12 @@ def on_ranks(stage: int, tier: dict[str, Any], saved: str) -> tuple[list[float],
             counted(flat, what)
             broadcast(flat, source, what)
 
-        comm.all_gather, comm.broadcast = gathered, given  # type: ignore[method-assign]
-        engine = Engine(model(), comm=comm, link_weights="int8", zero_stage=stage, placement=Placement(**tier))
+        within.all_gather, within.broadcast = gathered, given  # type: ignore[method-assign]
+        told: dict[str, Any] = {"zero_stage": stage, "replicas": replicas, "placement": Placement(**tier)}
+        engine = Engine(model(), comm=comm, link_weights="int8", **told)
         losses = []
         for seed in range(2):
-            losses.append(engine.step(share(first_row(seed, 4), (2, 2), comm.rank)).loss.item())
+            losses.append(engine.step(share(first_row(seed, 4), (4 // comm.size,) * comm.size, comm.rank)).loss.item())
             if seed == 0:
                 engine.load_checkpoint(Path(saved))
         found = weights(engine)
@@ -199,16 +201,21 @@ def on_ranks(stage: int, tier: dict[str, Any], saved: str) -> tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    ("stage", "tier"), quick([(0, "cpu"), (1, "nvme"), (2, "cpu"), (3, "cpu"), (3, "device")], [(2, "cpu"), (3, "cpu")])
+    ("stage", "tier", "replicas"),
+    quick(
+        [(0, "cpu", 1), (1, "nvme", 1), (2, "cpu", 1), (3, "cpu", 1), (3, "device", 1), (2, "cpu", 2), (3, "nvme", 2)],
+        [(2, "cpu", 1), (3, "cpu", 1)],
+    ),
 )
-def test_ranks_exchange_codes(stage: int, tier: str, tmp_path: Path) -> None:
-    """Two ranks have the bits of one process, from the start and from its checkpoint."""
+def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, tmp_path: Path) -> None:
+    """Two ranks of each replica have the bits of one process, from the start and from its checkpoint."""
     engine = Engine(model(), link_weights="int8")
     losses = [engine.step(first_row(0, 4)).loss.item()]
     engine.save_checkpoint(tmp_path / "saved")
     losses.append(engine.step(first_row(1, 4)).loss.item())
     where = TIERS[tier] | ({"nvme_dir": str(tmp_path)} if tier == "nvme" else {})
-    for found, weights_of, exchanged in run(2, on_ranks, stage=stage, tier=where, saved=str(tmp_path / "saved")):
+    told: dict[str, Any] = {"stage": stage, "tier": where, "saved": str(tmp_path / "saved"), "replicas": replicas}
+    for found, weights_of, exchanged in run(2 * replicas, on_ranks, **told):
         assert found == losses
         assert_same(weights_of, weights(engine))
         wholes = {up(numel, 4096) // 128 * 132 for numel in (97 * 64, 4 * 64 * 64 + 3 * 64 * 90)}
