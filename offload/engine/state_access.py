@@ -118,8 +118,7 @@ class StateAccess:
 
     def answering(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Within, whoever reads one of these parameters from the model is given a copy of these `values`, by the names
-        of `named_parameters`: for another library's code that saves on one rank, where the weights are cut over
-        several. Not collective.
+        of `named_parameters`: for another library's code that saves on one rank what several hold. Not collective.
         """
         return self._reading.given(values)
 
@@ -215,9 +214,7 @@ class StateAccess:
 
     @property
     def told_tiles(self) -> str:
-        """Which modules have run over tiles of the sequence so far, and which run whole, for people; empty where none
-        has run over tiles.
-        """
+        """Which modules have run over tiles of the sequence so far, which whole, for people; empty where none has."""
         return self._state.runner.forwards.told
 
     @property

@@ -52,7 +52,7 @@ class Slots(Cargoes):
         self.gathers = store.sharding.gathers
         """True where ranks put weights together as they come up."""
         self._on_device = store.tier == "device" and not self.gathers
-        self.decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
+        self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
         """What makes weights of codes."""
         self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
@@ -233,7 +233,7 @@ class Slots(Cargoes):
         self._beside = self._memory
         self._staying.clear()
         self._flats.clear()
-        self.decoder.close()
+        self.weight_decoder.close()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -291,8 +291,9 @@ class Slots(Cargoes):
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.travels is EXACT:
             return tickets
-        work, is_copy = partial(self.decoder.decode, region, flat.data), self._decoding is self._up
-        moved = 0 if is_copy else self.decoder.moved_bytes(region)  # which a link that is slowed down does not move
+        decoder, is_copy = self.weight_decoder, self._decoding is self._up
+        work = partial(decoder.decode, region, flat.data)
+        moved = 0 if is_copy else decoder.moved_bytes(region)  # which a link that is slowed down does not move
         return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(

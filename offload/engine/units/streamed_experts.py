@@ -275,7 +275,7 @@ class ExpertStreams:
                 counters,
                 slot_bytes=slot_bytes,
                 slot_name=EXPERT_SLOT,
-                decoder=runner.slots.decoder,
+                decoder=runner.slots.weight_decoder,
             )
             stream = RecordStream(slots, lanes, counters, 2 if plan.overlap else 1)
             self._streamed = [StreamedExperts(unit, runner, stream, store.comm) for unit in experts]
