@@ -218,7 +218,7 @@ def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, tmp_path: Pa
     for found, weights_of, exchanged in run(2 * replicas, on_ranks, **told):
         assert found == losses
         assert_same(weights_of, weights(engine))
-        wholes = {up(numel, 4096) // 128 * 132 for numel in (97 * 64, 4 * 64 * 64 + 3 * 64 * 90)}
+        wholes = {up(numel, 4096 * replicas) // 128 * 132 for numel in (97 * 64, 4 * 64 * 64 + 3 * 64 * 90)}
         assert set(exchanged) == {0: set(), 3: wholes}.get(stage, {size // 2 for size in wholes})
 
 
