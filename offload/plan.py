@@ -135,8 +135,7 @@ def times(found: Forecast) -> Iterator[str]:
     yield f"busy, in seconds: {'; '.join(filter(None, (busy, hidden_from(timing))))}"
     if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
-    if rest := found.prepared.told_frozen_weights:
-        yield rest
+    yield from filter(None, (found.prepared.told_frozen_weights, found.prepared.told_link_weights))
     if found.network_bytes:
         yield f"network: {format_bytes(found.network_bytes)} a step from each machine to the others"
     if found.written_bytes:

@@ -311,7 +311,8 @@ class Forecaster:
 
     def _structure(self, told: Settings, ranks: ImaginedRanks) -> Structure:
         is_cut, replicas = told.placement.experts == "streamed", (ranks.size, num_replicas(told, ranks))
-        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, is_cut, replicas))
+        coded = told.frozen_weights, told.link_weights
+        key = repr((told.optimizer, told.precision, coded, told.delay, told.zero_stage, is_cut, replicas))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized)
         return self._structures[key]
