@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from offload.benches.report import Measured, Result
 
@@ -36,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results, apart = [], {arm: [] for arm in ARMS if arm != "fp32"}
     for seed in arguments.seeds:
-        losses = {arm: final_loss(words, seed, arguments.steps) for arm, words in ARMS.items()}
+        losses = {arm: last_line(words, seed, arguments.steps)["eval_loss"] for arm, words in ARMS.items()}
         for arm, loss in losses.items():
             details = {"seed": seed, "steps": arguments.steps}
             if arm != "fp32":
@@ -51,14 +52,14 @@ def main() -> None:
     print(Measured(results).document())
 
 
-def final_loss(words: Sequence[str], seed: int, steps: int) -> float:
-    """Return the last loss of evaluation of a run."""
+def last_line(words: Sequence[str], seed: int, steps: int) -> dict[str, Any]:
+    """Return the last line of a run's metrics that has a loss of evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "offload.train", *words, "--run.seed", str(seed), "--train.steps", str(steps)]
         command += ["--run.dir", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
-        return [line["eval_loss"] for line in lines if line.get("eval_loss") is not None][-1]
+        return [line for line in lines if line.get("eval_loss") is not None][-1]
 
 
 if __name__ == "__main__":

@@ -117,8 +117,9 @@ void py_decode(int codec, Address records, Address levels, Address numbers, Addr
   else run(at<float>(out));
 }
 
-void py_encode_int8(Address weights, int64_t n, Address records, int threads, int isa) {
-  encode_int8(at<const float>(weights), n, at<uint8_t>(records), execution(threads, isa));
+void py_encode_int8(Address weights, Address low, bool is_bf16, int64_t n, Address records, int threads, int isa) {
+  const MasterWeights from{at<const void>(weights), at<const int16_t>(low), is_bf16};
+  encode_int8(from, n, at<uint8_t>(records), execution(threads, isa));
 }
 
 void py_encode_nf4(Address weights, int64_t n, Address borders, Address pairs, Address sizes, int threads, int isa) {

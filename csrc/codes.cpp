@@ -36,7 +36,7 @@ void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t
 template void decode_nf4(const uint8_t*, const Nf4Tables&, float*, int64_t, Execution);
 template void decode_nf4(const uint8_t*, const Nf4Tables&, uint16_t*, int64_t, Execution);
 
-void encode_int8(const float* weights, int64_t n, uint8_t* records, Execution how) {
+void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Execution how) {
   parallel_chunks((n + kInt8Block - 1) / kInt8Block, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
     OFFLOAD_DISPATCH(how.isa, encode_int8_range(weights, n, records, begin, end));
   });

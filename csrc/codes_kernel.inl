@@ -49,17 +49,19 @@ void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, i
   }
 }
 
-// Behind the last of the n weights are zeros.
-void encode_int8_range(const float* weights, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
+// Behind the last of the n weights are zeros; load(lane, i) gives those from i on.
+template <class Load>
+void encode_int8_blocks(const Load& load, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
   // What is added to a small number rounds it to a whole one, ties to even, which its lowest byte then is.
   const auto rounds = Wide::set(0x1.8p23f);
   for (int64_t k = begin; k < end; ++k) {
-    const float* from = weights + k * kInt8Block;
-    float last[kInt8Block] = {};
-    if (n - k * kInt8Block < kInt8Block) {
-      memcpy(last, from, static_cast<size_t>(n - k * kInt8Block) * sizeof(float));
-      from = last;
+    alignas(64) float from[kInt8Block] = {};
+    const int64_t left = n - k * kInt8Block, length = left < kInt8Block ? left : kInt8Block;
+    int64_t loaded = 0;
+    for (; loaded + Wide::kWidth <= length; loaded += Wide::kWidth) {
+      Wide::store(from + loaded, load(Wide{}, k * kInt8Block + loaded));
     }
+    for (; loaded < length; ++loaded) Narrow::store(from + loaded, load(Narrow{}, k * kInt8Block + loaded));
     const float scale = most_of<kInt8Block>(from) / 127;
     const auto divisor = Wide::set(at_least(scale, kLeastScale));
     uint8_t* const to = records + k * kInt8Record;
@@ -73,6 +75,16 @@ void encode_int8_range(const float* weights, int64_t n, uint8_t* records, int64_
     }
     memcpy(to + kInt8Block, &scale, sizeof scale);
   }
+}
+
+void encode_int8_range(const MasterWeights& a, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
+  const auto run = [=](const auto& load) { encode_int8_blocks(load, n, records, begin, end); };
+  const auto *whole = static_cast<const float*>(a.p);
+  const auto* hi = static_cast<const uint16_t*>(a.p);
+  const auto* lo = a.lo;
+  if (lo) run([=](auto lane, int64_t i) { return lane.join(hi + i, lo + i); });
+  else if (a.is_bf16) run([=](auto lane, int64_t i) { return lane.load_bf16(hi + i); });
+  else run([=](auto lane, int64_t i) { return lane.load(whole + i); });
 }
 
 // A block that is not whole is divided by its largest magnitude, and the others are multiplied with the inverse.

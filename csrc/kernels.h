@@ -145,7 +145,7 @@ void round_bf16(float* x, int64_t n, Execution how);
 template <class T>  // T here and below: float, or uint16_t for bfloat16
 void accumulate(float* sum, const T* x, int64_t n, Execution how);
 
-// Frozen weights in records of codes and scales: offload/layout/codecs.py. Weights (T: float, or uint16_t for bfloat16) may be
+// Weights in records of codes and scales: offload/layout/codecs.py. Weights (T: float, or uint16_t for bfloat16) may be
 // decoded over their own records, where these end with them: by one thread.
 constexpr int64_t kInt8Block = 128, kInt8Record = kInt8Block + 4;
 constexpr int64_t kNf4Block = 1 << 14, kNf4Record = kNf4Block / 2 + kNf4Block / 64 + 8;
@@ -157,7 +157,12 @@ template <class T>
 void decode_int8(const uint8_t* records, T* out, int64_t num_records, Execution how);
 template <class T>
 void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how);
-void encode_int8(const float* weights, int64_t n, uint8_t* records, Execution how);
+struct MasterWeights {  // in fp32; with lo, the halves of that; or with is_bf16 and no lo, in bfloat16 alone
+  const void* p;
+  const int16_t* lo;
+  bool is_bf16;
+};
+void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Execution how);
 // Writes the codes of n weights by the 15 borders between levels, two in a byte, and the largest magnitude of every 64.
 void encode_nf4(const float* weights, int64_t n, const float* borders, uint8_t* pairs, float* sizes, Execution how);
 

@@ -603,6 +603,12 @@ def _check_restarts(config: Config) -> None:
                 f"lora.restart_every is {every}, and {key} is {config.get(key)}: a restart changes weights of the "
                 f"base, which cannot be written there. Set --{key} {wanted[-1]}, or leave --lora.restart_every out."
             )
+    if config.offload.link_weights != "exact":
+        raise ConfigError(
+            f"lora.restart_every is {every}, and offload.link_weights is {config.offload.link_weights}: a restart, and "
+            "the export, merge the exact adapter into the base, and the run has computed with codes of the adapter. "
+            "Set --offload.link_weights exact, or leave --lora.restart_every out."
+        )
     if config.optimizer.states == "int8" and 0 < config.lora.restart_prune < 1:
         raise ConfigError(
             f"lora.restart_prune is {config.lora.restart_prune:g}, and optimizer.states is int8, of which a share "

@@ -637,6 +637,12 @@ class OffloadSection(Section):
     nf4, half a byte each as in QLoRA. They are decoded on the device. Embeddings, what is outside of the blocks, and
     parameters of fewer than 4096 elements stay as they are.
     """
+    link_weights: Literal["exact", "int8"] = "exact"
+    """How trained weights travel to the device and between ranks: as they are; or in int8, a byte each with a scale for
+    128, made of the exact master weights by each update, which is approximate: the run computes with what these stand
+    for. Checkpoints and exports hold the master weights. Vectors, and parameters of fewer than 4096 elements, travel
+    as they are.
+    """
     device: str | None = None
     """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
     none.

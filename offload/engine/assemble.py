@@ -26,7 +26,7 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights
+from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights, told_link_weights
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -68,7 +68,9 @@ class Structure:
         a unit; None for as many as the largest has. Collective. Raises ConfigError.
         """
         leave_off_checkpointing(model)
-        infos = describe_parameters(model, settings.optimizer, settings.precision, settings.frozen_weights, quantized)
+        infos = describe_parameters(
+            model, settings.optimizer, settings.precision, settings.frozen_weights, quantized, settings.link_weights
+        )
         cutting = Cutting() if share_bytes is None else Cutting.of(model, infos, settings.optimizer, share_bytes)
         candidates = find_units(model, infos, cutting)
         rules, (within, between) = settings.optimizer.parts, comm.split(num_replicas(settings, comm))
@@ -168,6 +170,11 @@ class EnginePlan:
     def told_frozen_weights(self) -> str:
         """As of `told_frozen_weights` in `planning/plan.py`."""
         return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
+
+    @property
+    def told_link_weights(self) -> str:
+        """As of `told_link_weights` in `planning/plan.py`."""
+        return told_link_weights(self.structure.regions)
 
     @property
     def chunk_bytes(self) -> int | None:

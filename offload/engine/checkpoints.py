@@ -30,12 +30,12 @@ from offload.hf.names import CannotStream, conversions_used
 from offload.hf.write import write_configuration
 from offload.lanes.ticket import Ticket
 from offload.layout.codecs import EXACT
-from offload.layout.planes import MASTER, STALE
+from offload.layout.planes import CODES, MASTER, STALE
 from offload.layout.quantized import Quantized
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
-from offload.tiers.tile import RegionState, Tile
+from offload.tiers.tile import RegionState, Tile, encode
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"
@@ -333,7 +333,8 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
     """Return what a checkpoint has of each parameter and buffer: of all, or of frozen ones the `changed` alone."""
     contents = {}
     for state in engine.store.states:
-        kept = [plane for plane in state.region.states if plane.name != STALE or state.is_late]
+        left_out = {CODES} if state.is_late else {CODES, STALE}
+        kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
         for index in state.region.parameters:
@@ -418,7 +419,8 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
         for number in range(len(wanted) + 1):
             if number < len(wanted):
                 region, tile = wanted[number]
-                names = [name for name in tile.states if name != STALE or tile.stale is not None]
+                left_out = {CODES} if tile.stale is not None else {CODES, STALE}
+                names = [name for name in tile.states if name not in left_out]
                 open_now.append((region, tile, tile.lend(*names)))
             if number:
                 yield open_now[0]
@@ -430,13 +432,17 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
 
 def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
     """Return the planes of a tile that are read from a checkpoint: the weights alone where states begin `anew`, and
-    weights from before an update only if one was late, and the next one is.
+    weights from before an update only if one was late, and the next one is. Codes are made of the master weights, which
+    are read for that where this rank does not hold them, too.
     """
+    there = [name for name in tile.states if name != CODES]
+    if CODES in tile.states:
+        there += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in there]
     if anew:
-        return [name for name in tile.states if name in MASTER]
+        return [name for name in there if name in MASTER]
     first = next(reader.contents[name] for name in _names(engine, state) if name in reader.contents)
     is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
-    return [name for name in tile.states if name != STALE or is_late]
+    return [name for name in there if name != STALE or is_late]
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
@@ -449,8 +455,10 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        for plane in names:
-            flat, filled = lease.planes[plane], 0
+        beside = {region.plane(name) for name in there if name not in names}  # of another rank's range, to be encoded
+        planes = lease.planes | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
+        for plane in (*(name for name in names if name != CODES), *(name for name in there if name not in names)):
+            flat, filled = planes[plane], 0
             stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in there else ()
             for its, (name, _, begin, _) in stretches:
                 if is_whole:
@@ -462,6 +470,7 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
                     target.copy_(piece)
             if is_whole:
                 flat[filled:] = 0
+        encode(region, planes, slice(0, tile.end - tile.begin))
         give_back = lease.done_writing
     finally:
         give_back(Ticket("compute", is_done=True))

@@ -29,7 +29,7 @@ from offload.hf.safetensors_file import reader
 from offload.hf.write import SHARD_BYTES
 from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo
-from offload.planning.plan import told_frozen_weights
+from offload.planning.plan import told_frozen_weights, told_link_weights
 from offload.telemetry.counters import Counters
 
 _Json = Mapping[str, Any] | None
@@ -118,8 +118,7 @@ class StateAccess:
 
     def answering(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Within, whoever reads one of these parameters from the model is given a copy of these `values`, by the names
-        of `named_parameters`: for another library's code that saves on one rank, where the weights are cut over
-        several. Not collective.
+        of `named_parameters`: for another library's code that saves on one rank what several hold. Not collective.
         """
         return self._reading.given(values)
 
@@ -222,10 +221,13 @@ class StateAccess:
 
     @property
     def told_frozen_weights(self) -> str:
-        """Which frozen weights rest in codes (`frozen_weights`), and which as they are, or what is read of the model's
-        own files, for people; empty where frozen weights rest like others.
-        """
+        """Which frozen weights rest in codes or in the model's own files, for people; empty where all are as others."""
         return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
+
+    @property
+    def told_link_weights(self) -> str:
+        """Which trained weights travel in codes, and what is approximate by that, for people; empty where none does."""
+        return told_link_weights(self._state.regions)
 
     @property
     def resting(self) -> frozenset[str]:

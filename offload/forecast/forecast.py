@@ -311,7 +311,8 @@ class Forecaster:
 
     def _structure(self, told: Settings, share_bytes: int | None, ranks: ImaginedRanks) -> Structure:
         cut = told.placement.experts == "streamed", share_bytes, ranks.size, num_replicas(told, ranks)
-        key = repr((told.optimizer, told.precision, told.frozen_weights, told.delay, told.zero_stage, cut))
+        coded = told.frozen_weights, told.link_weights
+        key = repr((told.optimizer, told.precision, coded, told.delay, told.zero_stage, cut))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized, share_bytes)
         return self._structures[key]

@@ -29,11 +29,16 @@ class RoutedExperts:
     missed: tuple[Region, ...]
     """What is updated alone."""
     record_bytes: int
-    """Bytes of the weights of a record."""
+    """Bytes of a record that come up."""
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes that come up."""
+        return sum(region.travelling_bytes for region in self.hit)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that come up."""
+        """Bytes of the weights that come up, as they are used."""
         return sum(region.weight_bytes for region in self.hit)
 
     def gradient_bytes(self, wide: bool = False) -> int:
@@ -53,7 +58,7 @@ def routed_experts(structure: Structure, workload: Workload) -> dict[str, Routed
         misses = _miss(experts) ** (_tokens(workload) * _num_experts(experts) / len(records))
         num_hit = math.ceil(len(records) * (1 - misses))
         hit, missed = (tuple(_merged(chain.from_iterable(its))) for its in (records[:num_hit], records[num_hit:]))
-        found[block] = RoutedExperts(hit, missed, sum(region.weight_bytes for region in records[0]))
+        found[block] = RoutedExperts(hit, missed, sum(region.travelling_bytes for region in records[0]))
     return found
 
 
@@ -61,7 +66,8 @@ def _merged(regions: Iterable[Region]) -> Iterator[Region]:
     """Yield one region for all that are alike, which has the number of the first."""
     alike: dict[object, list[Region]] = {}
     for region in regions:
-        alike.setdefault((region.compute, region.trainable, region.has_low, region.rule), []).append(region)
+        key = region.compute, region.trainable, region.has_low, region.rule, region.link
+        alike.setdefault(key, []).append(region)
     for its in alike.values():
         begins = accumulate((region.numel for region in its), initial=0)
         yield replace(

@@ -217,7 +217,7 @@ class Placed:
         ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
             return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
-        weights = sum(sharding.share(r.plane("weights"), r.travelling_bytes) for r in trained)
+        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trained)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting

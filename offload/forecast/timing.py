@@ -163,7 +163,7 @@ class PlannedStep:
         record, which nothing foretells, and for all of them in each micro-batch but one.
         """
         seconds, again = self.seconds(), self.workload.num_micro_batches - 1
-        up = seconds["h2d"](experts.record_bytes) + again * seconds["h2d"](experts.weight_bytes)
+        up = seconds["h2d"](experts.record_bytes) + again * seconds["h2d"](experts.travelling_bytes)
         return up, up + again * seconds["d2h"](experts.gradient_bytes())
 
     @cached_property
@@ -316,7 +316,7 @@ class PlannedStep:
         of_each = {"update": on_host, "h2d": up, "d2h": down}
         of_each["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in of_each.items() if num_bytes)
-        weights = sum(sharding.share(r.plane("weights"), r.travelling_bytes) for r in self.regions)
+        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 

@@ -1,5 +1,5 @@
-"""How frozen weights rest and travel: as they are, or as codes in few bits with scales, in records of equal length that
-are decoded where the weights are used. Pure.
+"""How weights rest and travel: as they are, or as codes in few bits with scales, in records of equal length that are
+decoded where the weights are used. Pure.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.native import codes as kernels
+from offload.native.kernels import join
 
 PIECE_NUMEL = 1 << 20
 """Weights that are decoded at once, a multiple of every codec's block: what they take beside is that of so many."""
@@ -114,6 +115,16 @@ class Int8(Coded):
             begin, end = end, end + piece.numel()
             yield begin, end, _int8_records(_as_fp32(piece), self.block)
 
+    def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
+        """Make the records `out` of master weights, flat, on one device; `low`: their low half, if they have one."""
+        if kernels.have_kernels(weights):
+            kernels.encode_int8(weights, low, out)
+            return
+        lows = [None] * len(weights.split(PIECE_NUMEL)) if low is None else low.split(PIECE_NUMEL)
+        step = PIECE_NUMEL // self.block * self.record_bytes
+        for piece, below, records in zip(weights.split(PIECE_NUMEL), lows, out.split(step), strict=True):
+            records.copy_(_int8_records(piece.float() if below is None else join(piece, below), self.block))
+
     def workspace_bytes(self, numel: int) -> int:
         return min(numel, PIECE_NUMEL) // self.block * self.record_bytes
 
@@ -198,7 +209,9 @@ def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
     return codec.read(rests, slice(0, weights.numel()), dtype).to(dtype)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, Int8(), Nf4())}
+INT8 = Int8()
+"""The codec in which trained weights travel that do not travel as they are."""
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Nf4())}
 """The codecs, as settings call them."""
 
 

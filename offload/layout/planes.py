@@ -16,6 +16,8 @@ from offload.layout.codecs import EXACT, Codec
 
 MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
+CODES = "codes"
+"""What travels of trained weights in place of them: records that the update makes of the master weights."""
 STALE = "shown"
 """The weights of a step earlier, which travel while an update makes the next ones beside a pass."""
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
@@ -49,7 +51,7 @@ class Plane:
     def label(self) -> str:
         """What it is called in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
-        is_plain = self.kind != "optimizer" or self.name == "low" or self.dtype == torch.float32
+        is_plain = self.kind != "optimizer" or self.name in MASTER or self.dtype == torch.float32
         return self.name.replace("_", " ") + ("" if is_plain else f" {of}")
 
     def numel(self, num_weights: int) -> int:
@@ -99,19 +101,24 @@ class Factor:
         return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)
 
 
-def table(compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT) -> tuple[Plane, ...]:
+def table(
+    compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT, link: Codec = EXACT
+) -> tuple[Plane, ...]:
     """Return all planes that there may be of weights used as one of `DTYPES`, with the `moments` of an update rule, in
     the order in which they lie in a record on disk: what is changed together is neighbours, and what is read alone
     comes first. `delays`: updates are made beside a pass, which needs the weights from before.
 
     `weights` is what travels: the bf16 high half, the fp32 master, or the records of a `codec`; `low` the low half of a
-    split master; `gradients` what waits for the norm of one backward pass.
+    split master; `gradients` what waits for the norm of one backward pass. With a `link` other than exact, `codes` are
+    its records of the master, and travel, while the weights rest where the optimizer's states do.
     """
     used = DTYPES[compute]
-    travels, width = codec.at_rest(used)
+    rests, width = codec.at_rest(used)
+    coded, link_width = link.at_rest(used)
     made = (
         *([Plane(STALE, used, "parameters")] if delays else ()),
-        Plane("weights", travels, "parameters", codec.block, width),
+        *([Plane(CODES, coded, "parameters", link.block, link_width)] if link is not EXACT else ()),
+        Plane("weights", rests, "parameters" if link is EXACT else "optimizer", codec.block, width),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", used, "gradients"),

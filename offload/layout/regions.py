@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, Codec
-from offload.layout.planes import CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
+from offload.layout.planes import CODES, CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -52,6 +52,8 @@ class ParameterInfo:
     """The number of the parameter's update rule, in the `parts` of the optimizer."""
     codec: Codec = EXACT
     """How the parameter rests; what is trained rests as it is."""
+    link: Codec = EXACT
+    """How the parameter travels if it is trained; what is frozen travels as it rests."""
 
     @property
     def numel(self) -> int:
@@ -117,7 +119,9 @@ class Region:
     by_matrix: bool = False
     """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
     codec: Codec = EXACT
-    """How the weights rest, and travel to where they are used."""
+    """How the weights rest."""
+    link: Codec = EXACT
+    """How the weights travel to where they are used, if they rest as they are."""
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
@@ -164,10 +168,20 @@ class Region:
         """Bytes of the weights on the device, as they are used."""
         return self.dtype.itemsize * self.numel
 
+    @property
+    def travels(self) -> Codec:
+        """How the weights travel to where they are used."""
+        return self.codec if self.link is EXACT else self.link
+
+    @cached_property
+    def travelling(self) -> Plane:
+        """The plane that goes to the device, and that ranks give each other."""
+        return self.plane("weights" if self.link is EXACT else CODES)
+
     @cached_property
     def travelling_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
-        return self.plane("weights").num_bytes(self.numel)
+        return self.travelling.num_bytes(self.numel)
 
     def factor_spans(self, factor: Factor) -> list[slice]:
         """Return the elements of each piece, by its position, in the region's array of a factor."""
@@ -180,11 +194,15 @@ class Region:
 
     def update_bytes(self, numel: int) -> int:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
-        counted. (Where there are weights from before, those are read, and the others written.)
+        counted. (Where there are weights from before, those are read, and the others written. Codes are written once
+        the master weights are read again.)
         """
         found = self._update_bytes.get(numel)
         if found is None:
-            found = 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
+            sizes = {plane.name: plane.num_bytes(numel) for plane in self.states if plane.name != STALE}
+            found = 2 * sum(sizes.values())
+            if CODES in sizes:
+                found += sum(sizes.get(name, 0) for name in MASTER) - sizes[CODES]
             self._update_bytes[numel] = found
         return found
 
@@ -228,12 +246,12 @@ def build_regions(
         info = parameters[piece.parameter]
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
-        rule, codec = info.rule if info.trainable else 0, info.codec
+        rule, codec, link = info.rule if info.trainable else 0, info.codec, info.link if info.trainable else EXACT
         has_low = has_low and codec is EXACT
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec), []).append(piece)
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
     regions: list[Region] = []
-    for (names, compute, trainable, has_low, rule, codec), members in groups.items():
-        border = math.lcm(PARAMETER_ALIGNMENT, codec.block)
+    for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():
+        border = math.lcm(PARAMETER_ALIGNMENT, codec.block, link.block)
         members = sorted(
             members, key=lambda piece: (parameters[piece.parameter].lr_scale, parameters[piece.parameter].weight_decay)
         )
@@ -251,6 +269,7 @@ def build_regions(
         suffix += f" (rule {rule + 1})" if rule else ""
         if not trainable:
             suffix += " (frozen)" if codec is EXACT else f" (frozen, {codec.name})"
+        suffix += "" if link is EXACT else f" ({link.name})"
         regions.append(
             Region(
                 index=len(regions),
@@ -262,11 +281,12 @@ def build_regions(
                 offsets=tuple(offsets),
                 numel=step * len(bins),
                 units=names,
-                table=table(compute, moments[rule], delays, codec),
+                table=table(compute, moments[rule], delays, codec, link),
                 rule=rule,
                 factors=tuple(factors[rule]) if by_matrix and factors else (),
                 by_matrix=by_matrix,
                 codec=codec,
+                link=link,
             )
         )
     return tuple(regions)

@@ -1,4 +1,4 @@
-"""Kernels for frozen weights in few bits: `offload/layout/codecs.py` says what records, codes and scales are, and has
+"""Kernels for weights in few bits: `offload/layout/codecs.py` says what records, codes and scales are, and has
 the same operations in torch, with the same bits, for other devices and dtypes and where C++ is missing.
 
 Tensors are contiguous, flat, on the CPU. Every function takes `threads` and `isa`, None for the defaults; neither
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.native.arrays import FP32, FP32_OR_BF16, UINT8, flat
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, UINT8, flat
 from offload.native.core import core as _core
 from offload.native.kernels import _execution
 
@@ -53,13 +53,25 @@ def decode(
     _core.decode(number, source, *tables, target, is_bf16, num_records, *_execution(threads, isa))
 
 
-def encode_int8(weights: Tensor, *, threads: int | None = None, isa: str | None = None) -> Tensor:
-    """Return the records, uint8 [n], of weights, float32."""
+def encode_int8(
+    weights: Tensor,
+    low: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> Tensor:
+    """Return the records, uint8 [n], new or `out`, of weights: float32, bfloat16, or with `low` (int16) the float32
+    master whose upper half they are.
+    """
     assert _core is not None
     _, block, width = _CODECS["int8"]
-    address, numel, _ = flat("weights", weights, FP32)
-    records = torch.empty(-(-numel // block) * width, dtype=torch.uint8, device="cpu")
-    _core.encode_int8(address, numel, records.data_ptr(), *_execution(threads, isa))
+    address, numel, is_bf16 = flat("weights", weights, FP32_OR_BF16 if low is None else BF16)
+    below = 0 if low is None else flat("low", low, BITS16, numel)[0]
+    num_bytes = -(-numel // block) * width
+    records = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if out is None else out
+    target, _, _ = flat("out", records, UINT8, num_bytes)
+    _core.encode_int8(address, below, is_bf16, numel, target, *_execution(threads, isa))
     return records
 
 

@@ -9,10 +9,10 @@ from itertools import groupby
 
 import torch
 
-from offload.layout.planes import STALE
+from offload.layout.planes import CODES, STALE
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
-from offload.tiers.tile import RegionState, Tile
+from offload.tiers.tile import RegionState, Tile, encode
 
 
 def update_tile(
@@ -46,7 +46,7 @@ def update_tile(
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
-    flats = [(name, flat, table[name]) for name, flat in planes.items()]
+    flats = [(name, flat, table[name]) for name, flat in planes.items() if name != CODES]
     for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one):
         states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
@@ -63,6 +63,7 @@ def update_tile(
             found = rule.update(states, gradients[span], by)
         else:
             found = rule.correct(states, gradients[span], by, applied_scale)
+        encode(state.region, planes, span)
         num_wrong = found if isinstance(num_wrong, int) and not num_wrong else num_wrong + found  # 0 + is a launch
     return num_wrong
 

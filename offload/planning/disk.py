@@ -125,8 +125,8 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
         numel = layout.largest_tile(region)
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
-        if "weights" in layout.of(region):
-            fetch = max(fetch, region.plane("weights").disk_bytes(numel))
+        if region.travelling.name in layout.of(region):
+            fetch = max(fetch, region.travelling.disk_bytes(numel))
     sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 

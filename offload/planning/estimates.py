@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
-from offload.layout.planes import STALE
+from offload.layout.planes import CODES, STALE
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning.machines import Speeds
 
@@ -41,8 +41,9 @@ def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, 
             numel = region.numel // layout.sharding.num_ranges
             moved = [plane for plane in region.states if not layout.stays(region, plane) and plane.name != STALE]
             down += sum(plane.num_bytes(numel) for plane in moved)
+            up += sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
             up += region.plane("gradients").num_bytes(numel)
-    return up + down, down
+    return up, down
 
 
 def host_update_seconds(
@@ -86,7 +87,7 @@ def weight_seconds(
     speeds: Speeds,
 ) -> float:
     """Estimate what weights and gradients take over the link in a step: up twice, down once."""
-    up = 2 * sum(sharding.share(region.plane("weights"), region.travelling_bytes) for region in regions)
+    up = 2 * sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     return max(_link_seconds(up, down // sharding.num_ranges, throttles, speeds))
 
@@ -113,5 +114,5 @@ def forward_seconds(
     numel = sum(info.numel for info in infos)
     precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
-    fetched = sum(sharding.share(region.plane("weights"), region.travelling_bytes) for region in regions)
+    fetched = sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
     return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.codecs import EXACT
+from offload.layout.planes import CODES
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.disk import read_ring
@@ -229,7 +230,7 @@ def plan_memory(
 
     resident = resident_regions(units)
     records = [its for unit in units if unit.in_records for its in unit.records]
-    in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.codec is not EXACT]
+    in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.travels is not EXACT]
     if in_slots:
         kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
@@ -349,7 +350,7 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
 
 def _placed(names: set[str], tier: str) -> str:
     """Return the flags that place what has these names on a tier."""
-    weights, passing = {"weights", "low"}, ("nvme", "gradient")
+    weights, passing = {"weights", "low", CODES}, ("nvme", "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
     kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
     return " ".join(f"--offload.{kind} {tier}" for kind, there in kinds.items() if there)

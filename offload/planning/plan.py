@@ -174,6 +174,21 @@ def num_replicas(settings: Settings, comm: Comm) -> int:
     return comm.num_machines if settings.replicas == "auto" else int(settings.replicas)
 
 
+def told_link_weights(regions: Sequence[Region]) -> str:
+    """Return which trained weights travel in codes, and what that changes, for people; empty where none does."""
+    trained = [region for region in regions if region.trainable]
+    coded = [region for region in trained if region.link is not EXACT]
+    if not coded:
+        return ""
+    coded_bytes, exact_bytes = sum(r.travelling_bytes for r in coded), sum(r.weight_bytes for r in coded)
+    num_coded, num_trained = (sum(len(region.parameters) for region in its) for its in (coded, trained))
+    return (
+        f"approximate: {num_coded} of {num_trained} trained parameters travel in {coded[0].link.name}, "
+        f"{format_bytes(coded_bytes)} for {format_bytes(exact_bytes)}, and the run computes with what "
+        "these stand for; the master weights are exact, and are what checkpoints and exports hold"
+    )
+
+
 def make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],

@@ -14,7 +14,7 @@ from offload.config.arguments import check_types
 from offload.config.sections import parse_chunks
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
-from offload.layout.codecs import CODECS, EXACT
+from offload.layout.codecs import CODECS, EXACT, INT8
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.tiers.placement import Placement
@@ -74,6 +74,11 @@ class Settings:
         nf4, half a byte each as in QLoRA (arXiv:2305.14314). They are decoded on the device, and training is exact over
         the decoded weights. Embeddings, and what is outside of the blocks or has fewer than 4,096 elements or less than
         two dimensions, stay as they are.
+    link_weights: how trained weights travel to where they are used, and between ranks: exact; or int8, a byte each with
+        an fp32 scale for 128, which the update makes of the master weights (ZeRO++, arXiv:2306.10209, section 3.2).
+        Training is then over what these stand for, and so is evaluation; gradients go to the master weights as they
+        are, which alone are in checkpoints and exports. What has less than two dimensions, or fewer than 4,096
+        elements, travels exactly.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -101,6 +106,7 @@ class Settings:
     update: str = "auto"
     noise_scale: bool = False
     frozen_weights: str = EXACT.name
+    link_weights: str = EXACT.name
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +161,9 @@ class Settings:
                 "model's files is read as it is there. Set --offload.parameters cpu (or nvme), or "
                 "--offload.frozen_weights exact."
             )
+        _check(self.link_weights, (EXACT.name, INT8.name), "offload.link_weights")
+        if self.link_weights != EXACT.name and (why := self._why_exact_links):
+            raise ConfigError(f"offload.link_weights is {self.link_weights}, and {why} --offload.link_weights exact.")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"offload.replicas is {self.replicas!r}; a number of copies, at least 1, or auto.")
@@ -200,6 +209,17 @@ class Settings:
         parse_device(self.device)
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
+
+    @property
+    def _why_exact_links(self) -> str:
+        """Say what asks for weights that travel as they are, and what to set; empty where nothing does."""
+        if self.delay:
+            return (
+                "train.delay is 1, which keeps the weights from before an update as they are: set --train.delay 0, or"
+            )
+        if not self.optimizer.has_gradients:
+            return f"{type(self.optimizer).__name__} updates weights where they come up, in all their bits: set"
+        return ""
 
     @property
     def resolved_clip(self) -> str:

@@ -17,14 +17,14 @@ DECODING = "decoding"
 
 def decoding_bytes(regions: Iterable[Region]) -> int:
     """Return the bytes of the device with which weights of these regions are decoded."""
-    return max((region.codec.workspace_bytes(region.numel) for region in regions), default=0)
+    return max((region.travels.workspace_bytes(region.numel) for region in regions), default=0)
 
 
 def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
     """Return where what rests of a region comes up: where the weights are to be, or, of weights in codes, at the end of
     that, so that the codes take no memory of their own.
     """
-    if region.codec is EXACT:
+    if region.travels is EXACT:
         return weights
     return weights.view(torch.uint8)[-region.travelling_bytes :]
 
@@ -36,22 +36,23 @@ class Decoder:
         regions = list(regions)
         self._device, num_bytes = device, decoding_bytes(regions)
         self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-        tables = next((region.codec.tables for region in regions if isinstance(region.codec, Coded)), None)
-        if tables is not None and len(tables):
+        found = (region.travels.tables for region in regions if isinstance(region.travels, Coded))
+        tables = next((tables for tables in found if len(tables)), None)  # int8 has none, and may be beside another
+        if tables is not None:
             device.copy(self._workspace[: len(tables)], tables)
             lanes.wait(lanes.mark())  # another stream reads them
 
     def decode(self, region: Region, weights: torch.Tensor) -> None:
         """Decode the weights of a region, flat."""
-        assert isinstance(region.codec, Coded)
-        region.codec.decode(resting(region, weights), weights, self._workspace)
+        assert isinstance(region.travels, Coded)
+        region.travels.decode(resting(region, weights), weights, self._workspace)
         for used in (weights, self._workspace):
             self._device.lend(used)
 
     def moved_bytes(self, region: Region) -> int:
         """Return the bytes of the device's memory that are read and written for it."""
-        assert isinstance(region.codec, Coded)
-        between = 0 if self._device.decodes_at_once else region.codec.between_bytes * region.numel
+        assert isinstance(region.travels, Coded)
+        between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
         return region.travelling_bytes + region.weight_bytes + between
 
     def close(self) -> None:

@@ -41,8 +41,10 @@ class Slots(Cargoes):
         *,
         slot_bytes: int,
         slot_name: str,
+        decoder: Decoder | None = None,
         debug: bool = False,
     ) -> None:
+        """`decoder`: that of other slots of the store; None for a new one."""
         super().__init__(store.co_fetched, due, lanes)
         self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
@@ -50,7 +52,8 @@ class Slots(Cargoes):
         self.gathers = store.sharding.gathers
         """True where ranks put weights together as they come up."""
         self._on_device = store.tier == "device" and not self.gathers
-        self._decoder = Decoder([state.region for state in store.states], device, lanes)
+        self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
+        """What makes weights of codes."""
         self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
         if self._on_device:
@@ -70,7 +73,7 @@ class Slots(Cargoes):
 
     def _rests_as_used(self, region: Region) -> bool:
         """True where a region is used where it rests."""
-        return self._on_device and region.codec is EXACT
+        return self._on_device and region.travels is EXACT
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
         slots = super().invalidate(regions)
@@ -230,7 +233,7 @@ class Slots(Cargoes):
         self._beside = self._memory
         self._staying.clear()
         self._flats.clear()
-        self._decoder.close()
+        self.weight_decoder.close()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -264,14 +267,14 @@ class Slots(Cargoes):
         them where they are; `co_fetched`: where what comes up beside them goes.
         """
         self._due.submit(region)
-        if self._store.tier == "device" and region.codec is EXACT:
+        if self._store.tier == "device" and region.travels is EXACT:
             own = self._store[region].planes["weights"]
             return self._put_together(region, flat, own, fills, is_ahead)
         tickets, is_link = [], self._up is self._lanes.h2d
-        rests, plane = resting(region, flat), region.plane("weights")
+        rests, plane = resting(region, flat), region.travelling
         for tile in self._store[region].held:
             lease, its = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
-            targets = {"weights": rests[plane.cut(its)], **{name: to[its] for name, to in co_fetched.items()}}
+            targets = {plane.name: rests[plane.cut(its)], **{name: to[its] for name, to in co_fetched.items()}}
             num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
             ticket = self._up.submit(
                 partial(copy_planes, self._device, targets, lease.planes),
@@ -286,10 +289,11 @@ class Slots(Cargoes):
         if self.gathers:
             own = rests[plane.cut(self._store.sharding.own(region))].data  # see Device.copy
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
-        if region.codec is EXACT:
+        if region.travels is EXACT:
             return tickets
-        work, is_copy = partial(self._decoder.decode, region, flat.data), self._decoding is self._up
-        moved = 0 if is_copy else self._decoder.moved_bytes(region)  # which a link that is slowed down does not move
+        decoder, is_copy = self.weight_decoder, self._decoding is self._up
+        work = partial(decoder.decode, region, flat.data)
+        moved = 0 if is_copy else decoder.moved_bytes(region)  # which a link that is slowed down does not move
         return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(

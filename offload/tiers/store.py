@@ -210,19 +210,20 @@ class Store:
         """Give the new weights of tile `number` of this rank's range, `own`, to all ranks once these tickets are done,
         and take theirs.
         """
-        state, what = self[region], f"new weights of {region.name}"
-        self._counters.count("all_gather_elements", own.planes["weights"].numel() * self.sharding.num_ranges)
-        self._counters.count("network_bytes", own.planes["weights"].nbytes * self.within.num_far)
+        state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
+        tile = state.tiles[number]
+        self._counters.count("all_gather_elements", (tile.end - tile.begin) * self.sharding.num_ranges)
+        self._counters.count("network_bytes", own.planes[plane].nbytes * self.within.num_far)
         for rank in range(self.sharding.num_ranges):
             is_own = rank == self.sharding.owner
-            lease = own if is_own else state.others[rank][number].land("weights")
+            lease = own if is_own else state.others[rank][number].land(plane)
             ticket = self.exchanges.submit(
-                partial(self.within.broadcast, lease.planes["weights"], rank, f"{what}, tile {number} of rank {rank}"),
+                partial(self.within.broadcast, lease.planes[plane], rank, f"{what}, tile {number} of rank {rank}"),
                 reads=reads if is_own else (),
                 fills=() if is_own else lease.fills,
                 name=what,
                 # By a link's bytes a second each rank's are exchanged at once; here one rank's go at a time.
-                num_bytes=lease.planes["weights"].nbytes // max(1, self.sharding.size - 1),
+                num_bytes=lease.planes[plane].nbytes // max(1, self.sharding.size - 1),
             )
             (lease.done_reading if is_own else lease.done_writing)(ticket)
 

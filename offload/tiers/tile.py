@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from offload.lanes.ticket import Fence
-from offload.layout.planes import STALE
+from offload.layout.codecs import Int8
+from offload.layout.planes import CODES, STALE
 from offload.layout.regions import Region
 from offload.tiers.lease import NOTHING, Lease
 from offload.tiers.model_files import FileRecord
@@ -36,10 +37,17 @@ class Tile:
     them; else None.
     """
 
+    @property
+    def travelling(self) -> str:
+        """The name of the plane that goes to the device, and that ranks give each other."""
+        return CODES if CODES in self.states else "weights"
+
     def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
-        """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
+        """Lend what travels of the weights to the device, and planes that go up beside it. `is_ahead`: for the next
+        step.
+        """
         if self.stale is None:
-            return self.lend("weights", *co_fetched, fetches=True, is_ahead=is_ahead)
+            return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
@@ -102,6 +110,16 @@ class Tile:
 
     def _on_disk(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.record is not None and name in self.record.planes]
+
+
+def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> None:
+    """Make what travels of some elements of a tile of its master weights, on whatever device these are; nothing where
+    the weights themselves travel. The elements begin where a parameter or the tile does.
+    """
+    if CODES in planes:
+        assert isinstance(region.link, Int8)
+        low = planes["low"][span] if "low" in planes else None
+        region.link.encode(planes["weights"][span], low, planes[CODES][region.plane(CODES).cut(span)])
 
 
 @dataclass

@@ -12,7 +12,8 @@ from offload.distributed.comm import Comm
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
-from offload.layout.planes import MASTER
+from offload.layout.codecs import EXACT
+from offload.layout.planes import CODES, MASTER
 from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
@@ -53,11 +54,15 @@ class Values:
         asked.
         """
         region = self.region(parameter)
-        plane = region.plane("weights")
+        plane, travels = region.plane("weights"), region.travelling
         for begin, end, rests in region.codec.encoded(self._parts(parameter, read, dtype, source)):
-            opened = self.opened(parameter, *MASTER, begin=begin, end=end, changes=True, of_all=True)
+            codes = None if region.link is EXACT else _codes(region, rests)
+            opened = self.opened(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, mine, its in opened:
-                _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
+                if "weights" in planes:
+                    _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
+                if codes is not None:  # of other ranks' ranges too, whose master weights may be there alone
+                    planes[CODES][travels.cut(mine)].copy_(codes[travels.cut(its)])
 
     def region(self, parameter: int) -> Region:
         """Return the region of a parameter, or of its first piece: those of the others are trained and stored alike."""
@@ -104,7 +109,7 @@ class Values:
 
     def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
         """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
-        of what the device uses (bf16, or fp32). Collective.
+        of these in the dtype that the device uses (bf16, or fp32), as they would travel exactly. Collective.
         """
         region = self.region(parameter)
         found = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
@@ -118,9 +123,9 @@ class Values:
         this rank has to hold all of its weights.
         """
         region, info = self.region(parameter), self._infos[parameter]
-        found = torch.empty(info.numel, dtype=region.dtype)
-        for planes, mine, its in self.opened(parameter, *MASTER[:1], of_all=True):
-            found[its] = region.codec.read(planes["weights"], mine, region.dtype)
+        name, found = region.travelling.name, torch.empty(info.numel, dtype=region.dtype)
+        for planes, mine, its in self.opened(parameter, name, of_all=True):
+            found[its] = region.travels.read(planes[name], mine, region.dtype)
         return found.view(info.shape)
 
     def prune_moments(self, parameter: int, share: float) -> None:
@@ -209,6 +214,12 @@ def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_s
     planes["weights"][mine].copy_(piece)
     if "low" in planes:
         planes["low"][mine] = low
+
+
+def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:
+    """Return the records in which a piece of a parameter travels, on the CPU, of what the master weights are of it."""
+    ((*_, codes),) = region.link.encoded([piece if region.has_low else piece.to(region.dtype)])
+    return codes
 
 
 def _threshold(values: torch.Tensor, share: float) -> float:

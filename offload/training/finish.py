@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from offload.checkpoint.manifest import MANIFEST
@@ -15,6 +15,7 @@ from offload.errors import DiskError, common, is_common
 from offload.hf import reload
 from offload.training.build import Run
 from offload.training.progress import RunProgress
+from offload.training.resident import as_travelling
 from offload.training.run_folder import RunFolder
 
 _AGAIN_S, _LOOK_S = 60.0, 0.5
@@ -30,6 +31,7 @@ class Export:
         self._trained, self._build_base = run.trained, run.build_base
         self._precision, self._seed = str(run.config.train.precision), run.config.run.seed
         self._budget_bytes = run.config.offload.host_memory
+        self._link_weights, self._is_coded = run.config.offload.link_weights, bool(run.engine.told_link_weights)
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
         """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
@@ -66,7 +68,9 @@ class Export:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return
         model, tokenizer = self._trained.load(self.path, self._build_base), self._data.tokenizer
-        library, found = self._trained.library, reload.check_logits(model, self._probe, self._precision)
+        with as_travelling(model, self._precision, self._link_weights) if self._is_coded else nullcontext():
+            found = reload.check_logits(model, self._probe, self._precision)
+        library = self._trained.library
         self._say(f"reloaded: by {library}, from {self.path}: {found}")
         if self._kind.name == "causal" and tokenizer is not None:
             prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)

@@ -348,6 +348,7 @@ def _resident(run: Run, same_order: bool) -> Resident:
         late_after=config.train.delay_after if config.train.delay else None,
         sums_by_unit=same_order,
         frozen_weights=config.offload.frozen_weights,
+        link_weights=config.offload.link_weights,
     )
 
 

@@ -150,7 +150,8 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     shown = []
     for tier, each in held.items():
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of_budget(held, tier)}")
-    where = "".join(f"; {told}" for told in (engine.told_updates, engine.told_frozen_weights) if told)
+    said = engine.told_updates, engine.told_frozen_weights, engine.told_link_weights
+    where = "".join(f"; {told}" for told in said if told)
     tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
     text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}{tiles}"
     if config.offload.nvme_dir and "nvme" not in held:

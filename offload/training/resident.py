@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from offload.layout.codecs import EXACT, decoded
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.native import kernels
+from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.optim.update import clip_coefficient, total_norm
 from offload.training.objectives import Batch
@@ -36,8 +38,28 @@ def master_of(info: ParameterInfo, weights: torch.Tensor) -> torch.Tensor:
 
 
 def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
-    """Return master weights, fp32, flat, in the dtype in which the device computes, as an engine rounds them."""
+    """Return master weights, fp32, flat, as the device computes with them: in its dtype, as an engine rounds them, or
+    what the codes stand for in which they travel.
+    """
+    if info.link is not EXACT:
+        return decoded(info.link, master, DTYPES[info.compute])
     return kernels.split(master.cpu())[0] if info.compute == "bf16" else master
+
+
+@contextmanager
+def as_travelling(model: nn.Module, precision: str, link_weights: str) -> Iterator[None]:
+    """Within, the trained weights of a model that is whole in memory are what stands for them where they travel so."""
+    infos = describe_parameters(model, AdamW(), precision, link_weights=link_weights)
+    coded = [(info, p) for info, p in zip(infos, model.parameters(), strict=True) if info.link is not EXACT]
+    before = [parameter.data for _, parameter in coded]
+    try:
+        for info, parameter in coded:
+            master = parameter.detach().float().reshape(-1)
+            parameter.data = as_computed(info, master).view(info.shape).to(parameter)
+        yield
+    finally:
+        for (_, parameter), data in zip(coded, before, strict=True):
+            parameter.data = data
 
 
 class Resident:
@@ -68,11 +90,12 @@ class Resident:
         late_after: int | None = None,
         sums_by_unit: bool = False,
         frozen_weights: str = "exact",
+        link_weights: str = "exact",
     ) -> None:
         self.model, self.rule, self.device, self.lr = model, rule, device, rule.lr
         self._update_devices, self._max_grad_norm, self._seed = update_devices, max_grad_norm, seed
         self._skips, self._late_after, self._num_done = skips, late_after, 0
-        self._infos = describe_parameters(model, rule, precision, frozen_weights)
+        self._infos = describe_parameters(model, rule, precision, frozen_weights, link_weights=link_weights)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]

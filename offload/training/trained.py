@@ -94,7 +94,9 @@ class Trained(Protocol):
         """
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Return the model of what `write` wrote, in eval mode, all in memory. Raises OffloadError."""
+        """Return the model of what `write` wrote, in eval mode, all in memory, of which what the run trains requires a
+        gradient, or what stands for that. Raises OffloadError.
+        """
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,10 @@ class WholeModel(Trained):
         engine.export(folder, files=files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
-        """Load the folder with transformers."""
-        return reload.reload(folder, self.kind.auto)
+        """Load the folder with transformers, and freeze what does not train."""
+        model = reload.reload(folder, self.kind.auto)
+        freeze(model, self.frozen)
+        return model
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ def train_both(
     count: Callable[[Batch], int] | None = None,
     kept: Callable[[str], bool] = lambda name: False,
     group: Callable[[nn.Module], None] = lambda model: None,
+    shown: Callable[[torch.Tensor], torch.Tensor] = lambda master: master,
     plain: nn.Module | None = None,
     within: float | None = None,
     whole: bool = False,
@@ -34,7 +35,7 @@ def train_both(
     """Train with both and compare after every step: bit for bit, or `within` a share of the layer's scale.
 
     `plain`: what the reference trains instead of a copy of `model`. `whole`: the reference trains on whole batches,
-    whatever micro_batch_size says. `kept`, `group`: see `Reference`.
+    whatever micro_batch_size says. `kept`, `group`, `shown`: see `Reference`.
     """
     known = {
         key: settings[key] for key in ("optimizer", "precision", "max_grad_norm", "micro_batch_size") if key in settings
@@ -43,7 +44,7 @@ def train_both(
         del known["micro_batch_size"]
     if within is not None:
         known["optimizer"] = settings["optimizer"] = PROPORTIONAL
-    reference = Reference(plain or model, kept=kept, group=group, **known)
+    reference = Reference(plain or model, kept=kept, group=group, shown=shown, **known)
     engine = Engine(model, **settings)
     reference.update_on(updating_device(engine))
     for number, batch in enumerate(batches):

@@ -20,7 +20,7 @@ from typing import Any
 from tests import accelerator, forks
 from tests.distributed.ranks import ROOT, Rank, free_port
 
-TIMEOUT_S = 120
+TIMEOUT_S = 3 * forks.PATIENCE_S
 """For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import AdamW
@@ -42,7 +43,8 @@ class Reference:
 
     In bf16 the copy computes in bf16 (where `kept(name)` says so, in fp32) under fp32 masters. A gradient in bf16 is
     summed in fp32 over micro-batches and over the uses of a tied weight, and rounded once: so the copy is untied,
-    each use has a weight of its own, and all of them follow one master.
+    each use has a weight of its own, and all of them follow one master. `shown(master)`: the weights, fp32, that the
+    copy has in place of a master's; the gradient of these goes to the master as it is.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Reference:
         kept: Callable[[str], bool] = lambda name: False,
         group: Callable[[nn.Module], None] = lambda model: None,
         seed: int = 0,
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda master: master,
     ) -> None:
-        self.seed = seed
+        self.seed, self.shown = seed, shown
         self.device = own_device()
         self.model = twin(model)
         group(self.model)
@@ -169,7 +172,7 @@ class Reference:
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""
         for p in self.named[name]:
-            master = self.masters[name].cpu()
+            master = self.shown(self.masters[name].cpu())
             p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
 
 
@@ -237,3 +240,16 @@ def count_shifted(batch: Batch) -> int:
 def count_labels(batch: Batch) -> int:
     """Targets of a model that does not shift."""
     return int((batch["labels"] != -100).sum())
+
+
+def fake_quantised(weights: torch.Tensor, precision: str = "fp32") -> torch.Tensor:
+    """Return what a matrix stands for in int8 with a scale for 128 neighbours, in plain PyTorch, rounded to what the
+    device computes in; fp32.
+    """
+    if weights.dim() < 2 or weights.numel() < 4096:
+        return weights
+    blocks = functional.pad(weights.reshape(-1), (0, -weights.numel() % 128)).view(-1, 128)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    levels = (blocks / scales.clamp(min=1e-38)).round().to(torch.int8)
+    values = (levels * scales).view(-1)[: weights.numel()].view(weights.shape)
+    return values if precision == "fp32" else values.bfloat16().float()

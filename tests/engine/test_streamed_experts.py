@@ -24,7 +24,7 @@ from tests.engine.compare import assert_same, assert_weights, weights
 from tests.engine.families import GROUPED, SPECIAL, build, llama, tokens
 from tests.engine.inside import parts_of, states
 from tests.engine.ranks import run
-from tests.engine.reference import Reference
+from tests.engine.reference import Reference, fake_quantised
 from tests.matrix import matrix, quick
 
 NUM_EXPERTS = 8
@@ -82,6 +82,8 @@ def count_hits(model: nn.Module) -> Callable[[], int]:
 def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
     """Train beside the reference, with the same bits after every step."""
     known = {key: settings[key] for key in ("optimizer", "precision", "max_grad_norm") if key in settings}
+    if "link_weights" in settings:
+        known["shown"] = fake_quantised
     reference = Reference(model, **known)
     engine = Engine(model, **settings)
     for seed in range(count):
@@ -148,27 +150,43 @@ def test_micro_batches_add_up_as_those_of_whole_experts(rows: int, precision: st
     assert_same(*found)
 
 
-def test_what_comes_up_is_what_tokens_are_routed_to() -> None:
+@pytest.mark.parametrize("tier", quick(["cpu", "nvme", "device"], ["cpu", "device"]))
+def test_codes_come_up_as_those_of_whole_experts(tier: str, tmp_path: Path) -> None:
+    """Break: plan what comes up by where the exact weights rest; let an expert begin within a block."""
+    place = streamed(parameters=tier, optimizer=tier, nvme_dir=tmp_path if tier == "nvme" else None)
+    with train(build(mixture("qwen3_moe")), 2, optimizer=RULE, placement=place, link_weights="int8") as engine:
+        experts = next(unit for unit in parts_of(engine).units if unit.in_records)
+        assert experts.regions[0].travelling_bytes == experts.regions[0].numel // 128 * 132
+        assert engine.counters.experts_fetched > 0
+
+
+@pytest.mark.parametrize("link", ["exact", "int8"])
+def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
     """Twice a step; the weights of the layers' shared part, and of all else, as with whole experts."""
     model = build(mixture("qwen3_moe"))
     hits = count_hits(model)
-    with Engine(model, RULE, streamed(), recompute="always") as engine:
+    with Engine(model, RULE, streamed(), recompute="always", link_weights=link) as engine:
         engine.step(tokens(0, 1))
         hits()
         engine.step(tokens(1, 1))
         num_hit = hits() // 2  # the recompute calls the module as well
         state = parts_of(engine)
         experts = [unit for unit in state.units if unit.in_records]
-        record_bytes = experts[0].regions[0].weight_bytes
-        others = sum(unit.weight_bytes for unit in state.units if not unit.resident and not unit.in_records)
+        record = experts[0].regions[0]
+        others = sum(
+            region.travelling_bytes
+            for unit in state.units
+            if not unit.resident and not unit.in_records
+            for region in unit.regions
+        )
         assert 0 < num_hit < 2 * NUM_EXPERTS
         assert engine.counters.experts_fetched == 2 * num_hit
-        shared = engine.counters.h2d_bytes - 2 * num_hit * record_bytes
+        shared = engine.counters.h2d_bytes - 2 * num_hit * record.travelling_bytes
         assert others < shared <= 2 * others
         device = {name: size for tier, name, size in engine.allocations if tier == "device"}
-        assert device["expert slot"] == record_bytes * (2 if engine.overlaps else 1)
+        assert device["expert slot"] == record.weight_bytes * (2 if engine.overlaps else 1)
         down = sum(unit.weight_bytes for unit in state.units if not unit.in_records)
-        assert engine.counters.d2h_bytes == down + num_hit * record_bytes
+        assert engine.counters.d2h_bytes == down + num_hit * record.weight_bytes
 
 
 def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
@@ -289,7 +307,12 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (
         mixture("qwen3_moe", moe_intermediate_size=18),
         {"optimizer": AdamW(states="int8")},
-        r"an expert has .* elements of .*, which rest in blocks",
+        r"an expert has .* elements of .*, which rest or travel in blocks",
+    ),
+    (
+        mixture("qwen3_moe", moe_intermediate_size=18),
+        {"link_weights": "int8"},
+        r"an expert has .* elements of .*, which rest or travel in blocks",
     ),
     (mixture("mixtral"), {"sequence_tile": 4}, r"train.sequence_tile is 4.*--train.sequence_tile none"),
 ]

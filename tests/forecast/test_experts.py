@@ -52,17 +52,19 @@ def held(found: Forecast) -> dict[str, int]:
     return {each.name: each.num_bytes for each in found.prepared.plan.allocations if each.tier == "device"}
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 40])
-def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "link", "width"), [(1, "exact", 4), (4, "int8", 132 / 128), (40, "exact", 4)])
+def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int, link: str, width: float) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MIXTURE)
-    structure = Structure.of(model, Settings(placement=Placement(experts="streamed")), Comm(), {})
+    settings = Settings(placement=Placement(experts="streamed"), link_weights=link)
+    structure = Structure.of(model, settings, Comm(), {})
     found = routed_experts(structure, Workload((), 1, tokens))
     torch.manual_seed(0)
     draws = [torch.rand(tokens, NUM_EXPERTS).topk(CHOICES).indices.unique().numel() for _ in range(300)]
     assert found.keys() == {"model.layers.0", "model.layers.1"}
     for each in found.values():
-        assert each.record_bytes == EXPERT_BYTES
+        assert each.record_bytes == EXPERT_BYTES * width / 4
+        assert each.travelling_bytes == each.weight_bytes * width / 4
         assert each.weight_bytes / EXPERT_BYTES == pytest.approx(sum(draws) / len(draws), abs=1)  # rounded up
         assert sum(region.weight_bytes for region in (*each.hit, *each.missed)) == NUM_EXPERTS * EXPERT_BYTES
 

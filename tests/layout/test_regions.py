@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.layout.codecs import EXACT, INT8
 from offload.layout.planes import Factor
 from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align, build_regions
 from offload.optim.adamw import AdamW
@@ -34,6 +35,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
             bf16_source=draw(st.booleans()),
             lr_scale=draw(st.sampled_from([1.0, 0.5])),
             weight_decay=draw(st.sampled_from([0.0, 0.1])),
+            link=draw(st.sampled_from([EXACT, INT8])),
         )
         for index in range(count)
     ]
@@ -80,6 +82,7 @@ def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
             info = parameters[index]
             assert region.units == tuple(name for name in units if index in units[name]), "tied elsewhere"
             assert (region.compute, region.trainable) == (info.compute, info.trainable)
+            assert region.link is (info.link if info.trainable else EXACT)
             assert region.has_low == (info.compute == "bf16" and (info.trainable or not info.bf16_source))
 
 
@@ -107,6 +110,7 @@ def test_parameters_of_equal_settings_are_neighbours(model):
     [
         ({}, "weights low exp_avg exp_avg_sq", 14),
         ({"compute": "fp32"}, "weights exp_avg exp_avg_sq", 16),
+        ({"link": INT8}, "codes weights low exp_avg exp_avg_sq", 14 + 132),
         ({"trainable": False}, "weights low", 4),
         ({"trainable": False, "bf16_source": True}, "weights", 2),
         ({"trainable": False, "compute": "fp32"}, "weights", 4),

@@ -81,7 +81,15 @@ std::vector<double> codes_kernels(int64_t n, Execution how) {
   const int64_t num_int8 = (n + kInt8Block - 1) / kInt8Block, num_nf4 = (n + kNf4Block - 1) / kNf4Block;
   std::vector<double> seen;
   std::vector<uint8_t> records(static_cast<size_t>(num_int8 * kInt8Record)), pairs(static_cast<size_t>((n + 1) / 2));
-  encode_int8(weights.data(), n, records.data(), how);
+  encode_int8({weights.data(), nullptr, false}, n, records.data(), how);
+  std::vector<uint16_t> hi(static_cast<size_t>(n));
+  std::vector<int16_t> lo(static_cast<size_t>(n));
+  split(weights.data(), hi.data(), lo.data(), n, how);
+  std::vector<uint8_t> of_halves(records.size()), of_upper(records.size());
+  encode_int8({hi.data(), lo.data(), true}, n, of_halves.data(), how);
+  require(of_halves == records, "codes of a split master", n, how.isa);
+  encode_int8({hi.data(), nullptr, true}, n, of_upper.data(), how);
+  seen.insert(seen.end(), of_upper.begin(), of_upper.end());
   const auto int8 = [&](const uint8_t* from, auto* to, bool over) {
     decode_int8(from, to, num_int8, {over ? 1 : how.threads, how.isa});
   };

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.layout.codecs import CODECS, Coded, _borders, dynamic_map, nf4_levels
-from offload.native import codes
+from offload.native import codes, kernels
 from tests.native.states import ISAS
 
 NAMES = ["int8", "nf4"]
@@ -88,6 +88,10 @@ def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, th
     weights, how = values(numel, seed, kind), {"threads": threads, "isa": isa}
     records = codes.encode_int8(weights, **how)
     assert torch.equal(records, made_in_torch("int8", weights))
+    hi, low = kernels.split(weights)
+    if kind != "broken":  # NaN has no halves
+        assert torch.equal(codes.encode_int8(hi, low, torch.empty_like(records), **how), records)
+    assert torch.equal(codes.encode_int8(hi, **how), made_in_torch("int8", hi))
     pairs, sizes = codes.encode_nf4(weights, _borders(nf4_levels()), **how)
     record = made_in_torch("nf4", weights).view(-1, 8456)
     assert torch.equal(pairs, record[:, :8192].reshape(-1)[: len(pairs)])

@@ -44,6 +44,14 @@ def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
         run("some", **{**settings, "optimizer__freeze": ["embed_tokens"], "train__steps": 6})
 
 
+def test_the_export_is_checked_with_the_codes_of_what_trains(run: Any) -> None:
+    """Break: let all of the reloaded model train, whose embeddings have codes then."""
+    settings = {"optimizer__freeze": FREEZE, "train__steps": 1, "offload__link_weights": "int8"}
+    _, _, said = run("coded", **settings)
+    assert "approximate: 1 of" in said
+    assert "logits bit-equal" in said
+
+
 def test_gradients_are_those_of_plain_pytorch(run: Any) -> None:
     """The norm of the first step is that of the parameters that train."""
     from offload.config.sections import ModelSection

@@ -175,7 +175,7 @@ class TileUpdates:
     def publish(self, region: Region) -> None:
         """Give the other ranks weights that were to be corrected, now that they are final."""
         for number, tile in enumerate(self.store[region].tiles if self.store.sharding.publishes else ()):
-            lease = tile.lend("weights")
+            lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
     def enter(self, landed: Landed, work: Work, verb: str, publishes: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
+from offload.layout.planes import CODES
 from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
 from offload.telemetry.counters import Counters
@@ -157,10 +158,11 @@ class OnDevice:
             for place, (name, flat) in zip(places, there.items(), strict=True)
         }
         changed = {name: flat for name, flat in there.items() if name != "gradients"}
+        read = {name: flat for name, flat in here.items() if name != CODES}
 
-        up_bytes = sum(flat.nbytes for flat in there.values())
+        up_bytes = sum(flat.nbytes for flat in read.values())
         up = self._lanes.update_up.submit(
-            partial(copy_planes, self._device, here, there),
+            partial(copy_planes, self._device, read, there),
             reads=(*tile.fence.before_read(), *tile.lease.reads, *self._begun),
             fills=stretch.fills,
             name=tile.name,

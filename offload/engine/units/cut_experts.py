@@ -87,7 +87,7 @@ def _check(
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         by = rule.parts[info.rule]
-        block = math.lcm(1, *(plane.block for plane in by.moments if info.trainable))
+        block = math.lcm(info.link.block, *(plane.block for plane in by.moments if info.trainable))
         if uses[info.index] > 1:
             raise refuse(
                 f"{info.name} is used in {uses[info.index]} places, and experts that share weights are not cut"
@@ -97,7 +97,7 @@ def _check(
         if info.codec is not EXACT:
             raise refuse(f"{info.name} rests in {info.codec.name}, which is decoded as a whole")
         if numel % block:
-            raise refuse(f"an expert has {numel} elements of {info.name}, which rest in blocks of {block}")
+            raise refuse(f"an expert has {numel} elements of {info.name}, which rest or travel in blocks of {block}")
 
 
 def _records(

@@ -103,9 +103,11 @@ def describe_parameters(
     precision: str,
     frozen_weights: str = EXACT.name,
     quantized: Mapping[nn.Parameter, Codec] | None = None,
+    link_weights: str = EXACT.name,
 ) -> list[ParameterInfo]:
     """Return what there is to train, in torch's order, tied names once. `frozen_weights`: the codec of frozen matrices
-    of blocks. `quantized`: the codecs of what the model's files have in few bits. Raises ConfigError.
+    of blocks. `quantized`: the codecs of what the model's files have in few bits. `link_weights`: the codec in which
+    trained matrices travel. Raises ConfigError.
     """
     named = list(model.named_parameters())
     if not named:
@@ -140,8 +142,8 @@ def describe_parameters(
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
         )
         place = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
-        has_codes = not parameter.requires_grad and place[1] and not place[0]
-        has_codes = has_codes and parameter.dim() > 1 and parameter.numel() >= LEAST_NUMEL
+        is_matrix = parameter.dim() > 1 and parameter.numel() >= LEAST_NUMEL
+        has_codes = not parameter.requires_grad and place[1] and not place[0] and is_matrix
         choice = optimizer.choose(Trained(name, tuple(parameter.shape), *place))
         infos.append(
             ParameterInfo(
@@ -155,6 +157,7 @@ def describe_parameters(
                 weight_decay=choice.weight_decay,
                 rule=choice.rule,
                 codec=quantized.get(parameter, CODECS[frozen_weights] if has_codes else EXACT),
+                link=CODECS[link_weights] if parameter.requires_grad and is_matrix else EXACT,
             )
         )
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
@@ -162,6 +165,11 @@ def describe_parameters(
             f"offload.frozen_weights is {frozen_weights}, and the model has no frozen weights to rest in it: matrices "
             f"of blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before Engine(), or set "
             "--offload.frozen_weights exact."
+        )
+    if link_weights != EXACT.name and all(info.link is EXACT for info in infos):
+        raise ConfigError(
+            f"offload.link_weights is {link_weights}, and nothing that is trained would travel in it: parameters of "
+            f"two dimensions or more, with {LEAST_NUMEL} elements or more. Set --offload.link_weights exact."
         )
     return infos
 

@@ -267,7 +267,16 @@ class ExpertStreams:
         self._before: list[tuple[Any, Any]] = []  # configurations, and how these had experts computed
         experts = [unit for unit in units if unit.in_records]
         if experts:  # which may rest on the device, and then take no memory there to come up
-            slots = Slots(store, runner.device, due, lanes, counters, slot_bytes=slot_bytes, slot_name=EXPERT_SLOT)
+            slots = Slots(
+                store,
+                runner.device,
+                due,
+                lanes,
+                counters,
+                slot_bytes=slot_bytes,
+                slot_name=EXPERT_SLOT,
+                decoder=runner.slots.weight_decoder,
+            )
             stream = RecordStream(slots, lanes, counters, 2 if plan.overlap else 1)
             self._streamed = [StreamedExperts(unit, runner, stream, store.comm) for unit in experts]
 

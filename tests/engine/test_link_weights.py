@@ -1,0 +1,266 @@
+"""Trained weights that travel in int8: training is that of plain PyTorch with fake-quantised weights, to the bit, the
+masters stay exact, and every link has the bytes of codes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import AdamW, Engine, MeZO, Muon, Placement
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.lanes.throttle import parse_throttle
+from offload.layout.regions import Region
+from offload.machine.hardware import Hardware
+from offload.planning.estimates import weight_seconds
+from offload.planning.machines import Speeds
+from offload.tiers.slots import Slots
+from offload.training.resident import Resident, as_travelling
+from tests.engine.compare import assert_same, same_bits, train_both, weights
+from tests.engine.families import build, llama, tokens
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import JOB, first_row, share
+from tests.engine.reference import fake_quantised
+from tests.engine.sizes import tier_bytes, up
+from tests.engine.test_frozen_weights import adapted, dequantised
+from tests.matrix import matrix, quick
+
+SIZES = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4, "num_hidden_layers": 3}
+"""All matrices travel in codes; the last block of the tables, of 97 x 64, is not whole."""
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"},
+    "codes on disk": {"parameters": "nvme", "optimizer": "cpu"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
+    "speculative": {"clip": "speculative", "max_grad_norm": 0.1, "debug": 3},
+    "by matrix": {"optimizer": Muon(lr=0.01)},
+    "update on the device": {"update": "device"},
+    "bytes": {"optimizer": AdamW(states="int8"), "max_grad_norm": None},
+}
+
+
+def model(**settings: Any) -> nn.Module:
+    return build(lambda: llama(**SIZES | {"vocab_size": 97} | settings))
+
+
+@matrix(strength=1, tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
+def test_training_is_that_of_plain_pytorch_with_fake_quantised_weights(
+    tier: dict[str, Any], way: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    folder = {"nvme_dir": str(tmp_path)} if "nvme" in tier.values() else {}
+    if "clip" in way and tier != TIERS["cpu"]:  # elsewhere nothing is speculative
+        way = {}
+    train_both(
+        model(),
+        [first_row(seed, 4) for seed in range(3)],  # of which no order of micro-batches changes a sum
+        shown=partial(fake_quantised, precision=precision),
+        link_weights="int8",
+        precision=precision,
+        placement=Placement(**tier, **folder),
+        **way,
+    )
+
+
+@pytest.mark.parametrize("tier", quick(["cpu", "nvme"], ["cpu"]))
+def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every copy that goes up is of 132 bytes for 256 of bf16, but for vectors; and all is there that was planned."""
+    bring_up, found = Slots._bring_up, {}
+    for link in ("exact", "int8"):
+        fetched: Counter[Region] = Counter()
+
+        def counted(slots: Slots, region: Region, *args: Any, fetched: Counter[Region] = fetched, **kwargs: Any) -> Any:
+            fetched[region] += 1
+            return bring_up(slots, region, *args, **kwargs)
+
+        monkeypatch.setattr(Slots, "_bring_up", counted)
+        placement = Placement(**TIERS[tier], nvme_dir=str(tmp_path))
+        engine = Engine(model(), link_weights=link, precision="bf16", prefetch=0, placement=placement)
+        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        engine.step(tokens(0))
+        fetched.clear()
+        engine.step(tokens(1))
+        assert engine.counters.h2d_bytes == sum(n * region.travelling_bytes for region, n in fetched.items())
+        found[link] = {region.name: (n, region.travelling_bytes) for region, n in fetched.items()}
+        planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+        for where in ("cpu", "nvme"):
+            assert all(planned[where, name] == size for name, size in tier_bytes(engine, where).items())
+    names = [name for name in found["exact"] if f"{name} (int8)" in found["int8"]]
+    assert set(names) == {"model.embed_tokens", *(f"model.layers.{n}" for n in range(3)), "lm_head"}
+    sizes = {"model.embed_tokens": [97 * 64], "lm_head": [97 * 64]}
+    for name in names:
+        num_fetches, _ = found["exact"][name]
+        matrices = sizes.get(name, [64 * 64] * 4 + [64 * 90] * 3)
+        numel = up(sum(up(size, 128) for size in matrices), 2048)
+        assert found["int8"][f"{name} (int8)"] == (num_fetches, numel // 128 * 132)
+
+
+def test_frozen_weights_may_be_in_other_codes() -> None:
+    """Break: take the tables of one workspace from the first codec, which has none."""
+    base, own = build(adapted), build(adapted)
+    plain = Engine(dequantised(base, "nf4"), link_weights="int8")
+    engine = Engine(own, frozen_weights="nf4", link_weights="int8")
+    for seed in range(2):
+        assert engine.step(tokens(seed)).loss.item() == plain.step(tokens(seed)).loss.item()
+    assert_same(weights(engine), weights(plain))
+
+
+def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
+    throttles, seconds = parse_throttle({"h2d": "1MB"}), {}
+    speeds = Speeds(Hardware.read("rtx-4090"))
+    for link in ("exact", "int8"):
+        parts = parts_of(Engine(model(), link_weights=link))
+        seconds[link] = weight_seconds(parts.regions, parts.plan.layout.sharding, throttles, speeds)
+        up_bytes = 2 * sum(region.travelling_bytes for region in parts.regions)
+        assert seconds[link] == pytest.approx(up_bytes / 1e6, abs=1e-3)
+    assert seconds["int8"] < 0.33 * seconds["exact"], "in fp32"
+
+
+def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    name, own = "model.layers.1.mlp.up_proj.weight", model()
+    engine = Engine(own, link_weights="int8")
+    engine.step(tokens(0))
+    found = weights(engine)
+    assert not same_bits(found[name], fake_quantised(found[name]))
+    assert same_bits(own.get_parameter(name).detach().clone().cpu(), fake_quantised(found[name]))
+    engine.export(tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same({each: exported[each] for each in found}, found)
+    for _, value in engine.edit([name]):
+        value.mul_(1.5)
+    assert same_bits(own.get_parameter(name).detach().clone().cpu(), fake_quantised(1.5 * found[name]))
+
+
+@matrix(strength=1, precision=["fp32", "bf16"], tier=TIERS)
+def test_a_run_goes_on_bit_for_bit(precision: str, tier: dict[str, Any], tmp_path: Path) -> None:
+    """Codes are in no checkpoint: it has the bytes of an exact run's, and either goes on from the other's."""
+    folder = {"nvme_dir": str(tmp_path)} if "nvme" in tier.values() else {}
+    engine = Engine(model(), link_weights="int8", precision=precision)
+    exact = Engine(model(), precision=precision)
+    for each, name in ((engine, "int8"), (exact, "exact")):
+        each.step(tokens(0))
+        each.save_checkpoint(tmp_path / name)
+    sizes = [{file.name: file.stat().st_size for file in (tmp_path / name).glob("*.bin")} for name in ("int8", "exact")]
+    assert sizes[0] == sizes[1]
+    for others, link in ((engine, "int8"), (exact, "exact")):
+        other = Engine(model(), link_weights=link, precision=precision, placement=Placement(**tier, **folder))
+        other.load_checkpoint(tmp_path / ("exact" if link == "int8" else "int8"))
+        other.load_checkpoint(tmp_path / link)
+        assert other.step(tokens(1)).loss.item() == others.step(tokens(1)).loss.item()
+        assert_same(weights(other), weights(others))
+
+
+def on_ranks(
+    stage: int, tier: dict[str, Any], saved: str, replicas: int
+) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
+    """Return the losses of a step from the start and of one from a checkpoint, the weights then, and the bytes of
+    weights that one exchange had, with how often it had them.
+    """
+    with open_comm(times=JOB) as comm:
+        within, _ = comm.split(replicas)
+        gather, broadcast, exchanged = within.all_gather, within.broadcast, Counter[int]()
+
+        def counted(flat: Tensor, what: str) -> None:
+            if "(int8)" in what and ("new weights" in what or "all-gather" in what):
+                assert flat.dtype == torch.uint8
+                exchanged[flat.nbytes] += 1
+
+        def gathered(full: Tensor, shard: Tensor, what: str) -> None:
+            counted(full, what)
+            gather(full, shard, what)
+
+        def given(flat: Tensor, source: int, what: str) -> None:
+            counted(flat, what)
+            broadcast(flat, source, what)
+
+        within.all_gather, within.broadcast = gathered, given  # type: ignore[method-assign]
+        told: dict[str, Any] = {"zero_stage": stage, "replicas": replicas, "placement": Placement(**tier)}
+        engine = Engine(model(), comm=comm, link_weights="int8", **told)
+        losses = []
+        for seed in range(2):
+            losses.append(engine.step(share(first_row(seed, 4), (4 // comm.size,) * comm.size, comm.rank)).loss.item())
+            if seed == 0:
+                engine.load_checkpoint(Path(saved))
+        found = weights(engine)
+        engine.close()
+    return losses, found, exchanged
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "replicas"),
+    quick(
+        [(0, "cpu", 1), (1, "nvme", 1), (2, "cpu", 1), (3, "cpu", 1), (3, "device", 1), (2, "cpu", 2), (3, "nvme", 2)],
+        [(2, "cpu", 1), (3, "cpu", 1)],
+    ),
+)
+def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, tmp_path: Path) -> None:
+    """Two ranks of each replica have the bits of one process, from the start and from its checkpoint."""
+    engine = Engine(model(), link_weights="int8")
+    losses = [engine.step(first_row(0, 4)).loss.item()]
+    engine.save_checkpoint(tmp_path / "saved")
+    losses.append(engine.step(first_row(1, 4)).loss.item())
+    where = TIERS[tier] | ({"nvme_dir": str(tmp_path)} if tier == "nvme" else {})
+    told: dict[str, Any] = {"stage": stage, "tier": where, "saved": str(tmp_path / "saved"), "replicas": replicas}
+    for found, weights_of, exchanged in run(2 * replicas, on_ranks, **told):
+        assert found == losses
+        assert_same(weights_of, weights(engine))
+        wholes = {up(numel, 4096 * replicas) // 128 * 132 for numel in (97 * 64, 4 * 64 * 64 + 3 * 64 * 90)}
+        assert set(exchanged) == {0: set(), 3: wholes}.get(stage, {size // 2 for size in wholes})
+
+
+def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
+    engine, batch = Engine(model(), link_weights="int8"), tokens(0, device="cpu")
+    own, names = model(), [name for name, _ in model().named_parameters()]
+    before = {name: p.detach().clone() for name, p in own.named_parameters()}
+    with as_travelling(own, "fp32", "int8"):
+        found = {name: p.detach().clone() for name, p in own.named_parameters()}
+        assert_same(found, {name: fake_quantised(value) for name, value in before.items()})
+    assert_same({name: p.detach() for name, p in own.named_parameters()}, before)
+    cpu = torch.device("cpu")
+    resident = Resident(
+        own,
+        AdamW(),
+        precision="fp32",
+        device=cpu,
+        update_devices=dict.fromkeys(names, cpu),
+        max_grad_norm=1.0,
+        seed=0,
+        link_weights="int8",
+    )
+    for _ in range(2):
+        assert engine.step(tokens(0)).loss.item() == pytest.approx(resident.step([(batch, 1.0)])[0], rel=1e-6)
+
+
+def test_what_is_approximate_is_told() -> None:
+    engine = Engine(model(), link_weights="int8", precision="bf16")
+    assert engine.told_link_weights == (
+        "approximate: 23 of 30 trained parameters travel in int8, 122 KiB for 236 KiB, and the run computes with what "
+        "these stand for; the master weights are exact, and are what checkpoints and exports hold"
+    )
+    assert Engine(model()).told_link_weights == ""
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for wrong, said in (
+        ({"link_weights": "nf4"}, "offload.link_weights is 'nf4'.*exact, int8"),
+        ({"link_weights": "int8", "delay": 1}, "train.delay is 1.*--train.delay 0, or --offload.link_weights exact"),
+        ({"link_weights": "int8", "optimizer": MeZO(lr=1e-3)}, "MeZO updates weights where they come up"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Engine(model(), **wrong)
+    with pytest.raises(ConfigError, match="link_weights is int8, and nothing that is trained would travel in it"):
+        Engine(build(lambda: llama(hidden_size=16, intermediate_size=16)), link_weights="int8")
