@@ -214,9 +214,7 @@ class StateAccess:
 
     @property
     def told_tiles(self) -> str:
-        """What of the model goes module by module and in blocks of rows, since the device has too little for it; which
-        modules have run over tiles of the sequence so far, and which run whole. For people; empty where none does.
-        """
+        """What is cut, or has run over tiles, since the device has too little for it, for people; empty for nothing."""
         return ".\n".join(filter(None, (self._state.cutting.told, self._state.runner.forwards.told)))
 
     @property

@@ -193,7 +193,7 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
         slow(["--data.sequence_length", "128"], 2, ["data.sequence_length is 128", "64"]),
         (["--data.source", "empty.txt"], 2, ["empty.txt"]),
         slow(["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
-        (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes", "embed_tokens", "49152"]),
+        (["--offload.device_memory", "2KiB"], 3, ["offload.device_memory", "2048 bytes", "embed_tokens", "49152"]),
         (
             ["--offload.throttle", "{h2: 1MiB}"],
             2,

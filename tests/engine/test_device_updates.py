@@ -450,7 +450,7 @@ def test_a_budget_without_room_for_the_ring_is_refused_with_numbers() -> None:
         needed = sum(tier_bytes(engine, "device").values())
         ring = ring_bytes(engine)
     with pytest.raises(DoesNotFitError, match=rf"update ring .*\({ring}\).*--offload.update cpu"):
-        Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=needed - 1))
+        Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=ring - 1))
     with Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=needed)) as engine:
         assert ring_bytes(engine) == ring
     Engine(build(llama), update="cpu", placement=Placement(optimizer="cpu", device_memory=needed - ring)).close()
