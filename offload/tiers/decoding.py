@@ -17,7 +17,13 @@ DECODING = "decoding"
 
 def decoding_bytes(regions: Iterable[Region]) -> int:
     """Return the bytes of the device with which weights of these regions are decoded."""
-    return max((region.travels.workspace_bytes(region.numel) for region in regions), default=0)
+    needs = [
+        (codec.tables.nbytes, codec.workspace_bytes(region.numel))
+        for region in regions
+        if isinstance(codec := region.travels, Coded)
+    ]
+    table_bytes = max((tables for tables, _ in needs), default=0)
+    return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
 
 
 def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
@@ -37,15 +43,17 @@ class Decoder:
         self._device, num_bytes = device, decoding_bytes(regions)
         self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         found = (region.travels.tables for region in regions if isinstance(region.travels, Coded))
-        tables = next((tables for tables in found if len(tables)), None)  # int8 has none, and may be beside another
-        if tables is not None:
+        tables = max(found, key=len, default=self._workspace[:0])  # int8 has none, and may be beside another
+        self._table_bytes = len(tables)
+        if len(tables):
             device.copy(self._workspace[: len(tables)], tables)
             lanes.wait(lanes.mark())  # another stream reads them
 
     def decode(self, region: Region, weights: torch.Tensor) -> None:
         """Decode the weights of a region, flat."""
         assert isinstance(region.travels, Coded)
-        region.travels.decode(resting(region, weights), weights, self._workspace)
+        begin = 0 if len(region.travels.tables) else self._table_bytes  # another codec's tables stay as they are
+        region.travels.decode(resting(region, weights), weights, self._workspace[begin:])
         for used in (weights, self._workspace):
             self._device.lend(used)
 
