@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "": {},
     "micro-batches": {"micro_batch_size": 2},
     "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
-    "speculative": {"clip": "speculative", "max_grad_norm": 0.1, "debug": 3},
+    "speculative": {"clip": "speculative", "max_grad_norm": 1e6, "debug": 3},
     "by matrix": {"optimizer": Muon(lr=0.01)},
     "update on the device": {"update": "device"},
     "bytes": {"optimizer": AdamW(states="int8"), "max_grad_norm": None},
@@ -74,7 +74,7 @@ def test_training_is_that_of_plain_pytorch_with_fake_quantised_weights(
     )
 
 
-@pytest.mark.parametrize("tier", quick(["cpu", "nvme"], ["cpu"]))
+@pytest.mark.parametrize("tier", quick(["cpu", "codes on disk"], ["cpu"]))
 def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every copy that goes up is of 132 bytes for 256 of bf16, but for vectors; and all is there that was planned."""
     bring_up, found = Slots._bring_up, {}
@@ -175,7 +175,7 @@ def on_ranks(
         gather, broadcast, exchanged = within.all_gather, within.broadcast, Counter[int]()
 
         def counted(flat: Tensor, what: str) -> None:
-            if "(int8)" in what and ("new weights" in what or "all-gather" in what):
+            if "(int8)" in what and "gradients" not in what and ("new weights" in what or "all-gather" in what):
                 assert flat.dtype == torch.uint8
                 exchanged[flat.nbytes] += 1
 
@@ -203,7 +203,7 @@ def on_ranks(
 @pytest.mark.parametrize(
     ("stage", "tier", "replicas"),
     quick(
-        [(0, "cpu", 1), (1, "nvme", 1), (2, "cpu", 1), (3, "cpu", 1), (3, "device", 1), (2, "cpu", 2), (3, "nvme", 2)],
+        [(0, "cpu", 1), (1, "cpu", 1), (2, "cpu", 1), (3, "cpu", 1), (3, "device", 1), (2, "cpu", 2), (3, "nvme", 2)],
         [(2, "cpu", 1), (3, "cpu", 1)],
     ),
 )
