@@ -135,8 +135,8 @@ def times(found: Forecast) -> Iterator[str]:
     yield f"busy, in seconds: {'; '.join(filter(None, (busy, hidden_from(timing))))}"
     if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
-    yield from filter(None, (found.prepared.told_frozen_weights, found.prepared.told_link_weights))
-    yield from filter(None, [found.prepared.structure.cutting.told])
+    prepared = found.prepared
+    yield from filter(None, (prepared.told_frozen_weights, prepared.told_link_weights, prepared.structure.cutting.told))
     if found.network_bytes:
         yield f"network: {format_bytes(found.network_bytes)} a step from each machine to the others"
     if found.written_bytes:

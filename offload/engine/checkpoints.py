@@ -329,11 +329,18 @@ def _names(engine: EngineState, state: RegionState) -> list[str]:
     return [engine.infos[index].name for index in state.region.parameters]
 
 
+def _left_out(is_late: bool) -> set[str]:
+    """Return the planes that no checkpoint has: codes, which are made of the master weights, and weights from before an
+    update, unless that is late.
+    """
+    return {CODES} if is_late else {CODES, STALE}
+
+
 def _contents(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
     """Return what a checkpoint has of each parameter and buffer: of all, or of frozen ones the `changed` alone."""
     contents = {}
     for state in engine.store.states:
-        left_out = {CODES} if state.is_late else {CODES, STALE}
+        left_out = _left_out(state.is_late)
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
@@ -419,7 +426,7 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
         for number in range(len(wanted) + 1):
             if number < len(wanted):
                 region, tile = wanted[number]
-                left_out = {CODES} if tile.stale is not None else {CODES, STALE}
+                left_out = _left_out(tile.stale is not None)
                 names = [name for name in tile.states if name not in left_out]
                 open_now.append((region, tile, tile.lend(*names)))
             if number:

@@ -263,8 +263,10 @@ class PlannedStep:
         regions, experts, sharding = self._played_regions, list(self._experts.values()), plan.layout.sharding
         layout, factor = _coarse(plan.layout, regions)
         slots, buffer = self._room()
-        planned = {STAGING: plan.of("device" if on_device else "cpu", STAGING).num_bytes}
-        planned[SHARDS] = plan.of("device", SHARDS).num_bytes
+        staged = plan.of("device" if on_device else "cpu", STAGING).num_bytes
+        shards = plan.of("device", SHARDS).num_bytes
+        if experts:  # which are put together for the play, and are larger than a record so
+            staged, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
         waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
@@ -279,8 +281,8 @@ class PlannedStep:
             capacity_bytes=slots + max((each.weight_bytes for each in experts), default=0),
             lookahead=lookahead,
             most=most,
-            staging_bytes=staging_bytes(regions, 2, sharding) if experts else planned[STAGING],
-            shard_bytes=shard_bytes(regions, 2, sharding) if experts else planned[SHARDS],
+            staging_bytes=staged,
+            shard_bytes=shards,
             update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
             resident=frozenset(resident),
             lasting=frozenset(lasting),

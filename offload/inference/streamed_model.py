@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from offload.accelerators import Accelerator
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
-from offload.engine.units.unit import Unit
+from offload.engine.units.unit import Unit, open_units
 from offload.errors import ConfigError
 from offload.hf.sources import Fused, Source
 from offload.lanes.streams import open_lanes
@@ -99,10 +99,7 @@ class StreamedModel:
         )
         self._slots = slots = Slots(store, device, Due(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
         self._executor = Executor(slots, 1, None, lands_late=lambda _: False)
-        self._units = [
-            Unit(number, each, [r for r in regions if each.name in r.units], slots, slots.parameters)
-            for number, each in enumerate(candidates)
-        ]
+        self._units = list(open_units(candidates, regions, slots, slots.parameters))
         self._inside: Unit | None = None
         self._begin: Any = None
         self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
