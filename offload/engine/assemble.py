@@ -128,8 +128,8 @@ class EnginePlan:
     ) -> EnginePlan:
         """Plan as `of` does. Where the device does not hold the largest unit, experts come up one record at a time, if
         they may (`auto`, on one rank), or else units are cut, into the largest that leave a third of the device to
-        activations, or that it holds at all; without `checks` nothing is. `structure_of`: settings, with units of at
-        most so many bytes of weights.
+        activations, or that it holds at all; without `checks` nothing is. Nothing is cut for the sake of a prefetch
+        that was asked for. `structure_of`: settings, with units of at most so many bytes of weights.
         """
 
         @cache
@@ -154,6 +154,10 @@ class EnginePlan:
             if refusal is not None:
                 raise refusal
             return whole
+        if refusal is not None and isinstance(settings.prefetch, int) and settings.prefetch:
+            nearer = cls.of(whole.structure, replace(settings, prefetch=0), comm, machine, checks=False)
+            if nearer.plan.fits_device:
+                raise refusal
         budget, cut = whole.plan.device_bytes or 0, list[EnginePlan]()
         for part in _SHARES:
             cut.append(plan("whole", budget // part, checks=False))

@@ -223,7 +223,7 @@ def plan_memory(
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if (sums_on_host or not keeps_gradients) and not num_directions:
         staged = [region for region in regions if sums_on_host or "gradients" not in layout.of(region)]
-        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host)))
+        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
     plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
     plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))

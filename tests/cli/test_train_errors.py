@@ -201,7 +201,7 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
         ),
         slow(["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
         slow(
-            ["--offload.prefetch", "9", "--offload.device_memory", "100KiB"], 3, ["--offload.prefetch", "102400 bytes"]
+            ["--offload.prefetch", "9", "--offload.device_memory", "200KiB"], 3, ["--offload.prefetch", "204800 bytes"]
         ),
         slow(["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),
     ],
