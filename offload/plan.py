@@ -158,13 +158,16 @@ def _alternative(found: Forecast, other: Alternative) -> str:
 
 def verdict(found: Forecast) -> Iterator[str]:
     """Yield whether it fits, and if not, what to change."""
-    from offload.forecast.here import shortage
+    from offload.forecast.here import NAMES, shortage
 
     if found.fits:
         yield "it fits."
         return
     yield shortage(found)
     yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting changes that: see --help."
+    if found.fix_bytes:
+        held = (f"{NAMES[tier]} {format_bytes(num_bytes)}" for tier, num_bytes in found.fix_bytes.items())
+        yield f"with that change: {', '.join(held)}"
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
     notes = found.notes
     if "train.batch_size" in fix:
         notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
-    return replace(found, fix=flags(fix), notes=notes)
+    fixed = _placed(forecaster, found, fix) if fix else None
+    held = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
+    return replace(found, fix=flags(fix), fix_bytes=held, notes=notes)
 
 
 def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> Iterator[Alternative]:
@@ -237,8 +239,14 @@ def _fewest(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) 
 
 
 def _fits(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> bool:
+    other = _placed(forecaster, found, change)
+    return other is not None and other.fits
+
+
+def _placed(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> Forecast | None:
+    """Return what a change comes to, placed where that is needed; None for settings that do not go together."""
     other = _told(forecaster, found, change, times=False)
-    return other is not None and (other.fits or place(forecaster, other, times=False).fits)
+    return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
 def _larger_budgets(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:

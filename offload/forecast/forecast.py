@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
@@ -102,6 +103,8 @@ class Forecast:
     """What else should be known, a line each."""
     fix: str = ""
     """The smallest change that fits, as flags, where the run does not; empty where none is known."""
+    fix_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes that each tier holds with that change."""
     alternatives: tuple[Alternative, ...] = ()
     """What else could be done, the fastest first."""
 
@@ -183,6 +186,7 @@ class Forecast:
             "placement": self.placed or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,
+            "fix_bytes": dict(self.fix_bytes),
             "notes": list(self.notes),
             "alternatives": [asdict(each) for each in self.alternatives],
             "levers": [

@@ -214,6 +214,8 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
     if clip != "speculative" and not case.one and dice.random() < 0.3:
         # Over ranks rules by matrix sum the norm up from other parts in stage 0.
         settings["optimizer"] = dice.choice(["lomo", *(_BY_MATRIX if case.world == 1 else [])])
+    if dice.random() < 0.15:
+        settings["sequence_tile"] = dice.choice([1, 2, 4])
     return settings
 
 

@@ -62,6 +62,8 @@ RULES = {
 }
 """smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
+_REORDERS = {"head_chunk_bytes", "sequence_tile"}
+"""Settings that add up in another order."""
 _PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs", "optimizer_memory")
 
 
@@ -700,7 +702,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
     to the bit where the order of all sums is the same."""
     spec, settings = case.model, case.settings
     rows, rule = settings.get("micro_batch_size"), settings.get("optimizer")
-    is_exact = not rows and "head_chunk_bytes" not in settings and settings.get("clip") != "speculative"
+    is_exact = not rows and settings.get("clip") != "speculative" and not _REORDERS & settings.keys()
     is_wide = settings.get("precision") != "bf16"
     if (
         spec.get("half")
@@ -833,7 +835,7 @@ class Alone(Seen):
 
 def _alone(case: Case, world: int, folder: Path, ops: list[Op], seen: list[Seen], order: int = 1) -> list[Alone]:
     settings = {
-        key: value for key, value in case.settings.items() if key not in ("micro_batch_size", "head_chunk_bytes")
+        key: value for key, value in case.settings.items() if key not in {"micro_batch_size", *_REORDERS}
     }
     engine, results = open_engine(models.build(case.model), settings, twin_layout(case), folder, Comm(), {}), []
     try:
