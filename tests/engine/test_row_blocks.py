@@ -240,6 +240,33 @@ def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> Non
     assert same_bits(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
+def test_a_run_over_blocks_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for stops in (False, True):
+        engine = Engine(build(tied), AdamW(lr=1e-2), small())
+        for number, batch in enumerate(batches(3)):
+            if stops and number == 2:
+                engine.save_checkpoint(tmp_path)
+                engine.close()
+                engine = Engine(build(tied), AdamW(lr=1e-2), small())
+                engine.load_checkpoint(tmp_path)
+            loss = engine.step(batch).loss
+        assert isinstance(head_of(engine), HeadByRows)
+        found.append({**weights(engine), "loss": loss})
+        engine.close()
+    assert_same(*found)
+
+
+def test_adapters_over_a_base_in_blocks_of_rows() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(tied), peft.LoraConfig(**settings)).train()
+    engine, _ = train_both(model, batches(2), placement=small(), within=ROUNDING, head_chunk_bytes=CHUNK_BYTES)
+    assert isinstance(head_of(engine), HeadByRows)
+    engine.close()
+
+
 class ByProduct(nn.Module):
     """Scores with a table that it reads as a matrix."""
 
@@ -262,17 +289,18 @@ def test_a_weight_that_is_read_otherwise_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "model", "why"),
+    ("rule", "model", "share", "why"),
     [
-        (Adafactor(), large, "Adafactor updates it as a whole"),
-        (MeZO(), large, "MeZO draws a direction for it as a whole"),
-        (AdamW(), lambda: gpt2(n_inner=8192), "Conv1D is no linear layer and no embedding"),
+        (Adafactor(), large, 4, "Adafactor updates it as a whole"),
+        (MeZO(), large, 4, "MeZO draws a direction for it as a whole"),
+        (AdamW(), lambda: gpt2(n_inner=8192), 4, "Conv1D is no linear layer and no embedding"),
+        (AdamW(), large, 256, "it would be more than 256 blocks"),
     ],
-    ids=["Adafactor", "MeZO", "Conv1D"],
+    ids=["Adafactor", "MeZO", "Conv1D", "many"],
 )
-def test_what_cannot_be_cut_is_told(rule: Any, model: Callable[[], nn.Module], why: str) -> None:
+def test_what_cannot_be_cut_is_told(rule: Any, model: Callable[[], nn.Module], share: int, why: str) -> None:
     with pytest.raises(DoesNotFitError, match=why):
-        Engine(build(model), rule, small())
+        Engine(build(model), rule, small(device_memory=LAYER_BYTES // share))
 
 
 def of_a_rank(replicas: int) -> list[float]:

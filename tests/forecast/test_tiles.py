@@ -66,3 +66,14 @@ def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
     hardware = Hardware.read("h100").with_(device_bytes=200 << 20)
     found = forecast(config(train__sequence_tile="none"), hardware)
     assert (found.fits, found.fix) == (False, "--train.sequence_tile 1024")
+
+
+@pytest.mark.slow
+def test_a_plan_cuts_layers_that_the_device_does_not_hold() -> None:
+    small = {"data__sequence_length": 32, "train__head_chunk_bytes": 1 << 18, "offload__device_memory": 16 << 20}
+    found = forecast(config(model__preset="small", **small), Hardware.read("h100"))
+    cutting = found.prepared.structure.cutting
+    assert found.fits
+    assert found.memory.total("device") <= 16 << 20
+    assert max(each.weight_bytes for each in found.prepared.structure.regions) <= cutting.share_bytes
+    assert "in blocks of rows" in cutting.told

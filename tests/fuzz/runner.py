@@ -834,9 +834,7 @@ class Alone(Seen):
 
 
 def _alone(case: Case, world: int, folder: Path, ops: list[Op], seen: list[Seen], order: int = 1) -> list[Alone]:
-    settings = {
-        key: value for key, value in case.settings.items() if key not in {"micro_batch_size", *_REORDERS}
-    }
+    settings = {key: value for key, value in case.settings.items() if key not in {"micro_batch_size", *_REORDERS}}
     engine, results = open_engine(models.build(case.model), settings, twin_layout(case), folder, Comm(), {}), []
     try:
         for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):

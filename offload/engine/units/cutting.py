@@ -87,9 +87,10 @@ class Cutting:
         shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.made]
         if not shown:
             return told
+        more = f", and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
         return (
-            f"{told}, and in blocks of rows, each a unit: {', '.join(shown)}. Losses and gradients are those of whole "
-            "layers, up to the order of sums over blocks"
+            f"{told}, and in blocks of rows, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses and gradients "
+            "are those of whole layers, up to the order of sums over blocks"
         )
 
     @property
