@@ -107,6 +107,33 @@ class Comm:
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:  # noqa: ARG002
         return self, self
 
+    def neighbours(self, num: int) -> Comm:
+        """Return the exchanges among this rank and those with which it makes a group of `num`: neighbours on one
+        machine. They have an order of their own, which the ranks of a group keep, whatever else they exchange, and end
+        with this comm. Collective, the first time. Raises ConfigError where machines have no whole number of groups.
+        """
+        self.group_of(num)
+        return Comm() if num == 1 else self._neighbours(num)
+
+    def _neighbours(self, num: int) -> Comm:  # noqa: ARG002
+        return self
+
+    def group_of(self, num: int) -> tuple[int, int]:
+        """Return the number of this rank's group of `num` neighbours, and how many groups there are. Raises as
+        `neighbours`.
+        """
+        counts = set(Counter(self.machines).values())
+        if any(count % num for count in counts):
+            here = min(counts)
+            fitting = ", ".join(str(n) for n in range(1, here + 1) if all(count % n == 0 for count in counts))
+            raise ConfigError(
+                f"train.sequence_parallel is {num}, and a machine has {here} ranks, which make no whole number of "
+                f"groups of {num}: set --train.sequence_parallel to one of {fitting}, or start other ranks, by --gpus "
+                "or --nproc-per-node."
+            )
+        groups, _ = self._places(self.size // num)
+        return next(number for number, ranks in enumerate(groups) if self.rank in ranks), len(groups)
+
     def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ranks of each replica, and those of each place in all replicas."""
         order = sorted(range(self.size), key=lambda rank: (self.machines[rank], rank))
@@ -132,6 +159,13 @@ class Comm:
         """
         _check(full, shard, 1, what)
         _place(shard, full)
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:  # noqa: ARG002
+        """Give every rank its piece of this one's, and fill received[r] with that of rank r for this one: as many flat
+        tensors [n] as there are ranks, all of one length and dtype.
+        """
+        for to, piece in zip(received, pieces, strict=True):
+            _place(to, piece)
 
     def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
         """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
@@ -221,7 +255,7 @@ class Ranks(Comm):
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
-        self._parts: dict[int, tuple[Ranks, Ranks]] = {}
+        self._parts: dict[tuple[str, int], tuple[Ranks, ...]] = {}
         self._left_by: list[BaseException] = []  # one for all parts
         self._open_rows(None)
         try:
@@ -245,10 +279,17 @@ class Ranks(Comm):
         self._tensors, self._values = Row(self._timeout, groups), Row(self._timeout, groups)
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
-        if num_replicas not in self._parts:
-            within, between = map(self._part, self._places(num_replicas))
-            self._parts[num_replicas] = within, between
-        return self._parts[num_replicas]
+        key = "replicas", num_replicas
+        if key not in self._parts:
+            self._parts[key] = tuple(map(self._part, self._places(num_replicas)))
+        within, between = self._parts[key]
+        return within, between
+
+    def _neighbours(self, num: int) -> Comm:
+        key = "neighbours", num
+        if key not in self._parts:
+            self._parts[key] = (self._part(self._places(self.size // num)[0]),)
+        return self._parts[key][0]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """Return the exchanges of this rank with the others of its group, under the same watch."""
@@ -345,6 +386,10 @@ class Ranks(Comm):
             )
             for rank, slot in enumerate(received)
         ]
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
+        with self._exchange(what, self.size * pieces[0].numel()):
+            self._wait(self._swap(list(received), list(pieces)))
 
     def sum_in_order(self, values: Any, what: str) -> Any:
         of_device = isinstance(values, torch.Tensor)
@@ -554,6 +599,9 @@ class ImaginedRanks(Comm):
             part.machines = [self.machines[rank] for rank in groups[0]]
             parts.append(part)
         return parts[0], parts[1]
+
+    def _neighbours(self, num: int) -> Comm:
+        return self._split(self.size // num)[0]
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
         return [value] * self.size

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,6 +116,12 @@ class StagedRanks(_AcceleratorRanks):
         host = _on_host(shard)
         super().reduce_scatter(host, full.cpu(), what, _on_host(scratch))
         _take_up(shard, host)
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
+        hosts = [_on_host(tensor) for tensor in received]
+        super().all_to_all(hosts, [piece.cpu() for piece in pieces], what)
+        for tensor, host in zip(received, hosts, strict=True):
+            _take_up(tensor, host)
 
     def sum_in_order(self, values: Any, what: str) -> Any:
         if not isinstance(values, torch.Tensor):

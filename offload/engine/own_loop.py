@@ -126,6 +126,7 @@ class OwnLoop:
                 trial_runs.on_inference(args, kwargs)
                 return
             recovery.check_sound()
+            state.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.forget_other_modes()
             if agree_on_pass(state.comm, "own loop", news=lambda: (trial_runs.is_new_call(args, kwargs), False)).is_new:

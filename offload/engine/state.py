@@ -28,6 +28,7 @@ from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.shared_attention import open_attention
 from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, open_units, put_parameters
@@ -171,6 +172,7 @@ class EngineState:
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         self.experts = ExpertStreams(self.units, self.runner, self.store, self.due, self.lanes, counters, plan)
+        self.attention = open_attention(model, settings.sequence_parallel, comm, counters)
         self.cutting = cutting
         self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device, cutting.by_parameter)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
@@ -332,6 +334,7 @@ class EngineState:
             unit.forget_live()
         self.caches.restore()
         self.experts.undo()
+        self.attention.undo()
         if restore:
             self.hold.release()
         else:

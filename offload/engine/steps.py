@@ -21,10 +21,12 @@ from offload.engine.loss.batch_agreement import BatchFacts, agree_on_pass, host_
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses, summed
+from offload.engine.loss.shared_rows import share_rows
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.recording.shared_trial import check_sharing
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
@@ -173,13 +175,16 @@ class Steps:
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
         """Agree with the other ranks on a pass, and bring the batch up."""
+        batch, shared = share_rows(batch, loss_fn, self._state.attention.comm)
         news = partial(self.trial_runs.news, batch, loss_fn)
         comm, modes = self._state.comm, self.trial_runs.modes
         if isinstance(loss_fn, GroupLoss):
             loss_fn.check(check_batch(batch), self._micro_rows)
-        plan = agree_on_pass(comm, operation, batch, self._micro_rows, loss_fn is not None, news, lr, modes)
+        plan = agree_on_pass(comm, operation, batch, self._micro_rows, loss_fn is not None, news, lr, modes, shared)
+        self._state.attention.begin_pass(plan.needs_mask)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
-        return BatchFacts(plan, map_tensors(self._state.device.bring_up, batch), loss_fn, host_labels(batch))
+        up = map_tensors(self._state.device.bring_up, batch)
+        return BatchFacts(plan, up, loss_fn, host_labels(batch), shared=shared)
 
     def _rehearsed(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
         """Learn on a few rows of a batch what the step relies on; return the facts with what was learned."""
@@ -188,6 +193,8 @@ class Steps:
             if is_recorded:
                 self._state.updates.flush()
             self._state.slots.settle()
+            needs_mask = facts.plan.needs_mask
+            self._state.attention.begin_pass(needs_mask or departed is not None)  # whose masks a trial may leave out
             facts = self.trial_runs.on_batch(facts, departed)
             way = self._state.way
             if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "whether batches are cut"):
@@ -200,6 +207,10 @@ class Steps:
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)
                 )  # the trial was of another rank's
+            if is_recorded:
+                check_sharing(self._state, facts)
+                self.trial_runs.forget_traffic()
+            self._state.attention.begin_pass(needs_mask)
             self.trial_runs.end()
         return facts
 

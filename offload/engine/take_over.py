@@ -32,6 +32,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
             elif not unit.in_records:
                 unit.route(state.router.call)
         state.experts.divert()
+        state.attention.divert()
         for region in state.regions:
             if len(region.units) > 1:
                 state.gradients.make_lasting(region)

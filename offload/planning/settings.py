@@ -54,6 +54,9 @@ class Settings:
     sequence_tile: how many tokens of a sequence those modules of a block compute at a time that are functions of single
         tokens, as MLPs and norms are, which is tried out: each tile is recomputed in the backward (arXiv:2506.13996).
         none: all at once; auto: tiles where a block would not fit the device's budget otherwise.
+    sequence_parallel: how many neighbouring ranks share the same rows, each with a part of their tokens; attention has
+        all tokens of some heads on each (DeepSpeed-Ulysses, arXiv:2309.14509). All of them give the same batch. With it
+        auto of recompute is always, so that all exchange alike.
     prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
     zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
     replicas: how many copies of the model the ranks hold, each shared out over as many of them as zero_stage says, with
@@ -94,6 +97,7 @@ class Settings:
     recompute: str = "always"
     compile: str = "never"
     sequence_tile: int | str = "none"
+    sequence_parallel: int = 1
     prefetch: str | int = "auto"
     zero_stage: int = 3
     replicas: int | str = "auto"
@@ -151,6 +155,7 @@ class Settings:
             # Blocks with such experts run by their own code.
             object.__setattr__(self, "sequence_tile", "none")
             object.__setattr__(self, "compile", "never")
+        self._check_sequences()
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
@@ -209,6 +214,47 @@ class Settings:
         parse_device(self.device)
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
+
+    def _check_sequences(self) -> None:
+        """Raise ConfigError where ranks cannot share sequences."""
+        size = self.sequence_parallel
+        if size < 1:
+            raise ConfigError(f"train.sequence_parallel is {size!r}; a number of ranks, at least 1.")
+        if size == 1:
+            return
+        graphs, name = self.placement.graphs, type(self.optimizer).__name__
+        for is_wrong, what, why, fix in (
+            (
+                not self.optimizer.has_gradients,
+                f"optimizer.name is {name}",
+                "whose passes go by turns, in no order that ranks share",
+                "another --optimizer.name",
+            ),
+            (
+                self.compile != "never",
+                f"train.compile is {self.compile}",
+                "which would compile the exchange of attention",
+                "--train.compile never",
+            ),
+            (
+                self.noise_scale,
+                "train.noise_scale is true",
+                "which takes what ranks have for samples of their own",
+                "--train.noise_scale false",
+            ),
+            (
+                graphs in ("cpu", "nvme") and self.recompute != "never",
+                f"offload.graphs is {graphs}",
+                "of which each rank keeps as many as it has room for, and would make other exchanges than the others",
+                "--train.recompute never, or --offload.graphs device",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(
+                    f"train.sequence_parallel is {size}, and {what}, {why}: set {fix}, or --train.sequence_parallel 1."
+                )
+        if self.recompute == "auto":
+            object.__setattr__(self, "recompute", "always")
 
     @property
     def _why_exact_links(self) -> str:

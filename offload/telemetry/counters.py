@@ -22,8 +22,9 @@ class Counters:
     ranks exchanged for it, the experts that came up for it where they are streamed, and the peaks so far.
 
     Elements are counted as in ZeRO (arXiv:1910.02054, section 7): an all-gather or a reduce-scatter over P elements is
-    P; weights that each rank gives to the others are an all-gather. Of these, and of sums over replicas, what a rank
-    sends to ranks of other machines is counted in bytes: to each of them what it is to get, as if that went straight.
+    P; weights that each rank gives to the others are an all-gather. An all-to-all is all that a rank has of it, its own
+    part included. Of these, and of sums over replicas, what a rank sends to ranks of other machines is counted in
+    bytes: to each of them what it is to get, as if that went straight.
 
     What comes up ahead of a step belongs to it: weights that it needs first, and those that stay on the device, right
     after their update.
@@ -37,6 +38,7 @@ class Counters:
     next_nvme_read_bytes: int = 0
     all_gather_elements: int = 0
     reduce_scatter_elements: int = 0
+    all_to_all_elements: int = 0
     next_all_gather_elements: int = 0
     experts_fetched: int = 0
     network_bytes: int = 0
@@ -76,6 +78,7 @@ class Counters:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
         self.all_gather_elements = self.reduce_scatter_elements = self.network_bytes = self.experts_fetched = 0
+        self.all_to_all_elements = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

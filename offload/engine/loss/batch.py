@@ -84,6 +84,15 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (*_LISTS, Mapping)) else repr(value)
 
 
+def next_labels(batch: Batch) -> torch.Tensor:
+    """Return the label that follows each token of a batch, int64 [rows, tokens]: its shift_labels, where it has such,
+    else its labels one place on; IGNORED, where none follows.
+    """
+    given = batch.get("shift_labels")
+    shifted: torch.Tensor = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return shifted if given is None else given
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> dict[str, Any]:
     """Return a batch with `function` of each of its tensors, those in lists and dicts included."""
     return {

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 
 from offload.distributed.comm import Comm
-from offload.engine.loss.batch import Batch, BatchForm, check_batch, has_equal_rows
+from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, has_equal_rows
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import LossFunction, LossRule, labels_of
+from offload.engine.loss.shared_rows import SharedRows
 from offload.errors import ConfigError
 
 
@@ -46,6 +47,8 @@ class RankBatch:
     """True if it was recorded before, with other values."""
     modes: int = 0
     """A mark of which modules train on the rank, and which parameters are frozen."""
+    needs_mask: bool = False
+    """True if the rows are shared with other ranks, and causal attention is not all that their tokens may see."""
     complaint: str = ""
     """What is wrong with the batch; empty where nothing is."""
     lr: float | None = None
@@ -83,6 +86,11 @@ class PassPlan:
         return any(told.is_new and told.is_known for told in self.ranks)
 
     @property
+    def needs_mask(self) -> bool:
+        """True where on some rank the tokens of shared rows may not see all tokens before them."""
+        return any(told.needs_mask for told in self.ranks)
+
+    @property
     def num_parts(self) -> int:
         """Into how many micro-batches the largest batch is cut."""
         return max(told.num_parts for told in self.ranks)
@@ -117,6 +125,7 @@ class BatchFacts:
     rule: how the loss counts targets.
     head: the model's head, where its logits can be made in chunks.
     form: how the batch is cut in rows.
+    shared: what is known of the rows beside this rank's tokens of them; None where it has all.
     """
 
     plan: PassPlan
@@ -126,6 +135,7 @@ class BatchFacts:
     rule: LossRule = field(default_factory=LossRule)
     head: ChunkedHead | None = None
     form: BatchForm = field(default_factory=partial(BatchForm, {}))
+    shared: SharedRows | None = None
 
     @property
     def trains(self) -> bool:
@@ -141,7 +151,7 @@ class BatchFacts:
         """Return the facts of a few rows, which this rank passes by itself, in micro-batches of `micro_rows`."""
         told = self.plan.ranks[0]
         plan = PassPlan([_told(told.operation, sample, micro_rows, told.has_loss_function)], 0)
-        return replace(self, batch=sample, plan=plan, labels=host_labels(sample))
+        return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
 
 
 def agree_on_pass(
@@ -153,9 +163,11 @@ def agree_on_pass(
     news: Callable[[], tuple[bool, bool]] = lambda: (False, False),
     lr: float | None = None,
     modes: int = 0,
+    shared: SharedRows | None = None,
 ) -> PassPlan:
     """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `news`
-    returns whether the batch is new to this rank, and whether its kind is known; it may refuse the batch.
+    returns whether the batch is new to this rank, and whether its kind is known; it may refuse the batch. `shared`:
+    what is known of its rows beside this rank's tokens.
 
     Raises:
         ConfigError: on all ranks, where they are about to do different things, or where one has no sound batch.
@@ -164,6 +176,9 @@ def agree_on_pass(
     try:
         if batch is not None:
             told = _told(operation, batch, micro_rows, has_loss_function)
+        if shared is not None:
+            count = int((shared.targets != IGNORED).sum())
+            told = replace(told, targets=(count, count, count), needs_mask=shared.whole.needs_mask)
         is_new, is_known = news()
         told = replace(told, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
     except ConfigError as error:

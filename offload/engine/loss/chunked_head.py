@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import base_of
 from offload.engine.loss.loss import find_loss
@@ -30,8 +30,8 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 hidden states of all rows one behind the other.
 """
 Judging = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Returns the loss, 0-dim, of the log-probabilities of labels, fp32 [rows, tokens], and its gradient in these; None for
-no backward.
+"""Returns the loss, 0-dim, of the log-probabilities of the label that follows each token, fp32 [rows, tokens], and its
+gradient in these; None for no backward.
 """
 _ROUNDED_TO = 64
 """Tokens: products of other numbers are slower on a GPU, and what is known of a shape is known of few."""
@@ -50,15 +50,14 @@ class Chunk:
 
 
 def chunks_of(
-    labels: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
+    targets: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Chunk]:
-    """Return the tokens whose next label [rows, columns], on the host, is a target, in chunks of `size`; of so many
+    """Return the tokens whose `next_labels` [rows, tokens], on the host, are targets, in chunks of `size`; of so many
     chunks the first ones count for nothing: what is overwritten comes first. `bring_up` takes places to the device.
     """
-    rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
-    all_places = bring_up(rows * labels.shape[1] + columns)
+    all_places = bring_up((targets.flatten() != IGNORED).nonzero()[:, 0])
     found = []
-    for places in all_places.split(size) if len(rows) else ():
+    for places in all_places.split(size) if len(all_places) else ():
         missing = min(size, -(-len(places) // _ROUNDED_TO) * _ROUNDED_TO) - len(places)
         found.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
     nothing = Chunk(all_places.new_zeros(1), 0)
@@ -126,10 +125,10 @@ class ChunkedHead:
         places of those that count.
         """
         hidden = output["last_hidden_state"]
-        states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), batch["labels"].flatten()
+        states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), next_labels(batch).flatten()
         for chunk in chunks:
             places = chunk.places
-            targets = labels[places + 1]
+            targets = labels[places]
             targets[chunk.num_targets :] = IGNORED
             leaf = states[places][None].requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
@@ -173,11 +172,11 @@ class ChunkedHead:
         found = output["last_hidden_state"].new_zeros(batch["labels"].shape, dtype=torch.float32)
         with torch.no_grad():
             for values, _, places in self._log_probs(output, batch, chunks):
-                found.view(-1)[places + 1] = values
+                found.view(-1)[places] = values
         loss, slopes = judge(found)
         if slopes is not None:
             parts = (
-                ((values * slopes.flatten()[places + 1]).sum(), leaf, places)
+                ((values * slopes.flatten()[places]).sum(), leaf, places)
                 for values, leaf, places in self._log_probs(output, batch, chunks)
             )
             for _ in self._backward(state, parts, gradient):
@@ -282,10 +281,10 @@ class HeadByRows(ChunkedHead):
 
     def _targets(self, output: Any, batch: Batch, chunks: Sequence[Chunk]) -> list[_Targets]:
         """Return the tokens of each chunk with what a pass over all blocks finds, which makes no graph."""
-        labels, found = batch["labels"].flatten(), []
+        labels, found = next_labels(batch).flatten(), []
         for chunk in chunks:
             log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
-            wanted = labels[chunk.places + 1]
+            wanted = labels[chunk.places]
             wanted[chunk.num_targets :] = 0
             found.append(_Targets(chunk, wanted, log_sums, torch.zeros_like(log_sums)))
         with torch.no_grad():
@@ -298,11 +297,13 @@ class HeadByRows(ChunkedHead):
         return found
 
     def _found(self, targets: Sequence[_Targets], batch: Batch) -> torch.Tensor:
-        """Return the log-probabilities of the labels, fp32 [rows, tokens]; 0 where a label is no target."""
+        """Return the log-probabilities of the label that follows each token, fp32 [rows, tokens]; 0 where that is no
+        target.
+        """
         found = torch.zeros(batch["labels"].shape, dtype=torch.float32, device=batch["labels"].device)
         for each in targets:
             num = each.chunk.num_targets
-            found.view(-1)[each.chunk.places[:num] + 1] = (each.own - each.log_sums)[:num]
+            found.view(-1)[each.chunk.places[:num]] = (each.own - each.log_sums)[:num]
         return found
 
     def _backward_over(
@@ -325,7 +326,7 @@ class HeadByRows(ChunkedHead):
         gradient = (logits.detach().float() - targets.log_sums[:, None]).exp_().neg_()
         is_here, column = self._blocks.inside(number, targets.labels)
         gradient.scatter_add_(1, column[:, None], is_here[:, None].to(gradient.dtype))
-        gradient *= slopes.flatten()[places + 1][:, None]
+        gradient *= slopes.flatten()[places][:, None]
         gradient[num:] = 0
         state.backward(logits, gradient.to(logits.dtype), leaf)
         if total is not None and leaf.grad is not None:
@@ -366,7 +367,7 @@ def find_chunked_head(
         output = head.base_output(lambda: run(batch)) if output is None else output
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
-        chunks = chunks_of(labels.cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
+        chunks = chunks_of(next_labels(batch).cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
         by_rows = [HeadByRows(plain, blocks) for blocks in cut if blocks.num_rows == vocabulary]

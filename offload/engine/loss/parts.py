@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.chunked_head import chunks_of
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
+from offload.engine.loss.shared_rows import over_whole_rows
 from offload.engine.state import EngineState
 
 
@@ -101,11 +103,14 @@ class Losses:
     def chunk_tokens(self, facts: BatchFacts) -> int:
         """Return how many tokens go through the head at once; 0 where the logits of all of them are made."""
         is_whole = not isinstance(facts.loss_fn, TokenLoss | None) or not self._state.way.chunks
-        if facts.head is None or self.chunk_bytes is None or is_whole:
+        if facts.head is None or is_whole or (self.chunk_bytes is None and facts.shared is None):
             return 0
-        size = max(1, self.chunk_bytes // (facts.head.num_logits * 4))
-        most = max(1, self.chunk_bytes // (facts.head.vocabulary * 4))
+        chunk_bytes = self.chunk_bytes or sys.maxsize
+        size = max(1, chunk_bytes // (facts.head.num_logits * 4))
+        most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
         shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
+        if facts.shared is not None:  # whose targets the head alone is given
+            return size
         return size if any(math.prod(shape) > most for shape in shapes if isinstance(shape, tuple)) else 0
 
     def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
@@ -116,20 +121,23 @@ class Losses:
         head, batch, known = facts.head, facts.batch, facts.plan
         assert head is not None
         assert facts.labels is not None
+        state, bring_up = self._state, self._state.device.bring_up
+        targets = next_labels({"labels": facts.labels}) if facts.shared is None else facts.shared.targets.cpu()
         most = max(known.num_targets(replace(facts.rule, by_rows=False), rank) for rank in range(len(known.ranks)))
-        chunks = chunks_of(facts.labels, size, max(1, -(-most // size)), self._state.device.bring_up)
+        chunks = chunks_of(targets, size, max(1, -(-most // size)), bring_up)
         self.num_chunks = len(chunks)
-        output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, facts.loss_fn)))
-        hidden = output["last_hidden_state"]
-        gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
-        with self._state.runner.whole_batch():
-            if isinstance(facts.loss_fn, TokenLoss):
-                judge = partial(self._judge, facts, facts.loss_fn)
-                total = head.loss_of(self._state, output, batch, chunks, judge, gradient)
-            else:
-                total = head.mean_loss(self._state, output, batch, chunks, facts.num_targets, gradient)
-        if gradient is not None:
-            self._state.backward(hidden, gradient)
+        with over_whole_rows(state.attention, facts.shared, batch, bring_up) as (given, batch):
+            output = head.base_output(lambda: self._model(**select_inputs(self._model, given, facts.loss_fn)))
+            hidden = output["last_hidden_state"]
+            gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
+            with state.runner.whole_batch():
+                if isinstance(facts.loss_fn, TokenLoss):
+                    judge = partial(self._judge, facts, facts.loss_fn)
+                    total = head.loss_of(state, output, batch, chunks, judge, gradient)
+                else:
+                    total = head.mean_loss(state, output, batch, chunks, facts.num_targets, gradient)
+            if gradient is not None:
+                state.backward(hidden, gradient)
         return total
 
     def _judge(
@@ -137,9 +145,12 @@ class Losses:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a loss of log-probabilities, and its gradient in these where a backward follows."""
         share = _share(facts)
+        found = torch.nn.functional.pad(found[:, :-1], (1, 0))  # at the places of the labels
         found.requires_grad_(torch.is_grad_enabled())
         loss = _scaled(loss_fn.of(found, facts.batch if share else _with_targets(facts.batch)), share, facts)
-        return loss.detach(), torch.autograd.grad(loss, found)[0] if found.requires_grad else None
+        if not found.requires_grad:
+            return loss.detach(), None
+        return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, found)[0][:, 1:], (0, 1))
 
 
 def summed(

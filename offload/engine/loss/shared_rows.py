@@ -1,0 +1,103 @@
+"""Rows that ranks share, cut in tokens: labels are shifted before they are cut, so that no target is lost at a border
+(ALST, arXiv:2506.13996, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from offload.distributed.agreement import digest
+from offload.distributed.comm import Comm
+from offload.engine.loss.batch import IGNORED, Batch, next_labels
+from offload.engine.units.shared_attention import OwnAttention, WholeRows
+from offload.errors import ConfigError
+
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
+"""Rows of a batch, and tokens of each rank, on which is tried whether a model may be shared."""
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """What a rank knows of the rows of a batch beside its own tokens; all of it is where the batch was given."""
+
+    whole: WholeRows
+    """What attention has to know of the rows."""
+    targets: torch.Tensor
+    """The label that follows each of the rank's own tokens, int64 [rows, own tokens]."""
+    sample: Batch
+    """The first tokens of a few rows."""
+
+
+def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, SharedRows | None]:
+    """Return this rank's tokens of a batch that all ranks of `comm` were given, and what it knows of the others; of one
+    rank all, and nothing. Collective. Raises ConfigError.
+    """
+    if comm.size == 1:
+        return batch, None
+    _check(batch, loss_fn, comm.size)
+    digests = {key: digest(value.cpu().numpy().tobytes()) for key, value in sorted(batch.items())}
+    comm.agree("the batch of ranks that share sequences", digests)
+    filled = _filled(batch, comm.size)
+    length = filled["labels"].shape[1]
+    own = slice(comm.rank * length // comm.size, (comm.rank + 1) * length // comm.size)
+    mask, positions = filled.get("attention_mask"), filled["position_ids"]
+    apart = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
+    has_documents = mask is None and bool(apart.any())  # by positions that begin anew, as transformers finds them
+    whole = WholeRows(length, positions, None if mask is None else mask.bool(), apart if has_documents else None)
+    sample = {key: value[:_SAMPLE_ROWS, : comm.size * _SAMPLE_TOKENS] for key, value in batch.items()}
+    shared = SharedRows(whole, next_labels(filled)[:, own].contiguous(), sample)
+    return {key: value[:, own].contiguous() for key, value in filled.items()}, shared
+
+
+def _check(batch: Batch, loss_fn: object, size: int) -> None:
+    if loss_fn is not None:
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, and the step was given a loss_fn, which would see a part of each row: "
+            "leave it out, for the model's own loss, or set --train.sequence_parallel 1."
+        )
+    labels = batch.get("labels")
+    shape = labels.shape if isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
+    odd = [key for key, value in batch.items() if not isinstance(value, torch.Tensor) or value.shape != shape]
+    if odd or "input_ids" not in batch:
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, and the batch has {', '.join(odd or batch)}: what ranks share is rows "
+            "of tokens, input_ids and labels [rows, tokens], and others of that shape. Set --train.sequence_parallel 1."
+        )
+
+
+def _filled(batch: Batch, size: int) -> dict[str, torch.Tensor]:
+    """Return a batch with positions, and rows of which all ranks have as many tokens: what fills them up comes last, so
+    that no other token sees it, and has no labels.
+    """
+    labels = batch["labels"]
+    positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
+    whole = {"position_ids": positions, **batch}
+    missing = -labels.shape[1] % size
+    if not missing:
+        return whole
+    filled = {key: pad(value, (0, missing)) for key, value in whole.items()}
+    last = whole["position_ids"][:, -1:] + torch.arange(1, 1 + missing, device=labels.device)
+    filled["position_ids"] = torch.cat([whole["position_ids"], last], 1)
+    return {**filled, "labels": pad(labels, (0, missing), value=IGNORED)}
+
+
+@contextmanager
+def over_whole_rows(
+    attention: OwnAttention, shared: SharedRows | None, batch: Batch, bring_up: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[Batch, Batch]]:
+    """Within, attention is over all tokens of `shared` rows. Yield what the model is given of a `batch` of own tokens,
+    and what its head is, with the labels that follow. `bring_up` takes a tensor to the device.
+    """
+    if shared is None:
+        yield batch, batch
+        return
+    # By the length of this mask the model knows that of whole rows; what there is to mask attention puts in.
+    ones = torch.ones((), dtype=torch.int64, device=batch["labels"].device)
+    carrier = ones.expand(len(batch["labels"]), shared.whole.length)
+    with attention.over(shared.whole.on(bring_up)):
+        yield {**batch, "attention_mask": carrier}, {**batch, "shift_labels": bring_up(shared.targets)}

@@ -1,0 +1,67 @@
+"""Whether a model on sequences that ranks share gives what it gives on whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.engine.loss.batch import Batch, map_tensors
+from offload.engine.loss.batch_agreement import BatchFacts
+from offload.engine.loss.loss import select_inputs
+from offload.engine.loss.shared_rows import over_whole_rows, share_rows
+from offload.engine.recording.start import Start
+from offload.engine.state import EngineState
+from offload.errors import ConfigError, OffloadError
+from offload.hf.models import in_eval_mode
+
+
+def check_sharing(state: EngineState, facts: BatchFacts) -> None:
+    """Run the model on the first tokens of a few rows, whole and shared, and compare what comes out of its base model.
+    Collective. Raises ConfigError on all ranks where some module mixes tokens elsewhere than in attention, where
+    attention is not called through transformers' interface, and where the loss is not one of single tokens.
+    """
+    shared, head, comm = facts.shared, facts.head, state.attention.comm
+    if shared is None:
+        return
+    name = type(state.model).__name__
+    if head is None:
+        raise ConfigError(
+            f"train.sequence_parallel is {comm.size}, and the loss of {name} is no mean over single tokens, each of "
+            "which predicts the next one: it has a term over all tokens (as a router's auxiliary loss, "
+            "output_router_logits), or other targets. Leave that out, or set --train.sequence_parallel 1."
+        )
+
+    def hidden(batch: Batch) -> torch.Tensor:
+        found: Any = head.base_output(lambda: state.model(**select_inputs(state.model, batch, None)))
+        return found["last_hidden_state"].float()
+
+    failure, apart, bound = "", 0.0, 0.0
+    with Start(state, {"": state.model}).unseen(), in_eval_mode(state.model), torch.no_grad():
+        bring_up = state.device.bring_up
+        own, few = share_rows(shared.sample, None, comm)
+        assert few is not None
+        state.attention.begin_pass(few.whole.needs_mask)
+        try:
+            with state.runner.as_ours():
+                whole, own = (map_tensors(bring_up, each) for each in (shared.sample, own))
+                wanted = hidden(whole)
+                with over_whole_rows(state.attention, few, own, bring_up) as (given, _):
+                    found = hidden(given)
+            wanted = wanted[:, comm.rank * found.shape[1] :][:, : found.shape[1]]  # what fills rows up is in none
+            found = found[:, : wanted.shape[1]]
+            if wanted.numel():
+                apart = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)).mean())
+            bound = torch.finfo(next(state.model.parameters()).dtype).eps ** 0.5
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # alike on all ranks of the group, which have exchanged as much by then
+            state.runner.fail(False)
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    if state.comm.any(bool(failure) or not apart <= bound, "whether sequences may be shared"):
+        told = failure or f"tokens differ by {apart:.1g} of their size, on rank {state.comm.rank}"
+        raise ConfigError(
+            f"train.sequence_parallel is {comm.size}, and {name} is not what it is on whole sequences ({told}): some "
+            "module mixes tokens beside attention, as a convolution or linear attention does, or attention is not "
+            "called through transformers' interface. Set --train.sequence_parallel 1."
+        )
