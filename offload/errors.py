@@ -117,11 +117,12 @@ def errno_text(code: int) -> str:
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
 
 
-def too_few_rows(batch_size: int, world_size: int) -> str:
-    """Return the message about more ranks than rows in a step."""
+def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
+    """Return the message about more ranks than rows in a step, or than groups of ranks that each row is `shared_by`."""
+    each = "rank" if shared_by == 1 else f"group of {shared_by} ranks (train.sequence_parallel)"
     return (
-        f"train.batch_size is {batch_size}, and there are {world_size} ranks: every rank needs a row of its own; set "
-        f"--train.batch_size to {world_size} or more, or start {batch_size} ranks at most."
+        f"train.batch_size is {batch_size}, and there are {world_size} ranks: every {each} needs a row of its own; set "
+        f"--train.batch_size to {world_size // shared_by} or more, or start {batch_size * shared_by} ranks at most."
     )
 
 

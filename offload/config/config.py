@@ -89,6 +89,7 @@ _OF_THE_MACHINE = (
     "offload.zero_stage",
     "offload.replicas",
     "train.recompute",
+    "train.sequence_parallel",
     "optimizer.warmup_steps",
 )
 """What follows from the machine, or from the steps, and is found anew where it was found."""
@@ -324,8 +325,19 @@ class Config(BaseModel):
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
-        if self.train.batch_size < world_size:
-            raise ConfigError(too_few_rows(self.train.batch_size, world_size))
+        num_groups, size = self.num_groups(world_size), self.train.sequence_parallel
+        if num_groups * size != world_size:
+            raise ConfigError(
+                f"train.sequence_parallel is {size}, and there are {world_size} ranks, which make no whole number of "
+                f"groups: set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, "
+                "by --gpus or --nproc-per-node."
+            )
+        if self.train.batch_size < num_groups:
+            raise ConfigError(too_few_rows(self.train.batch_size, world_size, size))
+
+    def num_groups(self, world_size: int) -> int:
+        """Return over how many groups of ranks the rows of a step are cut: those of a group share them."""
+        return world_size // self.train.sequence_parallel
 
     def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
         """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
@@ -409,8 +421,13 @@ _OF_METHODS = {
 
 
 def _check_method(config: Config) -> None:
-    """Refuse what cannot be where pairs of answers are learned from, and what is for these alone."""
-    method, data = config.train.method, config.data
+    """Refuse what cannot be where pairs of answers are learned from, and what is for these, or for text, alone."""
+    method, data, size = config.train.method, config.data, config.train.sequence_parallel
+    if size > 1 and method != "sft":
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, and train.method is {method}, whose loss is of whole rows: set "
+            "--train.sequence_parallel 1, or --train.method sft."
+        )
     for key, having in _OF_METHODS.items():
         if method not in having and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
             raise ConfigError(

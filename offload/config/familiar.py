@@ -57,6 +57,8 @@ _NAMES: dict[str, str] = {
     "offload.nvme_dir": "nvme_path offload_folder offload_dir",
     "offload.device_memory": "max_memory gpu_memory",
     "offload.zero_stage": "stage deepspeed zero_optimization fsdp",
+    "train.sequence_parallel": "sequence_parallel_size sp_size sequence_parallel_degree context_parallel_size cp_size "
+    "ulysses_sequence_parallel_size ulysses_degree",
     "offload.replicas": "hsdp hybrid_shard ddp dp_replicate mics",
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch",
     "checkpoint.keep": "save_total_limit",

@@ -377,6 +377,11 @@ class TrainSection(Section):
     and norms are, which is tried out. Each tile is recomputed in the backward. auto: whole sequences, and tiles where
     a block would not fit the device otherwise; none: whole sequences.
     """
+    sequence_parallel: Count = 1
+    """Neighbouring ranks of a machine that share the same sequences: each has a part of the tokens of every row, and in
+    attention all tokens of a part of the heads (DeepSpeed-Ulysses), so that what a step holds for a sequence is shared
+    out, too. A step's rows are cut over the groups of so many ranks. With it train.recompute auto is always.
+    """
     max_grad_norm: Positive | None = 1.0
     """Clip gradients to this global norm. none: no clipping."""
     clip: Literal["auto", "speculative", "deferred"] = "auto"

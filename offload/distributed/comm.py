@@ -119,7 +119,7 @@ class Comm:
         return self
 
     def group_of(self, num: int) -> tuple[int, int]:
-        """Return the number of this rank's group of `num` neighbours, and how many groups there are. Raises as
+        """Return the number of this rank's group of `num` neighbours, and this rank's number in the group. Raises as
         `neighbours`.
         """
         counts = set(Counter(self.machines).values())
@@ -132,7 +132,7 @@ class Comm:
                 "or --nproc-per-node."
             )
         groups, _ = self._places(self.size // num)
-        return next(number for number, ranks in enumerate(groups) if self.rank in ranks), len(groups)
+        return next((number, its.index(self.rank)) for number, its in enumerate(groups) if self.rank in its)
 
     def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ranks of each replica, and those of each place in all replicas."""

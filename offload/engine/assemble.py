@@ -20,6 +20,7 @@ from offload.engine.units.cut_experts import cut_experts
 from offload.engine.units.cutting import Cutting
 from offload.engine.units.find import Candidate, describe_parameters, find_units, regions_of
 from offload.engine.units.row_blocks import RowBlocks
+from offload.engine.units.shared_attention import check_shared
 from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.sources import Fill
 from offload.layout.codecs import Codec
@@ -68,6 +69,8 @@ class Structure:
         a unit; None for as many as the largest has. Collective. Raises ConfigError.
         """
         leave_off_checkpointing(model)
+        comm.group_of(settings.sequence_parallel)
+        check_shared(model, settings.sequence_parallel)
         infos = describe_parameters(
             model, settings.optimizer, settings.precision, settings.frozen_weights, quantized, settings.link_weights
         )

@@ -154,7 +154,7 @@ def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
     other = _told(forecaster, found, least, times=False) if least else found
     if other is None or "device" not in other.memory.shortfalls:
         return {}
-    tile: dict[str, Any] = {"train.sequence_tile": tile_rows(int(config.data.sequence_length or 0))}
+    tile: dict[str, Any] = {"train.sequence_tile": _tile_rows(config)}
     tiled = _told(forecaster, found, tile, times=False)
     return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
 
@@ -310,7 +310,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.graphs": "cpu"}
         if config.train.compile == "never":
             yield {"train.compile": "auto"}
-        rows = config.train.micro_batch_size or config.train.batch_size // found.total_ranks
+        rows = config.train.micro_batch_size or config.train.batch_size // found.num_groups
         yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
@@ -325,13 +325,13 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
     on_host = "cpu" in over or refused_host
     on_device = "device" in over or ("cpu" in over and found.memory.is_one_memory)
     if on_device:
-        if config.train.batch_size > found.total_ranks and config.train.micro_batch_size != 1:
+        if config.train.batch_size > found.num_groups and config.train.micro_batch_size != 1:
             yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
             yield {"train.recompute": "always"}
         if config.train.sequence_tile == "none":
-            yield {"train.sequence_tile": tile_rows(int(config.data.sequence_length or 0))}
+            yield {"train.sequence_tile": _tile_rows(config)}
         if config.offload.activations in ("auto", "device"):
             yield {"offload.activations": "cpu"}
             if config.offload.nvme_dir:
@@ -354,9 +354,14 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
     rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
-    while rows > found.total_ranks:  # which is other training: last, and no further than it takes
-        rows = max(found.total_ranks, rows // 2)
+    while rows > found.num_groups:  # which is other training: last, and no further than it takes
+        rows = max(found.num_groups, rows // 2)
         yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
+
+
+def _tile_rows(config: Config) -> int:
+    """Return the tokens of a tile of what a rank has of a sequence."""
+    return tile_rows(int(config.data.sequence_length or 0) // config.train.sequence_parallel)
 
 
 def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:

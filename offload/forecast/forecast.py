@@ -119,6 +119,11 @@ class Forecast:
         return self.num_ranks * self.hardware.num_machines
 
     @property
+    def num_groups(self) -> int:
+        """Return over how many groups of ranks, which share sequences, the rows of a step are cut."""
+        return self.config.num_groups(self.total_ranks)
+
+    @property
     def num_replicas(self) -> int:
         """Return how many replicas of the model there are."""
         return self.prepared.plan.layout.sharding.num_replicas
@@ -324,8 +329,10 @@ class Forecaster:
     def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return what a step computes on one of so many ranks, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
-        rows = -(-config.train.batch_size // num_ranks) * config.train.group
-        batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=_has_mask(config.data))
+        rows = -(-config.train.batch_size // config.num_groups(num_ranks)) * config.train.group
+        shared_by = config.train.sequence_parallel
+        length = -(-int(config.data.sequence_length or 0) // shared_by)
+        batch = BatchSpec(kind, rows, length, is_padded=_has_mask(config.data), shared_by=shared_by)
         how = told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
         key = batch, how, prepared.structure.cutting.share_bytes
         if key not in self._works:

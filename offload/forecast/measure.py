@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -11,15 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offload.distributed.comm import ImaginedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
+from offload.engine.loss.batch import Batch
 from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadByRows
 from offload.engine.loss.label_trials import base_of
 from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.loss.shared_rows import SharedRows, over_whole_rows
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
 from offload.engine.units.resting import stand_in
 from offload.engine.units.row_blocks import RowBlocks
+from offload.engine.units.shared_attention import OwnAttention, SharedAttention, WholeRows
 from offload.engine.units.unit import put_parameters
 from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.tiled_uses import ROWS, TiledUses
@@ -27,6 +31,7 @@ from offload.forecast.unit_use import SeenUse, SeenUses
 from offload.forecast.workload import NO_COST, NO_WORK, UnitWork, Workload
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
+from offload.telemetry.counters import Counters
 
 _FEW_TOKENS = 8
 """Of a row on which is found what may run over tiles; half of it is an encoder's, where there is one."""
@@ -43,14 +48,16 @@ class BatchSpec:
     """What a step of one rank is made on.
 
     kind: of the model: causal, masked, reward, or seq2seq, whose encoder reads the first half of a row.
-    rows, length: of the batch.
+    rows, length: of the batch, of whose sequences this rank has so many tokens.
     is_padded: rows end in padding, so that attention needs a mask.
+    shared_by: how many ranks share each sequence.
     """
 
     kind: str
     rows: int
     length: int
     is_padded: bool = False
+    shared_by: int = 1
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
         """Return so many rows, on `meta`. To be called under a OpCounter, which knows their values."""
@@ -62,7 +69,17 @@ class BatchSpec:
         if self.is_padded:
             batch["attention_mask"] = ones(length)
             batch["attention_mask"][:, -1] = 0
+        if self.shared_by > 1:
+            batch["position_ids"] = ones(length)
         return batch
+
+    def shared(self, given: Mapping[str, torch.Tensor]) -> SharedRows | None:
+        """Return what a rank knows of the rows of a batch that it was `given` its tokens of; None where it has all."""
+        if self.shared_by == 1:
+            return None
+        whole = replace(self, length=self.length * self.shared_by, shared_by=1).make(len(given["labels"]))
+        rows = WholeRows(len(whole["labels"][0]), whole["input_ids"], whole.get("attention_mask"))
+        return SharedRows(rows, given["labels"], {})
 
 
 def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workload:
@@ -103,7 +120,7 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
     size = prepared.settings.sequence_tile
     if not isinstance(size, int) or batch.length <= size:
         return None
-    tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS)
+    tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS, shared_by=1)
     probe = _Probe(prepared, tiles, looks=True)
     with probe.routed(), probe.counter.watching(), torch.enable_grad():
         probe.run(model, few.make(ROWS), None, few)
@@ -204,6 +221,17 @@ class _Probe:
 
     def run(self, model: nn.Module, given: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
         """Go forward and backward; return in how many chunks the head ran."""
+        attention = _attention(model, batch, self.counter)
+        attention.divert()
+        try:
+            with over_whole_rows(attention, batch.shared(given), given, lambda tensor: tensor) as (inputs, labelled):
+                return self._run_over(model, inputs, labelled, chunk_bytes, batch)
+        finally:
+            attention.undo()
+
+    def _run_over(
+        self, model: nn.Module, given: Batch, labelled: Batch, chunk_bytes: int | None, batch: BatchSpec
+    ) -> int:
         with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor):
             head = _chunked_head(model, batch)
             if head is None or chunk_bytes is None:
@@ -225,9 +253,9 @@ class _Probe:
             here = min(given["labels"].numel(), len(given["labels"]) * max(1, size // batch.rows))
             chunk = Chunk(torch.arange(here, device=hidden.device), here)
             if blocks is None:
-                self._run_chunk(head.losses(output, given, [chunk], given["labels"].numel()))
+                self._run_chunk(head.losses(output, labelled, [chunk], given["labels"].numel()))
             else:
-                self._run_chunk(HeadByRows(head, blocks).sums_over(0, output, given, chunk))
+                self._run_chunk(HeadByRows(head, blocks).sums_over(0, output, labelled, chunk))
                 self._repeat_chunk(blocks, -(-given["labels"].numel() // here))
             self.begin()
             hidden.backward(gradient)
@@ -236,7 +264,7 @@ class _Probe:
             return 1
         return -(-batch.rows * (batch.length - 1) // size)  # each token but a row's last has a target
 
-    def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
+    def _run_whole(self, model: nn.Module, given: Batch) -> int:
         loss = find_loss(model(**select_inputs(model, given, None)))
         self._end_stretch()
         self.counter.begin()
@@ -406,6 +434,24 @@ class _Border(torch.autograd.Function):
         del tensors
         ctx.probe.begin()
         return (None, None, None, None, *found)
+
+
+class _CountedExchange(ImaginedRanks):
+    """Ranks that share sequences, none of which runs."""
+
+    def __init__(self, size: int, counter: OpCounter) -> None:
+        super().__init__(size)
+        self._counter = counter
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:  # noqa: ARG002
+        self._counter.exchange(sum(piece.nbytes for piece in pieces[1:]))
+
+
+def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> OwnAttention:
+    """Return the attention of a rank over a batch."""
+    if batch.shared_by == 1:
+        return OwnAttention()
+    return SharedAttention(model, _CountedExchange(batch.shared_by, counter), Counters())
 
 
 def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:

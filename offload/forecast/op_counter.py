@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class OpCounter(WatchingMode):
             stack.enter_context(self)
             stack.enter_context(_FusedAttention(self, self._fuses_dropout))
             yield self
+
+    def exchange(self, num_bytes: float) -> None:
+        """So many bytes are sent to ranks that share sequences."""
+        self.cost += replace(NO_COST, exchanged_bytes=num_bytes)
 
     def begin(self) -> int:
         """Begin to look for a peak; return what is held now, in bytes."""

@@ -407,10 +407,12 @@ def compute_seconds(
     """
     rates = hardware.rates
     flops = rates.flops_per_s[precision]
+    exchange = Throttle(rates.collective_bytes_per_s)
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if fuses and work.is_block else 1.0
     seconds = [
         max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s)
         + share * cost.moved_bytes / rates.device_bytes_per_s
+        + exchange.seconds(round(cost.exchanged_bytes))
         for cost in costs
     ]
     device = num_runs * sum(seconds)

@@ -13,12 +13,14 @@ class Cost:
     num_bytes: memory that these read and write, while they compute.
     num_operations: operations that are launched.
     moved_bytes: memory that all other operations read and write, one after the other.
+    exchanged_bytes: what is sent to the ranks that share sequences, for which compute waits.
     """
 
     flops: float
     num_bytes: float
     num_operations: int
     moved_bytes: float = 0.0
+    exchanged_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -33,6 +35,7 @@ class Cost:
             flops=self.flops + num_rows * (of_one_more.flops - self.flops),
             num_bytes=self.num_bytes + num_rows * (of_one_more.num_bytes - self.num_bytes),
             moved_bytes=self.moved_bytes + num_rows * (of_one_more.moved_bytes - self.moved_bytes),
+            exchanged_bytes=self.exchanged_bytes + num_rows * (of_one_more.exchanged_bytes - self.exchanged_bytes),
         )
 
 

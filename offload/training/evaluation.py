@@ -15,7 +15,7 @@ from offload.training.build import Run
 from offload.training.callbacks import Callbacks
 from offload.training.progress import RunProgress
 from offload.training.records import Records
-from offload.training.shares import own_share
+from offload.training.shares import Share
 
 _TOLD = {
     "perplexity": "perplexity {:.4g}",
@@ -76,6 +76,7 @@ class Evaluations:
         self._data, self._objective, self._train = run.data, run.objective, run.config.train
         self._comm, self._records, self._stands, self._say = comm, records, stands, say
         self._callbacks = callbacks
+        self._share = Share.of(run.config, comm)
         self._keeps_best = run.config.checkpoint.keep_best
 
     @property
@@ -124,13 +125,15 @@ class Evaluations:
     def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
         """Evaluate the first rows of a source. Collective."""
         data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.num_rows
+        own = self._share
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
         num_rows = data.evals[name].num_rows
         num_done = num_rows if most is None else min(num_rows, most * batch_size)
         num_counted, total, sums = 0, 0.0, Counter[str]()
-        for index, rows in enumerate(data.eval_batches(batch_size, most, comm.rank, comm.size, name)):
-            batch = own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
-            (count,) = comm.sum_in_order([objective.count(batch)], "targets of the evaluation")
+        for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):
+            batch = own.apply(objective, rows, index, min(batch_size, num_rows - index * batch_size))
+            counted = objective.count(batch) if own.is_counted else 0
+            (count,) = comm.sum_in_order([counted], "targets of the evaluation")
             if count:
                 num_counted += round(count)
                 total += float(engine.evaluate(batch, objective.loss)) * count

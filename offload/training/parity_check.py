@@ -31,6 +31,7 @@ from offload.training.objectives import Batch
 from offload.training.parts import rate_at
 from offload.training.resident import Part, Resident, resident_bytes
 from offload.training.resume import ResumePoint, check_settings
+from offload.training.shares import Share
 
 Say = Callable[[str], None]
 
@@ -209,6 +210,7 @@ class _Sides:
     def __init__(self, run: Run, resident: Resident | None, comm: Comm, same_order: bool) -> None:
         self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
         self._engine: Engine = run.engine
+        self._share = Share.of(run.config, comm)
         self._offloaded: dict[int, dict[str, float]] = {}
         self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
 
@@ -219,7 +221,7 @@ class _Sides:
             return False
         self._engine.lr = rate_at(step, self._run.config)
         self._begin(step)
-        result = self._engine.step(batches[self._comm.rank])
+        result = self._engine.step(batches[self._share.number])
         self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
         return True
 
@@ -242,15 +244,15 @@ class _Sides:
         torch.manual_seed(self._run.config.run.seed * 1_000_003 + step)
 
     def _batches(self, step: int) -> list[Batch]:
-        """Return the rows of each rank; nothing where there are none left."""
-        run, num_ranks = self._run, self._comm.size
+        """Return the rows of each rank, or group that shares them; nothing where there are none left."""
+        run, num_shares = self._run, self._share.num_shares
         size, found = run.config.train.batch_size, []
-        for rank in range(num_ranks):
+        for number in range(num_shares):
             try:
-                rows = run.data.batch(step, rank, num_ranks)
+                rows = run.data.batch(step, number, num_shares)
             except StopIteration:
                 return []
-            found.append(run.objective.apply(rows, step, share(size, rank, num_ranks).start, size))
+            found.append(run.objective.apply(rows, step, share(size, number, num_shares).start, size))
         return found
 
     def _step_resident(self, batches: list[Batch]) -> tuple[float, float]:
@@ -278,7 +280,7 @@ class _Sides:
     def _micro_rows(self) -> int | None:
         """Rows of a micro-batch; None where batches are whole."""
         train = self._run.config.train
-        largest, size = -(-train.batch_size // self._comm.size), train.micro_batch_size
+        largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
         return size if size is not None and size < largest else None
 
     def _parts(self, batches: list[Batch]) -> list[Part]:
@@ -314,6 +316,8 @@ class _Sides:
         engine, found = self._engine, []
         if self._comm.size > 1:
             found.append(f"{self._comm.size} ranks: each sums the gradients of its rows, and a part of the norm")
+        if (size := self._run.config.train.sequence_parallel) > 1:
+            found.append(f"sequences that {size} ranks share: sums over tokens are cut")
         if self._micro_rows:
             found.append(f"micro-batches of {self._micro_rows} rows: each unit sums the gradients of its own")
         if engine.head_chunks > 1:

@@ -220,6 +220,8 @@ def step_fields(
             "reduce_scatter_elements": counters.reduce_scatter_elements,
             "network_bytes": counters.network_bytes,
         }
+    if config.train.sequence_parallel > 1:
+        fields["all_to_all_elements"] = counters.all_to_all_elements
     if counters.experts_fetched:
         fields["experts_fetched"] = counters.experts_fetched
     if config.train.compile != "never":

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from offload.config.config import Config
 from offload.data.dataset import Dataset, share
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError
 from offload.training.objectives import Batch, Objective
 
 
-def own_share(objective: Objective, comm: Comm, rows: Batch, step: int, num_rows: int) -> Batch:
-    """Return the model's batch of this rank's share of `num_rows`."""
-    return objective.apply(rows, step, share(num_rows, comm.rank, comm.size).start, num_rows)
+@dataclass(frozen=True)
+class Share:
+    """Which of a batch's rows a rank has: those that share sequences have the same."""
+
+    number: int
+    """The number of the share."""
+    num_shares: int
+    """How many shares there are."""
+    is_counted: bool
+    """True on one of the ranks that have the share, by which it is counted."""
+
+    @classmethod
+    def of(cls, config: Config, comm: Comm) -> Share:
+        """Return this rank's. Raises ConfigError."""
+        number, place = comm.group_of(config.train.sequence_parallel)
+        return cls(number, config.num_groups(comm.size), place == 0)
+
+    def apply(self, objective: Objective, rows: Batch, step: int, num_rows: int) -> Batch:
+        """Return the model's batch of these rows, which are this rank's of `num_rows`."""
+        return objective.apply(rows, step, share(num_rows, self.number, self.num_shares).start, num_rows)
 
 
 def next_share(
-    data: Dataset, objective: Objective, comm: Comm, step: int, num_rows: int
+    data: Dataset, objective: Objective, comm: Comm, own: Share, step: int, num_rows: int
 ) -> tuple[Batch | None, Exception | None]:
     """Return this rank's share of a step's rows, None at their end; and over several ranks what failed, of which the
     others have to hear first.
     """
     try:
-        return own_share(objective, comm, data.batch(step, comm.rank, comm.size), step, num_rows), None
+        return own.apply(objective, data.batch(step, own.number, own.num_shares), step, num_rows), None
     except StopIteration:
         if step:
             return None, None

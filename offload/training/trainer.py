@@ -40,7 +40,7 @@ from offload.training.records import Records, step_fields, told_coarse, told_str
 from offload.training.reference import add_reference
 from offload.training.resume import open_run
 from offload.training.run_folder import RunFolder
-from offload.training.shares import next_share
+from offload.training.shares import Share, next_share
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class Trainer:
         run = add_reference(run, start, comm, self._say)
         self._data, self._files, self._forecast = run.data, run.beside_states, run.forecast
         self._notes.exchange()
+        self._share = Share.of(self.config, comm)
         self._stands = RunProgress(run.meta, self.config.train)
         self._saves = Saves(run, comm, self._folder, self._stands, self._callbacks, self._say)
         self._export = Export(self._folder, run, self._say)
@@ -241,7 +242,7 @@ class Trainer:
         """
         assert self._engine is not None
         comm, control = self._comm, self._callbacks.control
-        batch, failure = next_share(self._data, self._objective, comm, step, self.config.train.num_rows)
+        batch, failure = next_share(self._data, self._objective, comm, self._share, step, self.config.train.num_rows)
         votes = tally(
             comm,
             "what comes after a step",

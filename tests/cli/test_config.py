@@ -26,6 +26,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
         "train": "method beta loss_type center_rewards_coefficient "
         "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
+        "sequence_parallel "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
         "early_stopping_min_delta noise_scale log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "

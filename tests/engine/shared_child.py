@@ -35,10 +35,10 @@ def train(comm: Any, make: Callable[[], nn.Module], batches: Sequence[Batch], **
     """Train on one batch after another, of which all ranks of a group are given the same rows; the batch that follows
     the last is evaluated.
     """
-    placement, share = settings.pop("placement", {}), settings.pop("num_groups", 1)
+    placement, size = settings.pop("placement", {}), settings["sequence_parallel"]
     if placement.get("optimizer") == "nvme":
         placement = {**placement, "nvme_dir": settings.pop("folder")}
-    group, num_groups = comm.group_of(comm.size // share)
+    (group, _), num_groups = comm.group_of(size), comm.size // size
     found = Shared()
 
     def own(batch: Batch) -> Batch:

@@ -83,7 +83,6 @@ class SharedAttention(OwnAttention):
     """The ranks of `comm` share the sequences of a model, each in the order of its number."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
-        check_shared(model, comm.size)
         self.comm, self._counters = comm, counters
         self._configs = {id(config): config for config in _configs(model)}
         self._own = {key: config._attn_implementation for key, config in self._configs.items()}
@@ -222,12 +221,20 @@ class _WithGroups:
 
 
 def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Compute attention as it is shared; of a copy of the model, in one of transformers' ways."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     config: Any = module.config
-    return _SHARED[id(config)].attend(module, *args, **kwargs)
+    shared = _SHARED.get(id(config))
+    return (ALL_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.attend)(module, *args, **kwargs)
 
 
 def _mask(config: Any, **given: Any) -> Any:
-    return _SHARED[id(config)].mask(config, **given)
+    """Return a mask, as `_attend` computes attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    shared = _SHARED.get(id(config))
+    return (ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask)(config=config, **given)
 
 
 def _of_documents(allows: Callable[..., Any], documents: torch.Tensor, positions: torch.Tensor) -> Callable[..., Any]:
@@ -257,7 +264,7 @@ def check_shared(model: nn.Module, size: int) -> None:
             "whose interface attention is exchanged: set --train.sequence_parallel 1."
         )
     for config in configs:
-        if config._attn_implementation not in ("sdpa", "eager", IMPLEMENTATION):
+        if config._attn_implementation not in ("sdpa", "eager"):
             raise ConfigError(
                 f"train.sequence_parallel is {size}, and attention is computed by {config._attn_implementation}; ranks "
                 "share that of sdpa or eager: build the model with attn_implementation='sdpa', or set "
