@@ -9,19 +9,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import Engine, Placement
+from offload import AdamW, Engine, Placement
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.errors import OffloadError
-from tests.engine.families import build
-from tests.engine.ranks_child import JOB, SMOOTH, small_tiles
+from tests.engine.families import build, gpt2, mamba, mixtral
+from tests.engine.ranks_child import JOB, small_tiles
 
-Batch = dict[str, torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
+SMOOTH = AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1)
+"""An update that is as precise as its gradients: see tests/engine/ranks_child.py."""
+
+
+def still_gpt2() -> nn.Module:
+    return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def with_router_loss() -> nn.Module:
+    return mixtral(output_router_logits=True)
+
+
+class Blurred(nn.Module):
+    """A block that adds to each token half of the one before."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.block(hidden + 0.5 * nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0)), *args, **kwargs)
+
+
+def blurred_gpt2() -> nn.Module:
+    model: Any = still_gpt2()
+    model.transformer.h[1] = Blurred(model.transformer.h[1])
+    return model
+
+
+MIXING = {"a router's loss": with_router_loss, "linear attention": mamba, "a shift of tokens": blurred_gpt2}
+"""What ranks cannot share."""
 
 
 @dataclass
 class Shared:
-    """What a run gave on one rank: loss, norm and tokens of each step; the loss of an evaluation after the last; the
-    weights; the elements that were exchanged in attention in the last step, and the message of an error.
+    """What a run gave on one rank: loss, norm and targets of each step; the loss of an evaluation after the last, the
+    weights, the elements that attention exchanged in the last step, and the message of an error.
     """
 
     steps: list[tuple[float, float, int | None]] = field(default_factory=list)
@@ -31,31 +63,30 @@ class Shared:
     error: str = ""
 
 
-def train(comm: Any, make: Callable[[], nn.Module], batches: Sequence[Batch], **settings: Any) -> Shared:
-    """Train on one batch after another, of which all ranks of a group are given the same rows; the batch that follows
-    the last is evaluated.
+def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], **settings: Any) -> Shared:
+    """Train on one batch after another, of which all ranks of a group are given the same rows, and evaluate the last.
+    `alike`: False gives each rank a batch of its own.
     """
-    placement, size = settings.pop("placement", {}), settings["sequence_parallel"]
-    if placement.get("optimizer") == "nvme":
-        placement = {**placement, "nvme_dir": settings.pop("folder")}
-    (group, _), num_groups = comm.group_of(size), comm.size // size
+    placement, size, alike = settings.pop("placement", {}), settings["sequence_parallel"], settings.pop("alike", True)
     found = Shared()
 
     def own(batch: Batch) -> Batch:
+        (group, place), num_groups = comm.group_of(size), comm.size // size
         rows = len(batch["labels"])
-        return {
-            key: value[rows * group // num_groups : rows * (group + 1) // num_groups] for key, value in batch.items()
-        }
+        mine = {key: its[rows * group // num_groups : rows * (group + 1) // num_groups] for key, its in batch.items()}
+        return mine if alike or not place else {**mine, "input_ids": mine["input_ids"].flip(1)}
 
     try:
         with Engine(build(make), SMOOTH, Placement(**placement), comm=comm, **settings) as engine:
             *trained, last = batches
-            for step, batch in enumerate(trained):
-                torch.manual_seed(step)
+            for batch in trained:
                 result = engine.step(own(batch))
                 found.steps.append((result.loss.item(), result.grad_norm, result.tokens))
                 found.exchanged = engine.counters.all_to_all_elements
             found.evaluated = engine.evaluate(own(last)).item()
+            few = {"input_ids": last["input_ids"][:1, :5].to(engine.device)}
+            with torch.no_grad():
+                assert engine.model(**few).logits.shape[:2] == (1, 5), "a caller's own rows are whole"
             found.weights = dict(engine.named_parameters())
     except OffloadError as error:
         found.error = f"{type(error).__name__}: {error}"

@@ -27,9 +27,9 @@ def check_sharing(state: EngineState, facts: BatchFacts) -> None:
     name = type(state.model).__name__
     if head is None:
         raise ConfigError(
-            f"train.sequence_parallel is {comm.size}, and the loss of {name} is no mean over single tokens, each of "
-            "which predicts the next one: it has a term over all tokens (as a router's auxiliary loss, "
-            "output_router_logits), or other targets. Leave that out, or set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {comm.size}, and the loss of {name} is no mean over single tokens whose next "
+            "labels it is given: it has a term over all tokens (as a router's auxiliary loss, output_router_logits), "
+            "other targets, or takes no shift_labels. Leave that out, or set --train.sequence_parallel 1."
         )
 
     def hidden(batch: Batch) -> torch.Tensor:

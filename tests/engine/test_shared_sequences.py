@@ -1,0 +1,191 @@
+"""Sequences that ranks share: the losses, norms and weights of plain PyTorch in one process on the whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import AdamW, Placement
+from offload.errors import ConfigError
+from offload.optim.mezo import MeZO
+from offload.planning.settings import Settings
+from tests.engine.compare import assert_same
+from tests.engine.families import build, gemma2, llama, mixtral, opt, qwen3, tokens
+from tests.engine.ranks import run
+from tests.engine.reference import Reference, count_shifted
+from tests.engine.shared_child import MIXING, SMOOTH, Shared, still_gpt2, trained
+from tests.matrix import quick
+
+LENGTH = 12
+LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # of the tiny llama
+NUM_STEPS = 3
+
+
+def plain(seed: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    return tokens(seed, 4, length, device="cpu")
+
+
+def odd(seed: int) -> dict[str, torch.Tensor]:
+    """Rows that ranks have not as many tokens of."""
+    return plain(seed, LENGTH + 1)
+
+
+def packed(seed: int) -> dict[str, torch.Tensor]:
+    """Rows of documents: one begins within the tokens of each rank, and one goes over the border."""
+    positions = torch.arange(LENGTH).repeat(4, 1)
+    positions[:, 5:] -= 5
+    positions[1:, 9:] -= 4
+    return {**plain(seed), "position_ids": positions}
+
+
+def padded(seed: int) -> dict[str, torch.Tensor]:
+    batch, mask = plain(seed), torch.ones(4, LENGTH, dtype=torch.long)
+    mask[0, -3:], mask[1, -7:] = 0, 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def mixed(seed: int) -> dict[str, torch.Tensor]:
+    """Now these rows, now those: masks come and go."""
+    return (plain, packed, padded)[seed % 3](seed)
+
+
+def answers(seed: int) -> dict[str, torch.Tensor]:
+    """Targets at the end of rows alone, none of them on the first rank, and some at the border."""
+    batch = plain(seed)
+    batch["labels"][:, : LENGTH // 2] = -100
+    return batch
+
+
+@cache
+def reference(make: Callable[[], nn.Module], rows: Callable[[int], Any], precision: str, micro: int | None) -> Shared:
+    """What plain PyTorch gives on the whole rows, in this process."""
+    known, found = Reference(build(make), SMOOTH, precision, 1.0, micro), Shared()
+    for seed in range(NUM_STEPS):
+        batch = {key: value.to(known.device) for key, value in rows(seed).items()}
+        loss, norm = known.step(batch, None, count_shifted)
+        found.steps.append((loss.item(), norm, count_shifted(batch)))
+    with torch.no_grad():
+        last = {key: value.to(known.device) for key, value in rows(NUM_STEPS).items()}
+        found.evaluated = known.model.eval()(**last).loss.item()
+    found.weights = dict(known.masters)
+    return found
+
+
+def check(size: int, make: Callable[[], nn.Module], rows: Callable[[int], Any], **settings: Any) -> Shared:
+    """Train over `size` ranks, and compare with plain PyTorch; return what rank 0 found."""
+    batches = [rows(seed) for seed in range(NUM_STEPS + 1)]
+    told = {"sequence_parallel": 2, **settings, "make": make, "batches": batches}
+    (found,), *others = run(size, trained, runs=[told])
+    assert not found.error
+    for (other,) in others:
+        assert (other.steps, other.evaluated, other.exchanged) == (found.steps, found.evaluated, found.exchanged)
+        assert_same(other.weights, found.weights)
+    precision = settings.get("precision", "fp32")
+    wanted = reference(make, rows, precision, settings.get("micro_batch_size"))
+    within = 1e-6 if precision == "fp32" else 2e-2
+    for one, other in zip(found.steps, wanted.steps, strict=True):
+        assert one == (pytest.approx(other[0], rel=within), pytest.approx(other[1], rel=within), other[2])
+    assert found.evaluated == pytest.approx(wanted.evaluated, rel=within)
+    assert_same(found.weights, wanted.weights, within)
+    return found
+
+
+def exchanged(size: int, passes: int, rows: int = 4, keys: int = KEYS) -> int:
+    """Return the elements that a rank has of the exchanges of a step: queries, keys and values to heads, and what
+    attention gives back to tokens, in each of so many passes.
+    """
+    own = rows * LENGTH // size
+    return passes * LAYERS * own * WIDTH * (HEADS + 2 * max(keys, size) + HEADS)
+
+
+CASES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
+    "masks that come and go, in micro-batches": (llama, mixed, {"micro_batch_size": 2}),
+    "answers alone": (mixtral, answers, {"recompute": "never"}),
+    "graphs where there is room": (qwen3, plain, {"recompute": "auto"}),
+    "positions in a table": (still_gpt2, padded, {}),
+    "eager, soft-capped": (gemma2, packed, {}),
+    "a row more or less": (llama, odd, {"zero_stage": 0}),
+    "tiles": (llama, plain, {"sequence_tile": 2}),
+    "chunks": (llama, packed, {"head_chunk_bytes": 2000, "debug": 3}),
+    "inputs on the host": (mixtral, plain, {"placement": {"activations": "cpu"}}),
+    "bf16": (llama, plain, {"precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("case", quick(CASES, ["masks that come and go, in micro-batches", "answers alone"]))
+def test_losses_norms_and_weights_are_those_of_one_process_on_whole_rows(case: str) -> None:
+    """Break: leave out the backward of the exchange, or of one tensor; cut labels before they are shifted; mask a
+    rank's own tokens alone; take positions for those of a rank's own tokens.
+    """
+    make, rows, settings = CASES[case]
+    found = check(2, make, rows, **settings)
+    if "micro_batch_size" not in settings and rows is not odd and make is llama:
+        assert found.exchanged == exchanged(2, 3), "a forward, a recompute and a backward"
+    if case == "answers alone":
+        assert found.exchanged == exchanged(2, 2), "nothing is recomputed"
+
+
+@pytest.mark.slow
+def test_states_on_disk(tmp_path: Path) -> None:
+    on_disk = {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme", "nvme_dir": str(tmp_path)}
+    check(2, llama, plain, placement=on_disk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "settings"), [(4, {"sequence_parallel": 4}), (4, {}), (4, {"replicas": 2})])
+def test_four_ranks_share_rows_or_make_two_groups(size: int, settings: dict[str, Any]) -> None:
+    """Of two heads of keys four ranks have one each, twice; two groups have rows of their own, and may be replicas."""
+    found = check(size, llama, packed, **settings)
+    shared_by = settings.get("sequence_parallel", 2)
+    assert found.exchanged == exchanged(shared_by, 3, rows=4 * shared_by // size)
+
+
+def refused(make: Callable[[], nn.Module] = llama, size: int = 2, **settings: Any) -> str:
+    run_of = {"sequence_parallel": size, "make": make, "batches": [plain(0), plain(1)], **settings}
+    first, second = (each.error for (each,) in run(2, trained, runs=[run_of]))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("mixing", quick(MIXING, ["a shift of tokens"]))
+def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(mixing: str) -> None:
+    """Break: compare nothing; compare the first rank's tokens alone."""
+    found = refused(MIXING[mixing])
+    assert found.startswith("ConfigError: train.sequence_parallel is 2, and ")
+    assert ("is not what it is on whole sequences" in found) != ("router" in found.partition(" Set ")[0])
+    assert found.endswith("Set --train.sequence_parallel 1.") or "set --train.sequence_parallel 1" in found
+
+
+@pytest.mark.slow
+def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
+    three = partial(llama, num_attention_heads=3, num_key_value_heads=1, hidden_size=24)
+    found = refused(three)
+    assert "attention has 3 heads of queries and 1 of keys and values" in found
+    assert "set --train.sequence_parallel to one of 1, 3." in found
+    assert "a machine has 2 ranks, which make no whole number of groups of 3" in refused(size=3)
+    assert "shift_labels" in refused(opt), "its loss takes no labels that are shifted"
+    assert "the batch of ranks that share sequences must be the same on all ranks" in refused(alike=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequence_parallel": 0}, "train.sequence_parallel is 0; a number of ranks, at least 1."),
+        ({"optimizer": MeZO()}, "optimizer.name is MeZO"),
+        ({"compile": "auto"}, "train.compile is auto"),
+        ({"noise_scale": True}, "train.noise_scale is true"),
+        ({"placement": Placement(graphs="cpu")}, "set --train.recompute never, or --offload.graphs device"),
+    ],
+)
+def test_settings_that_do_not_go_with_shared_sequences(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel is") as raised:
+        Settings(**{"sequence_parallel": 2, **settings})
+    assert message in str(raised.value)
+    never = Settings(AdamW(), Placement(graphs="cpu"), sequence_parallel=2, recompute="never")
+    assert (never.recompute, Settings(sequence_parallel=2, recompute="auto").recompute) == ("never", "always")
