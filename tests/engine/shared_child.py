@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from offload import AdamW, Engine, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from tests.engine.families import build, gpt2, mamba, mixtral
 from tests.engine.ranks_child import JOB, small_tiles
 
@@ -88,6 +89,8 @@ def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], *
             with torch.no_grad():
                 assert engine.model(**few).logits.shape[:2] == (1, 5), "a caller's own rows are whole"
             found.weights = dict(engine.named_parameters())
+            with pytest.raises(ConfigError, match="a loop of its caller's, whose rows the engine cannot cut"):
+                engine.model(**few)
     except OffloadError as error:
         found.error = f"{type(error).__name__}: {error}"
     return found

@@ -47,6 +47,30 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
     assert tiled.backward.flops == pytest.approx(whole.backward.flops, rel=0.01), "no product is made once more"
 
 
+def of_a_rank(size: int) -> UnitWork:
+    """Return the work of a block on a rank of so many that share rows of 4 k tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=4096))
+    settings = Settings(sequence_parallel=size, precision="bf16", device="cpu")
+    prepared = prepare(model, settings, ImaginedRanks(size), DescribedMachine(HERE, size))
+    work = measure(model, BatchSpec("causal", 1, 4096 // size, shared_by=size), prepared)
+    assert model.config._attn_implementation == "sdpa", "the model is as it was"
+    return next(call for call in work.calls if call.is_block)
+
+
+def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
+    """Of attention over whole rows too, by their heads."""
+    whole, part = of_a_rank(1), of_a_rank(2)
+    assert part.forward.flops == pytest.approx(whole.forward.flops / 2)
+    assert part.backward.flops == pytest.approx(whole.backward.flops / 2)
+    assert part.input_bytes == pytest.approx(whole.input_bytes / 2, rel=0.01)
+    assert part.backward_temporary_bytes <= 0.6 * whole.backward_temporary_bytes
+    sent = 2 * 2048 * (64 + 2 * 16 + 64) // 2  # bf16: queries, keys, values and results of own tokens; half stay
+    assert (whole.forward.exchanged_bytes, part.forward.exchanged_bytes) == (0, sent)
+    assert part.backward.exchanged_bytes == sent
+
+
 def config(**values: object) -> Config:
     known = {"model__preset": "tiny", "train__batch_size": 1, "data__sequence_length": 1 << 15}
     known |= {"train__head_chunk_bytes": 8 << 20} | values

@@ -92,6 +92,24 @@ def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
     assert (folder / "plain/hf/config.json").exists()
 
 
+@pytest.mark.slow
+def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Run, folder: Path) -> None:
+    """The rows of each step are those of whole ranks, also where a run goes on without sharing them."""
+    words = ("--optimizer.schedule", "constant", "--data.eval_share", "0.1", "--train.eval_every", "5")
+    shared, more = ("--train.sequence_parallel", "2"), ("--checkpoint.every", "3", "--checkpoint.export", "false")
+    assert all(each.code == 0 for each in run("plain", "whole", *words, "--checkpoint.export", "false"))
+    assert all(each.code == 0 for each in run("plain", "shared", *words, *more, *shared, "--train.steps", "3"))
+    assert all(each.code == 0 for each in run("plain", "shared", *words, *more, "--train.sequence_parallel", "1"))
+    assert losses(folder, "shared") == pytest.approx(losses(folder, "whole"), rel=1e-5)
+    lines = [json.loads(line) for line in (folder / "shared/metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
+    assert [line["targets"] for line in lines] == [line["targets"] for line in whole]
+    assert lines[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
+    assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), (
+        "a pass, layer and tensor: own tokens by hidden"
+    )
+
+
 def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, folder: Path) -> None:
     first, second = run("plain", "differ", more=((), ("--train.steps", "6", "--optimizer.lr", "0.1")))
     assert (first.code, second.code) == (2, 2)
