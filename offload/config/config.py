@@ -325,15 +325,7 @@ class Config(BaseModel):
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
-        num_groups, size = self.num_groups(world_size), self.train.sequence_parallel
-        if num_groups * size != world_size:
-            raise ConfigError(
-                f"train.sequence_parallel is {size}, and there are {world_size} ranks, which make no whole number of "
-                f"groups: set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, "
-                "by --gpus or --nproc-per-node."
-            )
-        if self.train.batch_size < num_groups:
-            raise ConfigError(too_few_rows(self.train.batch_size, world_size, size))
+        _check_ranks(self, world_size)
 
     def num_groups(self, world_size: int) -> int:
         """Return over how many groups of ranks the rows of a step are cut: those of a group share them."""
@@ -410,6 +402,18 @@ class Config(BaseModel):
 
 
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _check_ranks(config: Config, world_size: int) -> None:
+    num_groups, size = config.num_groups(world_size), config.train.sequence_parallel
+    if num_groups * size != world_size:
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, and there are {world_size} ranks, which make no whole number of "
+            f"groups: set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by "
+            "--gpus or --nproc-per-node."
+        )
+    if config.train.batch_size < num_groups:
+        raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
 
 
 _OF_METHODS = {

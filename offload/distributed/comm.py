@@ -255,7 +255,7 @@ class Ranks(Comm):
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
-        self._parts: dict[tuple[str, int], tuple[Ranks, ...]] = {}
+        self._parts: dict[str, tuple[Ranks, ...]] = {}
         self._left_by: list[BaseException] = []  # one for all parts
         self._open_rows(None)
         try:
@@ -279,17 +279,17 @@ class Ranks(Comm):
         self._tensors, self._values = Row(self._timeout, groups), Row(self._timeout, groups)
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
-        key = "replicas", num_replicas
-        if key not in self._parts:
-            self._parts[key] = tuple(map(self._part, self._places(num_replicas)))
-        within, between = self._parts[key]
+        within, between = self._made(f"{num_replicas} replicas", *self._places(num_replicas))
         return within, between
 
     def _neighbours(self, num: int) -> Comm:
-        key = "neighbours", num
+        return self._made(f"{num} neighbours", self._places(self.size // num)[0])[0]
+
+    def _made(self, key: str, *kinds: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
+        """Return the parts under this key, one for each kind of groups: made, where there are none yet."""
         if key not in self._parts:
-            self._parts[key] = (self._part(self._places(self.size // num)[0]),)
-        return self._parts[key][0]
+            self._parts[key] = tuple(map(self._part, kinds))
+        return self._parts[key]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """Return the exchanges of this rank with the others of its group, under the same watch."""

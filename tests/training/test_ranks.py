@@ -105,9 +105,7 @@ def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Ru
     whole = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
     assert [line["targets"] for line in lines] == [line["targets"] for line in whole]
     assert lines[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
-    assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), (
-        "a pass, layer and tensor: own tokens by hidden"
-    )
+    assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), "passes, layers, tensors"
 
 
 def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, folder: Path) -> None:
