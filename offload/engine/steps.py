@@ -207,8 +207,8 @@ class Steps:
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)
                 )  # the trial was of another rank's
-            if is_recorded:
-                check_sharing(self._state, facts)
+            if is_recorded and facts.shared is not None:
+                check_sharing(self._state, facts, facts.shared)
                 self.trial_runs.forget_traffic()
             self._state.attention.begin_pass(needs_mask)
             self.trial_runs.end()

@@ -19,6 +19,7 @@ from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.loss.shared_rows import over_whole_rows
 from offload.engine.state import EngineState
+from offload.errors import ConfigError
 
 
 class Losses:
@@ -54,6 +55,12 @@ class Losses:
         own = known.ranks[known.rank]
         if isinstance(facts.loss_fn, GroupLoss):
             facts.loss_fn.begin()
+        if facts.shared is not None and (self.chunk_tokens(facts) == 0 or (known.num_parts > 1 and self.is_plain)):
+            raise ConfigError(
+                f"train.sequence_parallel is {self._state.attention.comm.size}, and the model runs in a plainer way, "
+                "on one micro-batch after the other or with a loss over all logits, which the notes above tell, and in "
+                "which ranks cannot share rows: set --train.sequence_parallel 1, or no --train.micro_batch_size."
+            )
         if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(facts)
             return

@@ -9,7 +9,7 @@ import torch
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import BatchFacts
 from offload.engine.loss.loss import select_inputs
-from offload.engine.loss.shared_rows import over_whole_rows, share_rows
+from offload.engine.loss.shared_rows import SharedRows, over_whole_rows, share_rows
 from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, OffloadError
@@ -19,14 +19,12 @@ _ROUNDING_OF_ONE = 4
 """How much farther one token may be off than all are on average: a router may take it elsewhere."""
 
 
-def check_sharing(state: EngineState, facts: BatchFacts) -> None:
+def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> None:
     """Run the model on the first tokens of a few rows, whole and shared, and compare what comes out of its base model.
     Collective. Raises ConfigError on all ranks where some module mixes tokens elsewhere than in attention, where
     attention is not called through transformers' interface, and where the loss is not one of single tokens.
     """
-    shared, head, comm = facts.shared, facts.head, state.attention.comm
-    if shared is None:
-        return
+    head, comm = facts.head, state.attention.comm
     name = type(state.model).__name__
     if head is None:
         raise ConfigError(
