@@ -327,10 +327,6 @@ class Config(BaseModel):
         """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
         _check_ranks(self, world_size)
 
-    def num_groups(self, world_size: int) -> int:
-        """Return over how many groups of ranks the rows of a step are cut: those of a group share them."""
-        return world_size // self.train.sequence_parallel
-
     def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
         """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
         engine decides train.clip, offload.update and offload.prefetch.
@@ -405,7 +401,7 @@ Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name
 
 
 def _check_ranks(config: Config, world_size: int) -> None:
-    num_groups, size = config.num_groups(world_size), config.train.sequence_parallel
+    num_groups, size = config.train.num_groups(world_size), config.train.sequence_parallel
     if num_groups * size != world_size:
         raise ConfigError(
             f"train.sequence_parallel is {size}, and there are {world_size} ranks, which make no whole number of "

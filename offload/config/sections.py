@@ -425,6 +425,10 @@ class TrainSection(Section):
         """Rows that are learned from together: the two answers of a preference."""
         return 1 if self.method == "sft" else 2
 
+    def num_groups(self, num_ranks: int) -> int:
+        """Return over how many groups of ranks the rows of a step are cut: those of a group share them."""
+        return num_ranks // self.sequence_parallel
+
     @property
     def num_rows(self) -> int:
         """Rows a step, over all ranks."""

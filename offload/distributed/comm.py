@@ -303,8 +303,7 @@ class Ranks(Comm):
     def _all_parts(self) -> Iterator[Ranks]:
         """Yield these exchanges, and those of each part."""
         yield self
-        for parts in list(self._parts.values()):
-            yield from parts
+        yield from [part for parts in list(self._parts.values()) for part in parts]
 
     def _enter(self) -> None:
         """Called by every thread of the watch before it looks."""

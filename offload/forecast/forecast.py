@@ -121,7 +121,7 @@ class Forecast:
     @property
     def num_groups(self) -> int:
         """Return over how many groups of ranks, which share sequences, the rows of a step are cut."""
-        return self.config.num_groups(self.total_ranks)
+        return self.config.train.num_groups(self.total_ranks)
 
     @property
     def num_replicas(self) -> int:
@@ -329,7 +329,7 @@ class Forecaster:
     def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return what a step computes on one of so many ranks, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
-        rows = -(-config.train.batch_size // config.num_groups(num_ranks)) * config.train.group
+        rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         shared_by = config.train.sequence_parallel
         length = -(-int(config.data.sequence_length or 0) // shared_by)
         batch = BatchSpec(kind, rows, length, is_padded=_has_mask(config.data), shared_by=shared_by)

@@ -26,7 +26,7 @@ class Share:
     def of(cls, config: Config, comm: Comm) -> Share:
         """Return this rank's. Raises ConfigError."""
         number, place = comm.group_of(config.train.sequence_parallel)
-        return cls(number, config.num_groups(comm.size), place == 0)
+        return cls(number, config.train.num_groups(comm.size), place == 0)
 
     def apply(self, objective: Objective, rows: Batch, step: int, num_rows: int) -> Batch:
         """Return the model's batch of these rows, which are this rank's of `num_rows`."""
