@@ -7,7 +7,7 @@ messages            {"messages": [{"role": "user", "content": "..."}, ...]}, opt
                     list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures of a
                     column "images" (paths, or bytes as `datasets` has them) take the places of <image> in texts, and
                     of parts of type image without a path
-sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system"
+sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system" and "images"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}, optionally with "system"
 prompt-completion   {"prompt": "...", "completion": "..."}
 preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without the prompt
@@ -55,12 +55,13 @@ _KEYS = {
 }
 _MORE_KEYS = {
     "messages": ("tools", "images"),
-    "sharegpt": ("system",),
+    "sharegpt": ("system", "images"),
     "alpaca": ("input", "system"),
-    "preference": ("prompt", "messages", "system", "tools"),
+    "preference": ("prompt", "messages", "system", "tools", "images"),
     "tokens": ("labels", "attention_mask"),
 }
 """What a record may have beside what it has to have."""
+_NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
 _NUM_FIRST = 10  # rows that are looked at for the first that can be read
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -316,20 +317,20 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
         raise BadRow(
             f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
         )
-    if data_format == "sharegpt":
-        return Chat(
-            where,
-            _system(record, where) + [_sharegpt_turn(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
-        )
     places = Places(_listed(record.get("images"), where), folder, where)
-    messages = [_checked_message(turn, f"{where}, message {i}", places) for i, turn in enumerate(turns, 1)]
+    check = _sharegpt_turn if data_format == "sharegpt" else _checked_message
+    messages = [check(turn, f"{where}, message {i}", places) for i, turn in enumerate(turns, 1)]
     places.check()
+    if data_format == "sharegpt":
+        return Chat(where, _system(record, where) + messages, pictures=tuple(places.found))
     tools = _structured(None if record.get("tools") == "" else record.get("tools"), where)
     return Chat(where, messages, tools, pictures=tuple(places.found))
 
 
 def _preference(record: dict[str, Any], where: str) -> Preference:
     """Turn a row into a pair of texts, or of conversations where any part of it is one."""
+    if record.get("images"):
+        raise BadRow(f"{where} {_NO_PICTURES}")
     own: dict[str, Any] = {
         key: _said(record.get(key), f"{where}, {key!r}") for key in ("prompt", "messages", "chosen", "rejected")
     }
@@ -422,14 +423,15 @@ def _integers(value: Any, key: str, where: str) -> np.ndarray:
     return array
 
 
-def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
+def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
     if turn["from"] not in _SHAREGPT_ROLES:
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
-    return _message(_SHAREGPT_ROLES[turn["from"]], _string(turn, "value", where))
+    value = _string(turn, "value", where)
+    return _message(_SHAREGPT_ROLES[turn["from"]], value if places is None else places.parts(value, where))
 
 
 def _checked_message(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
@@ -442,14 +444,14 @@ def _checked_message(turn: Any, where: str, places: Places | None = None) -> dic
     content = (places or Places(None, None, where)).parts(content, where)
     if isinstance(content, list):
         if places is None:
-            raise BadRow(f"{where} has a picture, and preferences are learned between texts alone (train.method).")
+            raise BadRow(f"{where} {_NO_PICTURES}")
         return {**turn, "content": content}
     if content is None and turn.get("tool_calls"):
         content = ""
     return {**turn, "content": _string({"content": content}, "content", where)}
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 

@@ -107,7 +107,7 @@ class Found:
     @cached_property
     def holds_pictures(self) -> bool:
         """Whether one of the first conversations has a picture."""
-        if "messages" not in self.formats:
+        if not self.formats & {"messages", "sharegpt"}:
             return False
         first = islice(self.records(BadRows("skip")), _NUM_LOOKED_AT)
         return any(isinstance(record, Chat) and record.pictures for _, _, record in first)

@@ -82,8 +82,6 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
 
 def _no_pictures(config: Config, kind: Kind) -> str:
     """Return why rows with pictures cannot be trained on, and what to change; an empty text where they can."""
-    if config.train.method != "sft":
-        return f"train.method is {config.train.method}, which learns from text alone: set --train.method sft."
     if kind.name != "causal":
         return f"the model is a {kind.name} one: pictures are trained on with those that write on after them."
     for key in ("packing", "packing_isolated"):
