@@ -183,19 +183,17 @@ class Dataset:
         return self._read(name, np.arange(begin, end), rank, world_size)
 
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read rank's share of `indices`, or rows without targets where it is empty."""
+        """Read rank's share of `indices`, and behind it rows without targets where ranks would have other keys."""
         import torch
 
         rows = self.row_sets[name]
-        own = indices[share(len(indices), rank, world_size, rows.group)]
-        is_filler = not len(own)
-        if is_filler:
-            own = indices[: rows.group]
+        part = share(len(indices), rank, world_size, rows.group)
+        fillers = _fillers(rows, indices, part)
+        own = np.concatenate([indices[part], fillers])
         lengths = rows.lengths(indices)
         width = self.batching.width(lengths, rows.sequence_length)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
-        if is_filler:
-            labels[:] = IGNORE
+        labels[len(own) - len(fillers) :] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
@@ -341,6 +339,16 @@ def build_dataset(
         ByLength() if group_by_length and layout is False and not pairs else Mixed(),
         None if preparation.processor is None else PictureInputs(preparation.processor),
     )
+
+
+def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
+    """Return which rows of a batch a rank gets beside its `own`, int64 [n]: some where it has none, and one with a
+    picture where others have pictures and its own rows have none.
+    """
+    shows = np.asarray([bool(each.pictures) for each in rows.pictured(indices) or ()], bool)
+    if shows.any() and not shows[own].any():
+        return indices[shows][:1]
+    return indices[:0] if own.stop > own.start else indices[: rows.group]
 
 
 def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:

@@ -220,7 +220,10 @@ def test_a_mixture_with_chats_of_text_over_ranks(folders: dict[str, Path], tmp_p
     whole, ranks = data.batch(0), [data.batch(0, rank, 2) for rank in range(2)]
     assert len(whole["pixel_values"]) == 4
     for key, value in whole.items():
-        assert torch.equal(torch.cat([each[key] for each in ranks if key in each]), value), key
+        assert torch.equal(torch.cat([each[key] for each in ranks]), value), key
+    *_, last = (data.batch_of("train", 0, 6, rank, 3) for rank in range(3))
+    assert last.keys() == whole.keys(), "its own rows are of text alone, and another is shown beside them"
+    assert ((last["labels"] != -100).sum(1) > 0).tolist() == [True, True, False]
 
 
 def test_a_picture_that_has_changed_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -270,9 +273,7 @@ def test_what_does_not_go_is_refused(folders: dict[str, Path], tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"has no chat template, which says where in a text a picture stands"):
         prepared(path, tmp_path / "no template")
     pair = {"prompt": "<image>A", "chosen": "b", "rejected": "c", "images": ["squares/red.png"]}
-    with pytest.raises(
-        ConfigError, match=r"pair.jsonl:1 has pictures, and preferences are learned between texts alone"
-    ):
+    with pytest.raises(ConfigError, match=r"pair.jsonl:1 has pictures, and preferences are learned between texts"):
         prepared(rows_file(tmp_path / "pair.jsonl", [pair]), folders["llava"], pairs=True)
     late = rows_file(tmp_path / "late.jsonl", [{"messages": texts(0)}] * 1000 + [{"messages": about(["red"])}])
     with pytest.raises(ConfigError, match=r"late.jsonl:1001 has a picture, and none of the first rows"):

@@ -154,10 +154,14 @@ def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_pat
 
 def test_a_model_learns_what_it_sees(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """From the command line; the export is asked with the processor that lies beside it."""
+    (rows.parent / "again.jsonl").write_text(rows.read_text())
     settings = settings_of(folders["llava"], rows, tmp_path / "run") | {"train.steps": 60, "optimizer.lr": 1e-2}
+    settings["data.eval_source"] = f"[{rows.parent / 'again.jsonl'}]"
     ran = forks.run(["-m", "offload.train", *words(settings)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    assert losses(tmp_path / "run")[-1] < 0.1
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["loss"] < 0.1
+    assert 0 < last["eval_loss"] < 0.1
     own: Any = transformers.AutoProcessor.from_pretrained(tmp_path / "run" / "hf")
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
     for colour in COLOURS:
