@@ -236,7 +236,7 @@ class Preparation:
         encoder = None
         if tokenizer is not None:
             measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
-            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers, maker)
+            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers, maker=maker)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:

@@ -78,7 +78,7 @@ def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.C
     return run
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_run_is_that_of_plain_pytorch(
     family: str, rows: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +152,7 @@ def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_pat
     assert two == pytest.approx(one, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_model_learns_what_it_sees(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """From the command line; the export is asked with the processor that lies beside it."""
     (rows.parent / "again.jsonl").write_text(rows.read_text())
