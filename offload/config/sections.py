@@ -311,7 +311,9 @@ class DataSection(Section):
     sequence_length: Count | None = None
     """Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows."""
     packing: bool = True
-    """Several documents a row. false: one document a row, cut off or padded."""
+    """Several documents a row. false: one document a row, cut off or padded. Of conversations with pictures, of which
+    each is a row, those are left out that are longer.
+    """
     packing_isolated: Flag = "auto"
     """true: documents of a row do not see each other, and none is cut by a border of rows: each has positions from 0,
     by which transformers makes the mask, and the model is asked at the start whether it keeps them apart. false: one

@@ -12,6 +12,7 @@ import numpy as np
 from offload.data.groups import Batching, ByLength, Mixed
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.data.packing import IGNORE, Layout
+from offload.data.pictured import PictureInputs
 from offload.data.prepare import Found, Preparation
 from offload.data.source_rows import SourceFacts, SourceRows, names_of
 from offload.data.sources import Source, hash_text
@@ -61,6 +62,8 @@ class Dataset:
     """The token of padding."""
     batching: Batching = field(default_factory=Mixed)
     """Which rows are a batch."""
+    pictures: PictureInputs | None = None
+    """What makes tensors of pictures; None of text alone."""
     values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Of each of `row_sets`, what batches have beside tokens, by name: a number for each row, fp32 [rows], which stands
     in the first column of a tensor [rows, sequence_length] of zeros.
@@ -88,6 +91,12 @@ class Dataset:
     @property
     def num_eval_rows(self) -> int:
         return sum(rows.num_rows for rows in self.evals.values())
+
+    @property
+    def one_picture_a_row(self) -> bool:
+        """Whether each row to train on or to evaluate has one picture."""
+        stores = [each for rows in self.source_rows for each in (rows.tokens.train, rows.tokens.eval)]
+        return all(store.pictured is not None and store.pictured.one_each for store in stores)
 
     @property
     def rows(self) -> str:
@@ -120,8 +129,9 @@ class Dataset:
         `input_ids` and `labels` are int64 [rows, sequence_length], or as wide as the longest row of the whole batch
         needs where batches are made by length; labels are unshifted, with -100 where nothing is trained.
         `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
-        keys; in its place `position_ids` where documents of a row are apart. Raises ConfigError where there are more
-        ranks than rows.
+        keys; in its place `position_ids` where documents of a row are apart. Rows of documents with pictures have all
+        that the processor makes of them beside. Raises ConfigError where there are more ranks than rows, and where a
+        picture is not what it was.
         """
         if self.batch_size // self.group < world_size:
             raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
@@ -173,25 +183,25 @@ class Dataset:
         return self._read(name, np.arange(begin, end), rank, world_size)
 
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read rank's share of `indices`, or rows without targets where it is empty."""
+        """Read rank's share of `indices`, and behind it rows without targets where ranks would have other keys."""
         import torch
 
         rows = self.row_sets[name]
-        own = indices[share(len(indices), rank, world_size, rows.group)]
-        is_filler = not len(own)
-        if is_filler:
-            own = indices[: rows.group]
+        part = share(len(indices), rank, world_size, rows.group)
+        fillers = _fillers(rows, indices, part)
+        own = np.concatenate([indices[part], fillers])
         lengths = rows.lengths(indices)
         width = self.batching.width(lengths, rows.sequence_length)
         ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
-        if is_filler:
-            labels[:] = IGNORE
+        labels[len(own) - len(fillers) :] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if (positions := rows.positions(own)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
         elif (lengths < width).any():
             mask = np.arange(width) < rows.lengths(own)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        if self.pictures is not None and (documents := rows.pictured(own)) is not None:
+            batch |= self.pictures.of(documents, ids)
         for key, values in self.values.get(name, {}).items():
             batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
             batch[key][:, 0] = torch.from_numpy(values[own])
@@ -259,6 +269,7 @@ def build_dataset(
     seed: int = 0,
     cache_dir: Path | None = None,
     num_workers: int | None = None,
+    no_pictures: str = "",
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
     """Prepare the data (once; later calls find it in the cache) and return its batches.
@@ -270,8 +281,10 @@ def build_dataset(
     whether batches are made of rows of about one length, where a row is a document and has no other beside it.
     `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
     skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
-    for none but this. `progress` is called with (stage, fraction done) while there is something to prepare. Raises
-    ConfigError for every setting or file that cannot be used, and for a source of which nothing would be trained on.
+    for none but this. `no_pictures`: why rows with pictures cannot be trained on, and what to change; empty where they
+    can: each is a row then, whatever `packing` says. `progress` is called with (stage, fraction done) while there is
+    something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
+    nothing would be trained on.
     """
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
@@ -285,6 +298,9 @@ def build_dataset(
     held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_apart(found, held)
     _check_pairs([*found, *held], pairs=pairs)
+    pictured = next((each for each in (*found, *held) if each.holds_pictures), None)
+    if pictured is not None and no_pictures:
+        raise ConfigError(f"{pictured.source.setting} {pictured.source} has pictures, and {no_pictures}")
     where = cache_dir if cache_dir is not None else default_cache_dir()
     preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
@@ -294,7 +310,7 @@ def build_dataset(
     names = names_of([each.source for each in (*found, *held)])
     if isolated is None:
         isolated = any(each.holds_chats for each in found)
-    layout: Layout = "isolated" if packing and isolated else packing
+    layout: Layout = False if pictured else "isolated" if packing and isolated else packing
     told = {}
     for name, each in zip(names, [*found, *held], strict=True):
         tokens = preparation.tokens(each, loaded, train_on_prompt)
@@ -321,7 +337,18 @@ def build_dataset(
         tuple(training),
         pad_id,
         ByLength() if group_by_length and layout is False and not pairs else Mixed(),
+        None if preparation.processor is None else PictureInputs(preparation.processor),
     )
+
+
+def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
+    """Return which rows of a batch a rank gets beside its `own`, int64 [n]: some where it has none, and one with a
+    picture where others have pictures and its own rows have none.
+    """
+    shows = np.asarray([bool(each.pictures) for each in rows.pictured(indices) or ()], bool)
+    if shows.any() and not shows[own].any():
+        return indices[shows][:1]
+    return indices[:0] if own.stop > own.start else indices[: rows.group]
 
 
 def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:

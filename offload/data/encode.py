@@ -11,9 +11,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, pieces_of, texts_of
+from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, picture_bytes, pieces_of, texts_of
+from offload.data.pictures import Pictured
 from offload.data.rows import BadRow, BadRows
-from offload.data.workers import made_ahead
+from offload.data.workers import Maker, made_ahead
+from offload.errors import ConfigError
 
 _BATCH_CHARS = 2 << 20  # of which three are in memory, one of them with some hundred bytes a token
 _BATCH_RECORDS = 4096
@@ -51,7 +53,7 @@ class Tokenized(NamedTuple):
 @dataclass(frozen=True)
 class Encoded:
     """Token ids [n] of a document or a piece of one; `trained` bool [n], None where all are; `num_bytes`: as
-    `Tokenized`. `closes`: the document ends here."""
+    `Tokenized`. `closes`: the document ends here. `pictured`: what a document with pictures was made of."""
 
     where: str
     in_eval: bool
@@ -59,9 +61,10 @@ class Encoded:
     trained: np.ndarray | None
     closes: bool
     num_bytes: np.ndarray | None = None
+    pictured: Pictured | None = None
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What is to become of a record."""
 
     record: Record
@@ -121,13 +124,14 @@ class Encoder:
         bad: BadRows | None = None,
         measured: Measured = "none",
         num_workers: int = 0,
+        maker: Maker[list[Asked], Made] | None = None,
     ) -> None:
         """`bad` takes conversations that the chat template refuses; without it the first one is an error. `measured`:
         whose bytes are counted; until there is a document that is held out, those of the others are, from whose rows
         some are taken where there is none. `num_workers`: processes that encode, 0 for this one with the threads of
-        `tokenizers`.
+        `tokenizers`. `maker`: what encodes in place of the tokenizer alone.
         """
-        self._maker = _Maker(tokenizer, train_on_prompt)
+        self._maker = maker or _Maker(tokenizer, train_on_prompt)
         self._measured, self._holds_out = measured, False
         self._bad = bad or BadRows("error")
         self._num_workers = num_workers
@@ -151,15 +155,16 @@ class Encoder:
                     else:
                         yield part
 
-    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[_Asked]]:
+    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[Asked]]:
         """Cut records into batches of about one size."""
-        batch: list[_Asked] = []
+        batch: list[Asked] = []
         num_chars = 0
         for in_eval, record in records:
             self._holds_out |= in_eval
             open_yet = self._measured == "held out" and (in_eval or not self._holds_out)
-            batch.append(_Asked(record, in_eval, open_yet or self._measured == "all"))
+            batch.append(Asked(record, in_eval, open_yet or self._measured == "all"))
             num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
+            num_chars += picture_bytes(record)
             if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
                 yield batch
                 batch, num_chars = [], 0
@@ -177,7 +182,7 @@ class _Maker:
         self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
         self._eos: int | None = tokenizer.eos_token_id
 
-    def make(self, batch: list[_Asked]) -> Made:
+    def make(self, batch: list[Asked]) -> Made:
         """Encode the records of a batch."""
         made, found = Made([]), list[Encoded | BadRow | _Draft]()
         for asked in batch:
@@ -196,12 +201,17 @@ class _Maker:
                 made.parts.append(encoded)
         return made
 
-    def _begun(self, asked: _Asked) -> list[Encoded | _Draft]:
+    def _begun(self, asked: Asked) -> list[Encoded | _Draft]:
         """Return what is encoded already, or what is to be. Raises BadRow."""
         record = asked.record
         if isinstance(record, Ids):
             trained = None if self._train_on_prompt else record.trained
             return [Encoded(record.where, asked.in_eval, record.ids, trained, record.closes)]
+        if isinstance(record, Chat) and record.pictures:
+            raise ConfigError(
+                f"{record.where} has a picture, and none of the first rows of its source has one, so that it was taken "
+                "for one of text alone: put a row with a picture first."
+            )
         if isinstance(record, Chat) and (marked := self._renderer.token_mask(record)) is not None:
             made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
             return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
@@ -219,7 +229,7 @@ class _Maker:
             return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], framed=True)]
         return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
 
-    def _answer(self, asked: _Asked, record: Chat | Pair) -> _Draft:
+    def _answer(self, asked: Asked, record: Chat | Pair) -> _Draft:
         """Return one of the two documents of a preference. Raises BadRow."""
         if isinstance(record, Pair):
             segments, framed = [(record.prompt, False), (record.completion, True)], True
@@ -302,12 +312,12 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 def _tokens(encoding: Any, draft: _Draft) -> Tokenized:
     return Tokenized(
         np.asarray(encoding.ids, np.int64),
-        _trained_tokens(encoding.offsets, draft.segments) if draft.masked else None,
+        trained_tokens(encoding.offsets, draft.segments) if draft.masked else None,
         _byte_counts(encoding.offsets, draft.text) if draft.measured else None,
     )
 
 
-def _trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
+def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
     """Return bool [tokens]: whether a token covers a character of a trained segment.
 
     `offsets` are character ranges in the joined text. A token on the border of prompt and answer is trained, so that no

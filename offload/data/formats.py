@@ -3,8 +3,11 @@
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
 jsonl               {"text": "..."}
-messages            {"messages": [{"role": "user", "content": "..."}, ...]}, optionally with "tools"
-sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system"
+messages            {"messages": [{"role": "user", "content": "..."}, ...]}, optionally with "tools"; a content may be a
+                    list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures of a
+                    column "images" (paths, or bytes as `datasets` has them) take the places of <image> in texts, and
+                    of parts of type image without a path
+sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system" and "images"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}, optionally with "system"
 prompt-completion   {"prompt": "...", "completion": "..."}
 preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without the prompt
@@ -23,12 +26,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from offload.data.docstrings import docstring_chats
 from offload.data.packing import IGNORE
+from offload.data.pictures import Picture, Places
 from offload.data.rows import BadRow, columns_of, read_rows
 from offload.data.sources import STDLIB_CHAT, SourceFile
 from offload.data.storage import LocalFile, first_bad_byte, opened
@@ -49,13 +54,14 @@ _KEYS = {
     "tokens": ("input_ids",),
 }
 _MORE_KEYS = {
-    "messages": ("tools",),
-    "sharegpt": ("system",),
+    "messages": ("tools", "images"),
+    "sharegpt": ("system", "images"),
     "alpaca": ("input", "system"),
-    "preference": ("prompt", "messages", "system", "tools"),
+    "preference": ("prompt", "messages", "system", "tools", "images"),
     "tokens": ("labels", "attention_mask"),
 }
 """What a record may have beside what it has to have."""
+_NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
 _NUM_FIRST = 10  # rows that are looked at for the first that can be read
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -67,7 +73,9 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca", "prompt-completion", "preference", STDLIB_CHAT})
+RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})
+"""Of which each row is a `Chat`."""
+CHAT_FORMATS = RENDERED_FORMATS | {"prompt-completion", "preference"}
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,13 @@ class Text:
 @dataclass(frozen=True)
 class Chat:
     """A conversation in the messages format; the assistant's messages are what is trained, but for those among the
-    first `num_given`."""
+    first `num_given`. `pictures`: those that stand in it, in order, of which the messages have the places."""
 
     where: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     num_given: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,16 @@ def texts_of(record: Record) -> list[str]:
         return [record.prompt, record.completion]
     if isinstance(record, Preference):
         return [*texts_of(record.chosen), *texts_of(record.rejected)]
-    return [message["content"] for message in record.messages] if isinstance(record, Chat) else []
+    if isinstance(record, Ids):
+        return []
+    contents = [message["content"] for message in record.messages]
+    parts = [part for each in contents if not isinstance(each, str) for part in each]
+    return [each for each in contents if isinstance(each, str)] + [part["text"] for part in parts if "text" in part]
+
+
+def picture_bytes(record: Record) -> int:
+    """Return how many bytes of pictures a record holds, of those that are in no file."""
+    return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
 
 
 def detect_format(file: SourceFile) -> str:
@@ -229,7 +247,7 @@ def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
     if file.columns and isinstance(row, dict):
         row = {**row, **{key: row[own] for key, own in file.columns.items() if own in row}}
     try:
-        return _parse(file.format, row, where)
+        return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
     except BadRow as bad:
         return bad
 
@@ -268,8 +286,8 @@ def _cut(text: str, end: int, begin: int = 0) -> int:
     return text.rfind("\n", begin, end) + 1 or end
 
 
-def _parse(data_format: str, record: Any, where: str) -> Record:
-    """Turn one JSON value into a record, or say what it lacks."""
+def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Record:
+    """Turn one JSON value into a record, or say what it lacks; `folder`: where the paths of pictures begin."""
     if not isinstance(record, dict):
         raise BadRow(
             f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
@@ -299,20 +317,20 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
         raise BadRow(
             f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
         )
+    places = Places(_listed(record.get("images"), where), folder, where)
+    check = _sharegpt_turn if data_format == "sharegpt" else _checked_message
+    messages = [check(turn, f"{where}, message {i}", places) for i, turn in enumerate(turns, 1)]
+    places.check()
     if data_format == "sharegpt":
-        return Chat(
-            where,
-            _system(record, where) + [_sharegpt_turn(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
-        )
-    return Chat(
-        where,
-        [_checked_message(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],
-        _structured(None if record.get("tools") == "" else record.get("tools"), where),
-    )
+        return Chat(where, _system(record, where) + messages, pictures=tuple(places.found))
+    tools = _structured(None if record.get("tools") == "" else record.get("tools"), where)
+    return Chat(where, messages, tools, pictures=tuple(places.found))
 
 
 def _preference(record: dict[str, Any], where: str) -> Preference:
     """Turn a row into a pair of texts, or of conversations where any part of it is one."""
+    if record.get("images"):
+        raise BadRow(f"{where} {_NO_PICTURES}")
     own: dict[str, Any] = {
         key: _said(record.get(key), f"{where}, {key!r}") for key in ("prompt", "messages", "chosen", "rejected")
     }
@@ -371,6 +389,11 @@ def _structured(value: Any, where: str) -> Any:
         ) from error
 
 
+def _listed(value: Any, where: str) -> Any:
+    """Return a list, which a table of strings has as JSON, or what a column has that is no list."""
+    return _structured(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
+
+
 def _ids(record: dict[str, Any], where: str) -> Ids:
     """Return token ids that were made elsewhere. Labels are unshifted, as transformers has them."""
     arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *_MORE_KEYS["tokens"]) if key in record}
@@ -400,31 +423,35 @@ def _integers(value: Any, key: str, where: str) -> np.ndarray:
     return array
 
 
-def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
+def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
     if turn["from"] not in _SHAREGPT_ROLES:
         raise BadRow(
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
-    return _message(_SHAREGPT_ROLES[turn["from"]], _string(turn, "value", where))
+    value = _string(turn, "value", where)
+    return _message(_SHAREGPT_ROLES[turn["from"]], value if places is None else places.parts(value, where))
 
 
-def _checked_message(turn: Any, where: str) -> dict[str, Any]:
-    """Return a message whose content is a string; parts of type text are joined, other parts are refused."""
+def _checked_message(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
+    """Return a message whose content is a string, of parts of type text joined, or a list of parts where pictures are
+    among them, which go to `places`; without it they are refused.
+    """
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
     content = turn.get("content")
+    content = (places or Places(None, None, where)).parts(content, where)
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRow(f"{where} has content that is not text; only text can be trained on.")
-        content = "".join(part["text"] for part in content)
+        if places is None:
+            raise BadRow(f"{where} {_NO_PICTURES}")
+        return {**turn, "content": content}
     if content is None and turn.get("tool_calls"):
         content = ""
     return {**turn, "content": _string({"content": content}, "content", where)}
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 

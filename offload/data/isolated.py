@@ -40,6 +40,8 @@ class IsolatedRows:
     """Documents that were left out, since none of their tokens is trained."""
     num_truncated_tokens: int
     """Tokens of documents with a prompt that lie beyond the end of a row."""
+    num_too_long: ClassVar[int] = 0
+    """Documents with pictures that were left out: there are none here."""
     packing: ClassVar[Layout] = "isolated"
     """The name of the layout, as a checkpoint keeps it."""
     group: ClassVar[int] = 1
@@ -128,6 +130,9 @@ class IsolatedRows:
         for place, begin, end in self._placed(rows):
             found[place] = np.arange(end - begin)
         return found
+
+    def pictured(self, rows: np.ndarray) -> None:
+        """No row has pictures."""
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return for each of these rows where in it a document begins, int64 [documents]: first is 0."""

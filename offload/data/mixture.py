@@ -17,6 +17,7 @@ import numpy as np
 
 from offload.data.order import rows_at
 from offload.data.packing import Layout, total_bytes
+from offload.data.pictures import Pictured
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
@@ -62,6 +63,9 @@ class RowSet(Protocol):
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the position of each token in its document, int64 [n, sequence_length]; None where a row is one."""
+
+    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
+        """Return what each of these rows was made of; None where no row has pictures."""
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""
@@ -144,6 +148,14 @@ class Mixture:
                 return None
             positions[here] = found
         return positions
+
+    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
+        found = dict[int, Pictured]()
+        for part, here, own in self._by_part(rows):
+            if (pictured := part.pictured(own)) is None:  # all parts are prepared alike
+                return None
+            found |= zip(np.flatnonzero(here).tolist(), pictured, strict=True)
+        return [found[index] for index in range(len(rows))]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         found = dict[int, np.ndarray]()

@@ -5,7 +5,8 @@ stream does not divide, the last row begins early enough to be full; what the ro
 only (labels -100). Only a stream shorter than one row is padded. As labels are unshifted, a row's first token has no
 context and is no target: those, and nothing else, are lost. Rows attend across the documents in them.
 
-Unpacked, a row is one document, cut off at L tokens or padded to L.
+Unpacked, a row is one document, cut off at L tokens or padded to L. Of documents with pictures, of which some of the
+tokens are, those that are longer are left out.
 
 A row without any target would make a loss of 0/0 and is left out.
 """
@@ -19,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from offload.data.order import rows_at
+from offload.data.pictures import Pictured
 from offload.data.store import TokenStore
 
 Layout = bool | Literal["isolated"]
@@ -48,24 +50,35 @@ class Rows:
     first: int = 0
     group: int = 1
     """Neighbouring rows that stay side by side, and remain where all of them have a target (unpacked only)."""
+    num_too_long: int = 0
+    """Documents with pictures that were left out, since they are longer than a row."""
 
     @classmethod
     def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int, group: int = 1) -> Rows:
         """Lay out all rows of `store`, once, counting their targets."""
         layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None, group=group)
         num_rows = -(-store.num_tokens // sequence_length) if packing else store.num_documents
-        kept, num_targets, begin = [], 0, 0
+        kept, num_targets, num_too_long, begin = [], 0, 0, 0
         while begin < num_rows:
             end = layout._group_end(begin, num_rows)
             targets = layout._count_targets(np.arange(begin, end))
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
+            if store.pictured is not None:
+                is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
+                num_too_long += int(is_too_long.sum())
+                targets[is_too_long] = 0
             kept.append(begin + np.flatnonzero(targets))
             num_targets += int(targets.sum())
             begin = end
         num_kept = sum(map(len, kept))
         indices = None if num_kept == num_rows else np.concatenate(kept)
         return replace(
-            layout, num_rows=num_kept, num_targets=num_targets, num_without_target=num_rows - num_kept, kept=indices
+            layout,
+            num_rows=num_kept,
+            num_targets=num_targets,
+            num_without_target=num_rows - num_kept - num_too_long,
+            kept=indices,
+            num_too_long=num_too_long,
         )
 
     @property
@@ -89,7 +102,7 @@ class Rows:
     @property
     def num_truncated_tokens(self) -> int:
         """Tokens of the whole store that lie beyond the end of a row (unpacked only)."""
-        if self.packing or not self.num_rows:
+        if self.packing or not self.num_rows or self.store.pictured is not None:
             return 0
         lengths = np.diff(self.store.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
@@ -118,6 +131,13 @@ class Rows:
 
     def positions(self, rows: np.ndarray) -> None:
         """A row is one sequence."""
+
+    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
+        """Return what each of these rows was made of; None where no row has pictures."""
+        if self.store.pictured is None:
+            return None
+        rows = self.first + rows
+        return [self.store.pictured.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,19 @@ import numpy as np
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.encode import Encoded, Encoder, Measured
-from offload.data.formats import CHAT_FORMATS, Chat, Ids, Preference, Record, detect_format, read_records, texts_of
+from offload.data.formats import (
+    CHAT_FORMATS,
+    RENDERED_FORMATS,
+    Chat,
+    Ids,
+    Preference,
+    Record,
+    detect_format,
+    picture_bytes,
+    read_records,
+    texts_of,
+)
+from offload.data.pictured import PicturedMaker, hash_processor, load_processor
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.store import TokenStore, TokenWriter
@@ -29,9 +43,10 @@ from offload.data.tokenizer import (
 from offload.errors import ConfigError
 from offload.machine.cores import usable_cores
 
-_VERSION = 4
+_VERSION = 5
 _BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
 _MOST_WORKERS = 16  # each holds 300 MB
+_NUM_LOOKED_AT = 1000  # rows, for one with a picture
 
 Progress = Callable[[str, float], None]
 
@@ -85,9 +100,17 @@ class Found:
     def renders(self) -> bool:
         """Whether conversations are written by a chat template; of preferences the first one tells."""
         if not self.holds_pairs:
-            return bool(self.formats & (CHAT_FORMATS - {"prompt-completion"}))
+            return bool(self.formats & RENDERED_FORMATS)
         first = next((record for _, _, record in self.records(BadRows("skip"))), None)
         return isinstance(first, Preference) and isinstance(first.chosen, Chat)
+
+    @cached_property
+    def holds_pictures(self) -> bool:
+        """Whether one of the first conversations has a picture."""
+        if not self.formats & {"messages", "sharegpt"}:
+            return False
+        first = islice(self.records(BadRows("skip")), _NUM_LOOKED_AT)
+        return any(isinstance(record, Chat) and record.pictures for _, _, record in first)
 
     @property
     def may_mask(self) -> bool:
@@ -119,6 +142,8 @@ class Preparation:
     ) -> None:
         """`num_workers`: processes that tokenize, None for as many as pay."""
         self.notes = [note for each in found for note in each.notes]
+        self.processor: Any = None
+        """The processor of the model, where a source has pictures, once there is a tokenizer."""
         self._found = found
         self._formats = set[str]().union(*(each.formats for each in found))
         self._num_bytes = sum(each.num_bytes for each in found)
@@ -133,10 +158,13 @@ class Preparation:
         it gets one.
         """
         path = tokenizer or tokenizer_folder(model_path)
+        if any(each.holds_pictures for each in self._found):
+            self._check_pictured()
+            self.processor = load_processor(path)
         if path is not None:
-            loaded = load_tokenizer(path)
+            loaded = load_tokenizer(path) if self.processor is None else self.processor.tokenizer
             check_vocabulary(loaded, self._vocab_size, path)
-            if not loaded.chat_template and any(each.renders for each in self._found):
+            if not loaded.chat_template and self.processor is None and any(each.renders for each in self._found):
                 loaded.chat_template = BUILTIN_TEMPLATE  # set, so that it is saved with the model
                 self.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
@@ -160,9 +188,21 @@ class Preparation:
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
         return trained_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
 
+    def _check_pictured(self) -> None:
+        """Raise ConfigError where a source is not of conversations, and others have pictures."""
+        for each in self._found:
+            if others := each.formats - RENDERED_FORMATS:
+                raise ConfigError(
+                    f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, and others have "
+                    "pictures: these are trained on beside conversations alone. Write its rows as messages."
+                )
+
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
         """Return the token stores of a source, from the cache when the same data was prepared before."""
         rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
+        if self.processor is not None:
+            places = [str(file.place) for file in found.files]  # where pictures are found from
+            rules = f"{rules} {hash_processor(self.processor)} {places}"
         parts = (
             *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
             found.on_bad_row,
@@ -185,15 +225,18 @@ class Preparation:
                 yield from texts_of(record)
 
     def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
-        masked = not train_on_prompt and found.may_mask
-        writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
-        writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
+        maker = None if self.processor is None else PicturedMaker(self.processor, train_on_prompt)
+        masked = maker is not None or (not train_on_prompt and found.may_mask)
+        writers = {
+            in_eval: TokenWriter(folder / name, self._vocab_size, masked, pictured=maker is not None)
+            for name, in_eval in (("train", False), ("eval", True))
+        }
         bad = BadRows(found.on_bad_row)
         workers = _that_pay(found) if self._num_workers is None else self._num_workers
         encoder = None
         if tokenizer is not None:
             measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
-            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers)
+            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers, maker=maker)
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
@@ -202,6 +245,7 @@ class Preparation:
             num_bytes, done, reported = max(found.num_bytes, 1), 0, 0
             for in_eval, _, record in found.records(bad):
                 done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
+                done += picture_bytes(record)
                 if done - reported >= num_bytes / 100:
                     reported = done
                     self._progress("tokenizing", min(done / num_bytes, 0.99))
@@ -210,7 +254,7 @@ class Preparation:
 
         for part in encoder.encode(metered()) if encoder else _as_they_are(metered(), train_on_prompt):
             self._check_ids(part, tokenizer)
-            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes)
+            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes, part.pictured)
         meta = {
             "train": writers[False].finish(),
             "eval": writers[True].finish(),

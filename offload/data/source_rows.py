@@ -99,6 +99,11 @@ class SourceRows:
         return sum(rows.num_truncated_tokens for rows in self.layouts)
 
     @property
+    def num_too_long(self) -> int:
+        """Documents with pictures that are longer than a row and are left out."""
+        return sum(rows.num_too_long for rows in self.layouts)
+
+    @property
     def padding(self) -> float:
         """The share of the rows to train on that is padding."""
         rows = self.train
@@ -133,6 +138,7 @@ class SourceRows:
         counts = {
             "bad rows skipped": self.tokens.num_bad,
             "documents without text left out": self.tokens.num_empty,
+            "documents with pictures longer than a row left out": self.num_too_long,
         }
         return [f"{count:,} {what}" for what, count in counts.items() if count]
 
@@ -153,6 +159,11 @@ class SourceRows:
             notes.append(
                 f"{self.num_truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut "
                 f"off (data.packing{'_isolated=true' if self.train.packing else '=false'})."
+            )
+        if self.num_too_long:
+            notes.append(
+                f"{self.num_too_long} documents with pictures are longer than data.sequence_length="
+                f"{self.train.sequence_length} and were left out, since no picture is cut."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
             notes.append(f"{without_target} rows hold no trained token and were left out.")

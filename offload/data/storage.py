@@ -23,15 +23,17 @@ PACKINGS = {".gz": "gunzip", ".zst": "zstd -d"}
 _BUFFER_BYTES = 1 << 18
 
 
-def library(name: str, purpose: str) -> Any:
-    """Return a module of the extra `data`, which `purpose` needs. Raises MissingLibraryError."""
+def library(name: str, purpose: str, extra: str = "data", package: str = "") -> Any:
+    """Return a module of an extra, which `purpose` needs; `package`: where it is not called as the module is. Raises
+    MissingLibraryError.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
+        package = package or name.partition(".")[0]
         raise MissingLibraryError(
-            f"{purpose} is read by {package}, which is not installed: pip install '.[data]' in a clone of offload, or "
-            f"pip install {package}."
+            f"{purpose} is read by {package}, which is not installed: pip install '.[{extra}]' in a clone of offload, "
+            f"or pip install {package}."
         ) from error
 
 

@@ -39,7 +39,7 @@ def tokenizer_folder(model_path: str | None) -> str | None:
 
 
 def as_files(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files that `save_pretrained` makes of a tokenizer, by name; of none, none."""
+    """Return the files that `save_pretrained` makes of a tokenizer or a processor, by name; of none, none."""
     if tokenizer is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ Kind = Literal["context", "trained", "padding"]
 _KINDS: tuple[Kind, ...] = ("context", "trained", "padding")
 _MOST_BINS = 16
 _MOST_BATCHES = 1000
+_MANY = 4
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Pictures of control characters, which would do what they say to a terminal."""
 
@@ -71,6 +73,8 @@ class Sample:
     """Padding of the row."""
     num_documents: int
     """Documents of which the row has a part."""
+    pictures: tuple[str, ...]
+    """The names of the pictures in the row, in order."""
     pieces: tuple[Piece, ...]
     """The row in order."""
 
@@ -82,8 +86,12 @@ class Sample:
         which = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
             f"step {self.step}, {which}, of {self.source}: {documents}, {num_tokens:,} tokens, "
-            f"{self.num_trained:,} trained on, {self.num_padding:,} padding"
+            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
         )
+
+    @property
+    def _pictures(self) -> str:
+        return f"; with {', '.join(self.pictures)}" if self.pictures else ""
 
 
 @dataclass(frozen=True)
@@ -263,6 +271,7 @@ def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[
     ids, trained = (each.numpy() for each in targets.shown(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]
     owners, lengths, found = data.owners(rows), data.train.lengths(rows), []
+    pictured = data.train.pictured(rows)
     for index, borders in enumerate(data.train.document_starts(rows)):
         kinds = np.where(trained[index], 1, 0)
         kinds[lengths[index] :] = 2
@@ -270,7 +279,9 @@ def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[
         num_trained, num_padding = int((kinds == 1).sum()), int((kinds == 2).sum())
         name = data.sources[owners[index]].name
         answer = ("chosen", "rejected")[index % 2] if data.group > 1 else ""
-        found.append(Sample(step + 1, index + 1, answer, name, num_trained, num_padding, len(borders), tuple(pieces)))
+        pictures = () if pictured is None else tuple(each.name for each in pictured[index].pictures)
+        counts = num_trained, num_padding, len(borders)
+        found.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
     return found
 
 
@@ -285,11 +296,18 @@ def _pieces(tokenizer: Any, ids: np.ndarray, kinds: np.ndarray, borders: np.ndar
         if kind == "padding":
             text = f"{_name(tokenizer, int(ids[begin]))} x {end - begin:,}"
         elif is_special:
-            text = "".join(_name(tokenizer, token) for token in ids[begin:end].tolist())
+            text = "".join(
+                _repeated(_name(tokenizer, token), len(list(same))) for token, same in groupby(ids[begin:end].tolist())
+            )
         else:
             text = _text(tokenizer, ids.tolist(), begin, end)
         pieces.append(Piece(text, kind, is_special, begin > 0 and begin in borders, end - begin))
     return pieces
+
+
+def _repeated(name: str, number: int) -> str:
+    """Return a token that comes so often, as of a picture, which may be a thousand."""
+    return name * number if number < _MANY else f"{name} x {number:,} "
 
 
 def _special(tokenizer: Any) -> list[int]:

@@ -212,15 +212,17 @@ class Kind:
 
 def model_kind(config: PreTrainedConfig) -> Kind:
     """Return what `architectures` says; else masked for a family whose attention sees both sides, seq2seq for an
-    encoder-decoder, causal for the rest.
+    encoder-decoder, causal for the rest, also for those that read pictures.
 
     Raises ConfigError.
     """
     tables = transformers.models.auto.modeling_auto
+    of_pictures = Kind("seq2seq" if config.is_encoder_decoder else "causal", transformers.AutoModelForImageTextToText)
     kinds = {
         Kind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
         Kind("masked", transformers.AutoModelForMaskedLM): tables.MODEL_FOR_MASKED_LM_MAPPING,
         Kind("seq2seq", transformers.AutoModelForSeq2SeqLM): tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        of_pictures: tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     }
     wanted = (config.architectures or [""])[0]
     possible = []

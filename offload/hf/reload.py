@@ -31,9 +31,12 @@ class Probe:
 
 def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     """Run the engine's model on the first tokens of a batch's first row, in eval mode: as one document, since a model
-    with a cache, as it will be loaded, does not look at positions that begin anew.
+    with a cache, as it will be loaded, does not look at positions that begin anew. Beside pictures on the whole batch,
+    of one row.
     """
+    shapes = {value.shape for value in batch.values()}
     short = {key: value[:1, :num_tokens] for key, value in batch.items() if key != "position_ids"}
+    short = short if len(shapes) == 1 else dict(batch)
     with in_eval_mode(engine.model), torch.no_grad():
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
     return Probe(short, outputs.logits.detach().to("cpu", torch.float32))

@@ -75,7 +75,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0;
+    """config: with all decided that need not wait for the first step. files: the tokenizer's or the processor's, by
+    name, on rank 0;
     beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
     where it begins with nothing. rebuild: makes the model of a run that begins with nothing once more, as the engine
     was given it; build_base: without an adapter. trained: what of it trains. forecast: what it will hold and take; None
@@ -157,6 +158,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     data = rank_0_first(comm, "preparation of the data", build)
     was_told = config.data.packing_isolated is True
     config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
+    if data.pictures is not None:
+        config = config.with_resolved(data__packing=False)
     comm.agree("the training data", data.state_dict())
     if first:
         with as_one(comm, "comparison of the data"):
@@ -184,7 +187,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
         asked = objective(config, kind, data, vocabulary)
         for text in told_data(data, asked):
             say(text)
-        files = as_files(data.tokenizer) if comm.rank == 0 else {}
+        files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
@@ -199,6 +202,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
             note(text)
         built.model.train()
     config, forecast = _foretell(config, architecture, comm, say, note)
+    if forecast is not None and data.pictures is not None:
+        note("what this run will hold is foretold of its text alone: what is computed of pictures comes on top.")
     if forecast is not None:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())

@@ -50,7 +50,8 @@ class Export:
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
         if self._trained.library:
-            rows = next(self._data.eval_batches(self._data.group, 1), None) or self._data.batch(0)
+            data = self._data
+            rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
             self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
@@ -72,7 +73,7 @@ class Export:
             found = reload.check_logits(model, self._probe, self._precision)
         library = self._trained.library
         self._say(f"reloaded: by {library}, from {self.path}: {found}")
-        if self._kind.name == "causal" and tokenizer is not None:
+        if self._kind.name == "causal" and tokenizer is not None and self._data.pictures is None:
             prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)
             self._say(f"sample: {prompt!r} -> {text!r}")
 

@@ -48,7 +48,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
     folder = locate(config.model)
     # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
     spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
-    return build_dataset(
+    dataset = build_dataset(
         sources=_sources(data, data.sources, "data.sources")
         or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
         eval_sources=_sources(data, data.eval_source, "data.eval_source"),
@@ -68,8 +68,26 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         num_workers=data.num_workers,
+        no_pictures=_no_pictures(config, kind),
         progress=progress,
     )
+    if dataset.pictures is not None and config.train.micro_batch_size is not None and not dataset.one_picture_a_row:
+        raise ConfigError(
+            f"train.micro_batch_size is {config.train.micro_batch_size}, and rows have no picture or several, which "
+            "are cut with the rows only where each has one: leave train.micro_batch_size out; where "
+            "memory is short, lower --train.batch_size."
+        )
+    return dataset
+
+
+def _no_pictures(config: Config, kind: Kind) -> str:
+    """Return why rows with pictures cannot be trained on, and what to change; an empty text where they can."""
+    if kind.name != "causal":
+        return f"the model is a {kind.name} one: pictures are trained on with those that write on after them."
+    for key in ("packing", "packing_isolated"):
+        if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
+            return f"data.{key} is true: a conversation with pictures has a row of its own. Leave data.{key} out."
+    return ""
 
 
 def objective(config: Config, kind: Kind, data: Dataset, vocabulary: int) -> Objective:

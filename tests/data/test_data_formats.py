@@ -154,7 +154,12 @@ def test_prompt_completion(write_lines: Callable[..., Path]) -> None:
         (
             "messages",
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "message 1 has content that is not",
+            "message 1 has a place for a picture more than the 0 images of its row",
+        ),
+        (
+            "messages",
+            '{"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}]}]}',
+            "message 1 has content of type 'video'; only text and pictures can be trained on",
         ),
         ("sharegpt", '{"conversations": [{"from": "human"}]}', "a.jsonl:2, message 1 lacks 'from' or 'value'"),
         ("sharegpt", '{"conversations": [{"from": "ghost", "value": ""}]}', "message 1 is from 'ghost'.*human"),

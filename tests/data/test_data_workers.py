@@ -108,7 +108,7 @@ def test_the_setting_reaches_the_tokenizing(
     asked = []
 
     class Told(Encoder):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **_more: Any) -> None:
             asked.append(args[-1])
             super().__init__(*args[:-1])
 

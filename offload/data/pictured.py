@@ -1,0 +1,220 @@
+"""Conversations with pictures to tokens and tensors, by the processor of the model's folder.
+
+A processor writes many tokens in the place of a picture, as many as its size asks for, and perhaps others around them.
+What it makes of a whole conversation is taken as it is; by the ranges of characters that its tokens cover, in a text
+that is longer by what it has written, they are told from those of the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.data.chat import ChatRenderer, Segments
+from offload.data.encode import Asked, Encoded, Made, trained_tokens
+from offload.data.formats import Chat
+from offload.data.pictures import Picture, Pictured, decoded, digest_of
+from offload.data.rows import BadRow
+from offload.data.sources import hash_text
+from offload.errors import ConfigError, MissingLibraryError, shorten
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_processor(path: str | None) -> Any:
+    """Load the processor of a model's folder, or of a hub name that was downloaded before. Raises ConfigError, and
+    MissingLibraryError where transformers lacks one for it.
+    """
+    from transformers import AutoProcessor
+
+    needs = "the data have pictures, which the processor in the model's folder makes tensors of; "
+    if path is None:
+        raise ConfigError(f"{needs}set --model.path to a folder with config.json, tokenizer and processor.")
+    folder = Path(path).expanduser()
+    folder = folder.parent if folder.is_file() else folder
+    try:
+        made: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+    except ImportError as error:
+        raise MissingLibraryError(f"{needs}that of {path} cannot be loaded: {shorten(_line(error))}") from error
+    except Exception as error:  # transformers raises many kinds for a folder without a processor
+        raise ConfigError(f"{needs}none can be loaded from {path}: {shorten(_line(error))}") from error
+    if getattr(made, "image_processor", None) is None or not isinstance(getattr(made, "image_token", None), str):
+        raise ConfigError(
+            f"{needs}{path} has none that takes pictures in a text (processor_config.json or preprocessor_config.json, "
+            f"whose class has an image_token): {type(made).__name__} was found. Give the folder of a model that has."
+        )
+    if not made.tokenizer.is_fast:
+        raise ConfigError(f"{needs}its tokenizer in {path} is not a fast one (tokenizer.json), and tells no offsets.")
+    made.chat_template = made.chat_template or made.tokenizer.chat_template
+    if not made.chat_template:
+        raise ConfigError(
+            f"{needs}that of {path} has no chat template, which says where in a text a picture stands: put one into "
+            "chat_template.jinja there."
+        )
+    made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # rows of a batch are padded
+    return made
+
+
+def hash_processor(processor: Any) -> str:
+    """Return a hash of what decides which tokens a picture has, and how a conversation is written."""
+    return hash_text(repr((processor.to_json_string(), processor.chat_template)))
+
+
+class PicturedMaker:
+    """Encodes conversations with pictures, by whichever process."""
+
+    def __init__(self, processor: Any, train_on_prompt: bool) -> None:
+        self._processor = processor
+        self._renderer = ChatRenderer(processor, train_on_prompt)
+        self._place: str = processor.image_token
+        self._eos: str = processor.tokenizer.eos_token or ""
+
+    def make(self, batch: list[Asked]) -> Made:
+        """Encode the records of a batch, each a `Chat`."""
+        parts, num_split = list[Encoded | BadRow](), 0
+        for asked in batch:
+            try:
+                documents = self._documents(asked)
+            except BadRow as bad:
+                parts.append(bad)
+            else:
+                parts += documents
+                num_split += len(documents) > 1
+        return Made(parts, num_split=num_split)
+
+    def _documents(self, asked: Asked) -> list[Encoded]:
+        """Return the documents of a conversation. Raises BadRow."""
+        chat = asked.record
+        assert isinstance(chat, Chat)
+        pictures, images = [], []
+        try:
+            for picture in chat.pictures:
+                data = picture.read()
+                pictures.append(replace(picture, digest=digest_of(data)))
+                images.append(decoded(data, picture.name))
+        except BadRow as bad:
+            raise BadRow(f"{chat.where}: {bad}") from bad
+        found = self._renderer.documents(replace(chat, messages=[_in_parts(message) for message in chat.messages]))
+        return [self._document(asked, chat.where, segments, pictures, images, len(found) > 1) for segments in found]
+
+    def _document(
+        self, asked: Asked, where: str, segments: Segments, pictures: list[Picture], images: list[Any], is_part: bool
+    ) -> Encoded:
+        """Return a document, and what it was made of; one that `is_part` of a conversation ends before the last
+        pictures. Raises BadRow and ConfigError.
+        """
+        if self._eos and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._eos):
+            segments = [*segments, (self._eos, segments[-1][1])]
+        text = "".join(text for text, _ in segments)
+        number = text.count(self._place)
+        if number > len(images) or (number < len(images) and not is_part):
+            raise BadRow(
+                f"{where} has {len(images)} pictures, and the chat template writes {number} places for them "
+                f"({self._place}): a message says that itself, or the template is none for pictures."
+            )
+        try:
+            made = processed(self._processor, [text], [images[:number]], return_offsets_mapping=True)
+            widths = [self._width(image) for image in images[:number]]
+        except Exception as error:  # whatever a processor raises, such as of a picture of one pixel
+            raise BadRow(f"{where}: the processor refuses it: {shorten(_line(error))}") from error
+        offsets: list[tuple[int, int]] = made["offset_mapping"][0]
+        written = _with_widths(segments, self._place, widths)
+        if max(end for _, end in offsets) > sum(len(text) for text, _ in written):
+            raise ConfigError(
+                f"{where}: {type(self._processor).__name__} writes more around a conversation than in the places of "
+                "its pictures, so that answers cannot be found in its tokens; give a model with another processor."
+            )
+        ids, trained = np.asarray(made["input_ids"][0], np.int64), trained_tokens(offsets, written)
+        return Encoded(
+            where, asked.in_eval, ids, trained, closes=True, pictured=Pictured(text, tuple(pictures[:number]))
+        )
+
+    def _width(self, image: Any) -> int:
+        """Return how many characters the processor writes in the place of a picture: those before a letter that stands
+        behind it, since ranges of tokens leave out blanks.
+        """
+        made = self._processor(
+            text=[f"{self._place}x"], images=[[image]], add_special_tokens=False, return_offsets_mapping=True
+        )
+        return int(made["offset_mapping"][0][-1][1]) - 1
+
+
+class PictureInputs:
+    """What a model gets for rows beside their tokens: the processor called on texts and pictures."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        """transformers' processor, whose files go with the model."""
+
+    def of(self, documents: Sequence[Pictured], ids: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return all that the processor makes of rows but their ids, int64 [rows, tokens], which are known. Raises
+        ConfigError where the ids that it makes are others, or a picture is.
+        """
+        try:
+            images = [[_again(picture) for picture in document.pictures] for document in documents]
+            made = processed(
+                self.processor,
+                [document.text for document in documents],
+                images,
+                padding="max_length",
+                max_length=ids.shape[1],
+                padding_side="right",
+                return_tensors="pt",
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a processor raises
+            raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(_line(error))}") from error
+        inputs: dict[str, torch.Tensor] = dict(made)
+        if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
+            raise ConfigError(
+                "the processor makes other tokens of rows in a batch than of each alone, when the data were prepared: "
+                "batches of it cannot be trained on. Set --train.batch_size to the number of ranks for a row each."
+            )
+        return inputs
+
+
+def processed(processor: Any, texts: list[str], images: list[list[Any]], **options: Any) -> Any:
+    """Return what a processor makes of rendered conversations with their pictures, special tokens as its own
+    `apply_chat_template` has them.
+    """
+    bos = processor.tokenizer.bos_token
+    if bos is not None and texts[0].startswith(bos):
+        options["add_special_tokens"] = False
+    return processor(text=texts, images=images if any(images) else None, **options)
+
+
+def _again(picture: Picture) -> Any:
+    """Return a picture that was prepared. Raises ConfigError."""
+    data = picture.read()
+    if digest_of(data) != picture.digest:
+        raise ConfigError(
+            f"the picture {picture.path} is not the one that it was when the data were prepared: put that back, or "
+            "give it another name in the data, which are prepared anew then."
+        )
+    return decoded(data, picture.name)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as templates of models with pictures expect it, also where it has none."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+def _with_widths(segments: Segments, place: str, widths: Sequence[int]) -> Segments:
+    """Return a text with so many characters in its places for pictures, none of which is trained."""
+    left, written = iter(widths), Segments()
+    for text, trained in segments:
+        for number, piece in enumerate(text.split(place)):
+            written += [(" " * next(left), False)] if number else []
+            written.append((piece, trained))
+    return written
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

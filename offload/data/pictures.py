@@ -1,0 +1,149 @@
+"""Pictures of a conversation: where their bytes are, and in which order they stand in its text."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from offload.data.rows import BadRow
+from offload.data.storage import library
+from offload.errors import errno_text
+
+PLACE = "<image>"
+"""What stands for a picture in a message that is a text, beside a column of pictures."""
+_TYPES = ("image", "image_url")
+"""Of parts of a message that are pictures."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a row names or holds."""
+
+    name: str
+    """What people call the picture."""
+    path: Path | None
+    """The file; None where the row holds the bytes."""
+    data: bytes | None = None
+    """The bytes, where the row holds them."""
+    digest: str = ""
+    """The hash of the bytes, once they were read."""
+
+    def read(self) -> bytes:
+        """Return the bytes, of a file in some format of pictures. Raises BadRow."""
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise BadRow(f"the picture {self.path} cannot be read: {errno_text(error.errno or 0)}.") from error
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """What a document with pictures was made of."""
+
+    text: str
+    """The conversation as its template writes it, with a placeholder for each picture."""
+    pictures: tuple[Picture, ...]
+    """The pictures, in the order of their placeholders."""
+
+
+def digest_of(data: bytes) -> str:
+    """Return the hash by which a picture is known again."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def decoded(data: bytes, name: str) -> Any:
+    """Return a picture as transformers loads one: a PIL.Image in RGB, turned as its EXIF says. Raises BadRow and
+    MissingLibraryError.
+    """
+    pillow = library("PIL.Image", f"{name}, a picture,", extra="pictures", package="pillow")
+    from transformers.image_utils import load_image
+
+    try:
+        return load_image(pillow.open(io.BytesIO(data)))
+    except Exception as error:  # Pillow's are OSErrors, ValueErrors, SyntaxErrors and others
+        raise BadRow(f"the picture {name} is damaged, or no picture that Pillow reads: {error}.") from error
+
+
+class Places:
+    """The pictures of a row, by their places in its messages."""
+
+    def __init__(self, column: Any, folder: Path | None, where: str) -> None:
+        """`column`: the row's pictures in order, None where messages name their own; `folder`: where relative paths
+        begin, None where there is none; `where`: the row, for errors.
+        """
+        self._has_column = column is not None
+        own = column if isinstance(column, list) else [] if column is None else [column]
+        self._column, self._num_listed = deque(own), len(own)
+        self._folder, self._where = folder, where
+        self.found: list[Picture] = []
+        """The pictures in order, so far."""
+
+    def parts(self, content: Any, where: str) -> Any:
+        """Return a message's content as chat templates of models with pictures take it: a list of parts, or the text
+        where no picture is in it. `where`: the message, for errors. Raises BadRow.
+        """
+        if isinstance(content, str) and self._has_column:
+            content = _split(content)
+        if not isinstance(content, list):
+            return content
+        parts = [self._part(part, where) for part in content]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def check(self) -> None:
+        """Raise BadRow where pictures are left that have no place."""
+        if self._column:
+            raise BadRow(
+                f"{self._where} has {self._num_listed} images and places for {len(self.found)}: each has to stand in a "
+                f"message, as {PLACE} in its text or as a part {{'type': 'image'}}."
+            )
+
+    def _part(self, part: Any, where: str) -> dict[str, str]:
+        if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") not in _TYPES:
+            return {"type": "text", "text": part["text"]}
+        if not isinstance(part, dict) or part.get("type") not in _TYPES:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRow(f"{where} has content of type {kind!r}; only text and pictures can be trained on.")
+        value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
+        if value is None:
+            if not self._column:
+                raise BadRow(
+                    f"{where} has a place for a picture more than the {self._num_listed} images of its row: name the "
+                    "picture in the part as 'path', or add it to the column 'images'."
+                )
+            value = self._column.popleft()
+        if part.get("type") == "image_url" and isinstance(value, dict):
+            value = value.get("url")
+        self.found.append(self._picture(value, where))
+        return {"type": "image"}
+
+    def _picture(self, value: Any, where: str) -> Picture:
+        """Return what a path is, or bytes with a path as `datasets` has them. Raises BadRow."""
+        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+            return Picture(str(value.get("path") or f"picture {len(self.found) + 1}"), None, value["bytes"])
+        path = value.get("path") if isinstance(value, dict) else value
+        if not isinstance(path, str) or not path:
+            raise BadRow(f"{where}: a picture is a path, or bytes in a column of `datasets`, not {value!r:.80}.")
+        if "://" in path or path.startswith("data:"):
+            raise BadRow(f"{where}: the picture {path:.80} is no file of this machine: download it, and name its path.")
+        place = Path(path).expanduser()
+        if not place.is_absolute() and self._folder is None:
+            raise BadRow(f"{where}: the picture {path} is relative to no file: give its whole path.")
+        return Picture(path, place if self._folder is None else (self._folder / place).absolute())
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    """Return a text as parts, with one of a picture for each place in it."""
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(PLACE)):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": piece}] * bool(piece)
+    return parts

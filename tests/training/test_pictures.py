@@ -1,0 +1,180 @@
+"""Whole runs on conversations with pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from offload import parity
+from offload.config.config import Config
+from offload.errors import ConfigError
+from offload.training.trainer import Trainer, TrainResult
+from tests import forks
+from tests.distributed.ranks import free_port
+from tests.vision import COLOURS, about, model_folder, rows_file
+
+Train = Callable[..., tuple[TrainResult, list[dict[str, Any]], str]]
+HOST = {"offload.parameters": "cpu", "offload.optimizer": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: model_folder(tmp_path_factory.mktemp(family), family) for family in ("llava", "gemma3")}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this machine is measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def rows(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Conversations about a square of each colour."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return rows_file(tmp_path / "rows.jsonl", [{"messages": about([colour])} for colour in COLOURS])
+
+
+def settings_of(folder: Path, rows: Path, run: Path | str) -> dict[str, Any]:
+    """Return the settings that all runs here have."""
+    return {
+        "run.dir": str(run),
+        "model.path": str(folder),
+        "model.init": "random",
+        "data.source": str(rows),
+        "data.sequence_length": 96,
+        "data.eval_share": 0.0,
+        "train.steps": 3,
+        "train.batch_size": 4,
+        "train.precision": "fp32",
+    }
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    """Return settings as flags."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Train a model on these rows; return the result and what was said."""
+
+    def run(name: str, family: str = "llava", **more: Any) -> tuple[TrainResult, str]:
+        own = {key.replace("__", "."): value for key, value in more.items()}
+        config = Config.load(None, settings_of(folders[family], rows, tmp_path / name) | own)
+        return Trainer(config).run(), capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_run_is_that_of_plain_pytorch(
+    family: str, rows: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `offload.parity`, which trains transformers' model beside a streamed one."""
+    settings = settings_of(folders[family], rows, "") | HOST | {"train.batch_size": 3}
+    del settings["run.dir"], settings["train.steps"]
+    assert parity.main([*words(settings), "--steps", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bit_equal"]
+    assert len(found["steps"]) == 3
+    assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
+
+
+def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
+    """And ends as one without tiers."""
+    calm = {"optimizer__schedule": "constant", "train__batch_size": 3, "checkpoint__every": 2}
+    host = {key.replace(".", "__"): value for key, value in HOST.items()}
+    whole, _ = train("whole", train__steps=4, **calm)
+    train("cut", train__steps=2, checkpoint__export=False, **calm, **host)
+    cut, said = train("cut", train__steps=4, checkpoint__export=True, **calm, **host)
+    assert "resumed at step 2" in said
+    assert "logits bit-equal" in said
+    assert losses(cut.dir) == losses(whole.dir)
+    first, second = (transformers.AutoModelForImageTextToText.from_pretrained(result.export) for result in (whole, cut))
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.slow
+def test_micro_batches_of_a_picture_a_row(train: Any) -> None:
+    """Only the order of sums is another."""
+    whole, parts = (train(str(size), train__micro_batch_size=size)[0] for size in (4, 2))
+    assert losses(parts.dir) == pytest.approx(losses(whole.dir), rel=2e-6)
+
+
+def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows.jsonl has pictures, and data.packing is true.*Leave data.packing out"):
+        train("packed", data__packing=True)
+    with pytest.raises(ConfigError, match=r"rows.jsonl has pictures, and data.packing_isolated is true"):
+        train("isolated", data__packing_isolated=True)
+    rows_file(rows, [{"messages": about(["red", "blue"])}] * 4)
+    with pytest.raises(ConfigError, match=r"train.micro_batch_size is 2, and rows have no picture or several"):
+        train("parts", train__micro_batch_size=2)
+
+
+def on_ranks(number: int, folder: Path, *flags: str) -> list[float]:
+    """Train by the command line in so many processes; return the losses."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        forks.start(
+            ["-m", "offload.train", *flags, "--run.dir", str(number)],
+            cwd=folder,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            rank=rank,
+        )
+        for rank in range(number)
+    ]
+    try:
+        told = [each.communicate() for each in processes]
+    finally:
+        for each in processes:
+            each.close()
+    assert [each.wait() for each in processes] == [0] * number, told
+    return losses(folder / str(number))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also where one of them has rows of text alone."""
+    text = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "It is b."}]
+    chats = [about([colour]) for colour in COLOURS] + [text] * 2
+    rows_file(rows, [{"messages": chat} for chat in chats])
+    settings = settings_of(folders["llava"], rows, "") | {"train.batch_size": 2, "train.steps": 6}
+    one, two = (on_ranks(number, tmp_path, *words(settings)) for number in (1, 2))
+    assert two == pytest.approx(one, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_model_learns_what_it_sees(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """From the command line; the export is asked with the processor that lies beside it."""
+    (rows.parent / "again.jsonl").write_text(rows.read_text())
+    settings = settings_of(folders["llava"], rows, tmp_path / "run") | {"train.steps": 60, "optimizer.lr": 1e-2}
+    settings["data.eval_source"] = f"[{rows.parent / 'again.jsonl'}]"
+    ran = forks.run(["-m", "offload.train", *words(settings)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["loss"] < 0.1
+    assert 0 < last["eval_loss"] < 0.1
+    own: Any = transformers.AutoProcessor.from_pretrained(tmp_path / "run" / "hf")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
+    for colour in COLOURS:
+        question = about([colour])[:1]
+        question[0]["content"][0]["path"] = str(rows.parent / f"squares/{colour}.png")
+        asked = own.apply_chat_template(
+            question, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        written = model.generate(**asked, max_new_tokens=8, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        assert own.decode(written, skip_special_tokens=True) == f"It is {colour}."
