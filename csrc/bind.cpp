@@ -105,12 +105,13 @@ void py_accumulate(Address sum, Address x, bool x_is_bf16, int64_t n, int thread
   else accumulate(at<float>(sum), at<const float>(x), n, execution(threads, isa));
 }
 
-// codec: 8 for int8, 4 for nf4, which alone has tables.
+// codec: 8 for int8, 4 for int4, 0 for nf4, which alone has tables.
 void py_decode(int codec, Address records, Address levels, Address numbers, Address out, bool is_bf16,
                int64_t num_records, int threads, int isa) {
   const auto run = [&](auto* weights) {
     const auto* from = at<const uint8_t>(records);
-    if (codec == 8) decode_int8(from, weights, num_records, execution(threads, isa));
+    if (codec == 8) decode_whole<8>(from, weights, num_records, execution(threads, isa));
+    else if (codec == 4) decode_whole<4>(from, weights, num_records, execution(threads, isa));
     else decode_nf4(from, {at<const float>(levels), at<const float>(numbers)}, weights, num_records, execution(threads, isa));
   };
   if (is_bf16) run(at<uint16_t>(out));
@@ -120,6 +121,19 @@ void py_decode(int codec, Address records, Address levels, Address numbers, Addr
 void py_encode_int8(Address weights, Address low, bool is_bf16, int64_t n, Address records, int threads, int isa) {
   const MasterWeights from{at<const void>(weights), at<const int16_t>(low), is_bf16};
   encode_int8(from, n, at<uint8_t>(records), execution(threads, isa));
+}
+
+// bits: 8 or 4.
+void py_encode_rest(int bits, Address values, bool is_bf16, Address error, Address records, int64_t num_records, int threads,
+                    int isa) {
+  const auto run = [&](const auto* from) {
+    auto *rest = at<uint16_t>(error);
+    auto* to = at<uint8_t>(records);
+    if (bits == 8) encode_rest<8>(from, rest, to, num_records, execution(threads, isa));
+    else encode_rest<4>(from, rest, to, num_records, execution(threads, isa));
+  };
+  if (is_bf16) run(at<const uint16_t>(values));
+  else run(at<const float>(values));
 }
 
 void py_encode_nf4(Address weights, int64_t n, Address borders, Address pairs, Address sizes, int threads, int isa) {
@@ -188,6 +202,7 @@ NB_MODULE(_core, module) {
   module.def("accumulate", &py_accumulate, no_gil);
   module.def("decode", &py_decode, no_gil);
   module.def("encode_int8", &py_encode_int8, no_gil);
+  module.def("encode_rest", &py_encode_rest, no_gil);
   module.def("encode_nf4", &py_encode_nf4, no_gil);
   module.def("sum_squares", &py_sum_squares, no_gil);
   module.def("copy_sum_squares", &py_copy_sum_squares);

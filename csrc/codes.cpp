@@ -1,3 +1,5 @@
+#include <cfloat>
+
 #include "dispatch.h"
 #include "kernels.h"
 #include "thread_pool.h"
@@ -18,14 +20,16 @@ constexpr int64_t kChunk = 1 << 17;  // weights
 
 }  // namespace
 
-template <class T>
-void decode_int8(const uint8_t* records, T* out, int64_t num_records, Execution how) {
+template <int kBits, class T>
+void decode_whole(const uint8_t* records, T* out, int64_t num_records, Execution how) {
   parallel_chunks(num_records, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
-    OFFLOAD_DISPATCH(how.isa, decode_int8_range(records, out, begin, end));
+    OFFLOAD_DISPATCH(how.isa, decode_whole_range<kBits>(records, out, begin, end));
   });
 }
-template void decode_int8(const uint8_t*, float*, int64_t, Execution);
-template void decode_int8(const uint8_t*, uint16_t*, int64_t, Execution);
+template void decode_whole<8>(const uint8_t*, float*, int64_t, Execution);
+template void decode_whole<8>(const uint8_t*, uint16_t*, int64_t, Execution);
+template void decode_whole<4>(const uint8_t*, float*, int64_t, Execution);
+template void decode_whole<4>(const uint8_t*, uint16_t*, int64_t, Execution);
 
 template <class T>
 void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how) {
@@ -41,6 +45,17 @@ void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Exec
     OFFLOAD_DISPATCH(how.isa, encode_int8_range(weights, n, records, begin, end));
   });
 }
+
+template <int kBits, class T>
+void encode_rest(const T* values, uint16_t* error, uint8_t* records, int64_t num_records, Execution how) {
+  parallel_chunks(num_records, kChunk / kInt8Block, how.threads, [=](int64_t begin, int64_t end) {
+    OFFLOAD_DISPATCH(how.isa, encode_rest_range<kBits>(values, error, records, begin, end));
+  });
+}
+template void encode_rest<8>(const float*, uint16_t*, uint8_t*, int64_t, Execution);
+template void encode_rest<8>(const uint16_t*, uint16_t*, uint8_t*, int64_t, Execution);
+template void encode_rest<4>(const float*, uint16_t*, uint8_t*, int64_t, Execution);
+template void encode_rest<4>(const uint16_t*, uint16_t*, uint8_t*, int64_t, Execution);
 
 void encode_nf4(const float* weights, int64_t n, const float* borders, uint8_t* pairs, float* sizes, Execution how) {
   parallel_chunks((n + 63) / 64, kChunk / 64, how.threads, [=](int64_t begin, int64_t end) {

@@ -16,15 +16,21 @@ inline float most_of(const float* weights) {
 
 inline float at_least(float x, float least) { return x < least ? least : x; }  // a NaN stays
 
-template <class T>
-void decode_int8_range(const uint8_t* records, T* out, int64_t begin, int64_t end) {
+template <int kBits, class T>
+void decode_whole_range(const uint8_t* records, T* out, int64_t begin, int64_t end) {
   for (int64_t k = begin; k < end; ++k) {
-    uint8_t record[kInt8Record];
-    memcpy(record, records + k * kInt8Record, sizeof record);
+    uint8_t record[whole_record(kBits)];
+    memcpy(record, records + k * whole_record(kBits), sizeof record);
     float scale;
-    memcpy(&scale, record + kInt8Block, sizeof scale);
+    memcpy(&scale, record + kInt8Block * kBits / 8, sizeof scale);
     for (int64_t i = 0; i < kInt8Block; i += Wide::kWidth) {
-      const auto code = Wide::to_float(Wide::load_signed_code(record + i));
+      auto code = Wide::set(0);
+      if (kBits == 4) {
+        const auto above = Wide::and_int(Wide::load_nibbles(record, i), Wide::set_int(15));
+        code = Wide::sub(Wide::to_float(above), Wide::set(8));
+      } else {
+        code = Wide::to_float(Wide::load_signed_code(record + i));
+      }
       store_as(out + k * kInt8Block + i, Wide::mul(code, Wide::set(scale)));
     }
   }
@@ -49,11 +55,43 @@ void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, i
   }
 }
 
+// Writes the record of 128 numbers: whole ones of kBits, and the scale. With `error` what the record stands for is
+// taken off, and the rest written there in bf16; where the scale is not finite it is 0.
+template <int kBits>
+inline void encode_block(const float* from, uint8_t* record, uint16_t* error) {
+  constexpr int kMost = (1 << (kBits - 1)) - 1;
+  // What is added to a small number rounds it to a whole one, ties to even, which its lowest byte then is; of four bits
+  // that is 8 more than the number.
+  const auto rounds = Wide::set(kBits == 4 ? 0x1.8p23f + 8 : 0x1.8p23f);
+  const float scale = most_of<kInt8Block>(from) / kMost;
+  const auto divisor = Wide::set(at_least(scale, kLeastScale));
+  const auto unit = Wide::set(scale);
+  const bool is_finite = scale <= FLT_MAX;
+  uint8_t whole[kInt8Block];
+  for (int64_t i = 0; i < kInt8Block; i += Wide::kPacked * Wide::kWidth) {
+    Wide::Int codes[Wide::kPacked];
+    for (int64_t j = 0; j < Wide::kPacked; ++j) {
+      const auto value = Wide::load(from + i + j * Wide::kWidth);
+      const auto rounded = Wide::add(Wide::div(value, divisor), rounds);
+      codes[j] = Wide::and_int(Wide::bits(rounded), Wide::set_int(kBits == 4 ? 15 : 255));
+      if (error) {
+        const auto rest = Wide::sub(value, Wide::mul(Wide::sub(rounded, rounds), unit));
+        Wide::store_bf16(error + i + j * Wide::kWidth, is_finite ? rest : Wide::set(0));
+      }
+    }
+    Wide::store_codes(whole + i, codes);
+  }
+  if (kBits == 4) {
+    for (int64_t i = 0; i < kInt8Block / 2; ++i) record[i] = static_cast<uint8_t>(whole[2 * i] << 4 | whole[2 * i + 1]);
+  } else {
+    memcpy(record, whole, sizeof whole);
+  }
+  memcpy(record + kInt8Block * kBits / 8, &scale, sizeof scale);
+}
+
 // Behind the last of the n weights are zeros; load(lane, i) gives those from i on.
 template <class Load>
 void encode_int8_blocks(const Load& load, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
-  // What is added to a small number rounds it to a whole one, ties to even, which its lowest byte then is.
-  const auto rounds = Wide::set(0x1.8p23f);
   for (int64_t k = begin; k < end; ++k) {
     alignas(64) float from[kInt8Block] = {};
     const int64_t left = n - k * kInt8Block, length = left < kInt8Block ? left : kInt8Block;
@@ -62,18 +100,25 @@ void encode_int8_blocks(const Load& load, int64_t n, uint8_t* records, int64_t b
       Wide::store(from + loaded, load(Wide{}, k * kInt8Block + loaded));
     }
     for (; loaded < length; ++loaded) Narrow::store(from + loaded, load(Narrow{}, k * kInt8Block + loaded));
-    const float scale = most_of<kInt8Block>(from) / 127;
-    const auto divisor = Wide::set(at_least(scale, kLeastScale));
-    uint8_t* const to = records + k * kInt8Record;
-    for (int64_t i = 0; i < kInt8Block; i += Wide::kPacked * Wide::kWidth) {
-      Wide::Int codes[Wide::kPacked];
-      for (int64_t j = 0; j < Wide::kPacked; ++j) {
-        const auto scaled = Wide::div(Wide::load(from + i + j * Wide::kWidth), divisor);
-        codes[j] = Wide::and_int(Wide::bits(Wide::add(scaled, rounds)), Wide::set_int(255));
-      }
-      Wide::store_codes(to + i, codes);
+    encode_block<8>(from, records + k * kInt8Record, nullptr);
+  }
+}
+
+inline Wide::Vec load_as(const float* p) { return Wide::load(p); }
+inline Wide::Vec load_as(const uint16_t* p) { return Wide::load_bf16(p); }
+
+template <int kBits, class T>
+void encode_rest_range(const T* values, uint16_t* error, uint8_t* records, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) {
+    alignas(64) float alone[kInt8Block], both[kInt8Block];
+    uint16_t* const rest = error + k * kInt8Block;
+    for (int64_t i = 0; i < kInt8Block; i += Wide::kWidth) {
+      const auto value = load_as(values + k * kInt8Block + i);
+      Wide::store(alone + i, value);
+      Wide::store(both + i, Wide::add(value, Wide::load_bf16(rest + i)));
     }
-    memcpy(to + kInt8Block, &scale, sizeof scale);
+    const bool is_zero = most_of<kInt8Block>(alone) == 0;  // then the error waits
+    encode_block<kBits>(is_zero ? alone : both, records + k * whole_record(kBits), is_zero ? nullptr : rest);
   }
 }
 

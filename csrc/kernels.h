@@ -147,14 +147,16 @@ void accumulate(float* sum, const T* x, int64_t n, Execution how);
 
 // Weights in records of codes and scales: offload/layout/codecs.py. Weights (T: float, or uint16_t for bfloat16) may be
 // decoded over their own records, where these end with them: by one thread.
-constexpr int64_t kInt8Block = 128, kInt8Record = kInt8Block + 4;
+constexpr int64_t kInt8Block = 128;
+constexpr int64_t whole_record(int bits) { return kInt8Block * bits / 8 + 4; }  // of whole numbers of 8 or 4 bits
+constexpr int64_t kInt8Record = whole_record(8);
 constexpr int64_t kNf4Block = 1 << 14, kNf4Record = kNf4Block / 2 + kNf4Block / 64 + 8;
 struct Nf4Tables {
   const float* levels;   // the 16 numbers of NormalFloat
   const float* numbers;  // the 256 of the dynamic map
 };
-template <class T>
-void decode_int8(const uint8_t* records, T* out, int64_t num_records, Execution how);
+template <int kBits, class T>
+void decode_whole(const uint8_t* records, T* out, int64_t num_records, Execution how);
 template <class T>
 void decode_nf4(const uint8_t* records, const Nf4Tables& tables, T* out, int64_t num_records, Execution how);
 struct MasterWeights {  // in fp32; with lo, the halves of that; or with is_bf16 and no lo, in bfloat16 alone
@@ -163,6 +165,9 @@ struct MasterWeights {  // in fp32; with lo, the halves of that; or with is_bf16
   bool is_bf16;
 };
 void encode_int8(const MasterWeights& weights, int64_t n, uint8_t* records, Execution how);
+// Encodes values and their error, in bf16, and leaves there what the codes lack; a block of zeros leaves its error.
+template <int kBits, class T>
+void encode_rest(const T* values, uint16_t* error, uint8_t* records, int64_t num_records, Execution how);
 // Writes the codes of n weights by the 15 borders between levels, two in a byte, and the largest magnitude of every 64.
 void encode_nf4(const float* weights, int64_t n, const float* borders, uint8_t* pairs, float* sizes, Execution how);
 

@@ -102,28 +102,40 @@ class Coded(Codec, ABC):
         """
 
 
-class Int8(Coded):
-    """Whole numbers of -127 to 127 times the 127th part of the largest magnitude of 128 neighbours. A record is the 128
-    codes, int8, and then the scale, fp32.
+class WholeNumbers(Coded):
+    """Whole numbers of -`most` to `most` times that part of the largest magnitude of 128 neighbours. A record is the
+    codes of the numbers, and then the scale, fp32.
     """
 
-    name, block, record_bytes, between_bytes = "int8", 128, 132, 2
+    block = 128
+    most: int
+    """The largest number."""
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel()
-            yield begin, end, _int8_records(_as_fp32(piece), self.block)
+            yield begin, end, self._records(_as_fp32(piece))
 
-    def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
-        """Make the records `out` of master weights, flat, on one device; `low`: their low half, if they have one."""
-        if kernels.have_kernels(weights):
-            kernels.encode_int8(weights, low, out)
+    def encode_rest(self, values: Tensor, error: Tensor, out: Tensor) -> None:
+        """Make the records `out` of values, fp32 or bf16 [n], and their error, bf16 [n], on one device, and leave in
+        `error` what the records lack of both; n is a multiple of `block`. A block of values that are all 0 leaves its
+        error, and of one that is not finite the error is 0.
+        """
+        if kernels.have_kernels(values):
+            kernels.encode_rest(self.name, values, error, out)
             return
-        lows = [None] * len(weights.split(PIECE_NUMEL)) if low is None else low.split(PIECE_NUMEL)
         step = PIECE_NUMEL // self.block * self.record_bytes
-        for piece, below, records in zip(weights.split(PIECE_NUMEL), lows, out.split(step), strict=True):
-            records.copy_(_int8_records(piece.float() if below is None else join(piece, below), self.block))
+        for piece, rest, records in zip(
+            values.split(PIECE_NUMEL), error.split(PIECE_NUMEL), out.split(step), strict=True
+        ):
+            waits = (piece.view(-1, self.block) == 0).all(1, keepdim=True)
+            both = torch.where(waits, 0, (piece.float() + rest.float()).view(-1, self.block))
+            records.copy_(self._records(both.view(-1)))
+            its = records.view(-1, self.record_bytes)
+            stands_for = self._numbers(its) * its[:, -4:].view(torch.float32)
+            lacks = torch.where(stands_for.isfinite(), both - stands_for, 0).to(torch.bfloat16)
+            rest.copy_(torch.where(waits, rest.view(-1, self.block), lacks).view(-1))
 
     def workspace_bytes(self, numel: int) -> int:
         return min(numel, PIECE_NUMEL) // self.block * self.record_bytes
@@ -138,8 +150,63 @@ class Int8(Coded):
             return
         for its, weights in _pieces(self, records, out):
             its = workspace[: its.numel()].view(its.shape).copy_(its)  # over which the weights may lie
-            codes, scales = its[:, :128].view(torch.int8), its[:, 128:].view(torch.float32)
-            torch.mul(codes, scales, out=weights.view(-1, 128))  # in fp32, and rounded
+            torch.mul(self._numbers(its), its[:, -4:].view(torch.float32), out=weights.view(-1, 128))  # and rounded
+
+    def _records(self, values: Tensor) -> Tensor:
+        """Return the records of values, fp32, flat."""
+        weights = _in_blocks(values, self.block)
+        scale = weights.abs().amax(1, keepdim=True).div_(self.most)
+        numbers = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-self.most, self.most).to(torch.int8)
+        return torch.cat([self._codes(numbers), scale.view(torch.uint8)], 1).view(-1)
+
+    @abstractmethod
+    def _codes(self, numbers: Tensor) -> Tensor:
+        """Return the codes, uint8 [records, bytes], of numbers, int8 [records, 128]."""
+
+    @abstractmethod
+    def _numbers(self, records: Tensor) -> Tensor:
+        """Return the numbers, int8 [records, 128], of records, uint8 [records, bytes]."""
+
+
+class Int8(WholeNumbers):
+    """Whole numbers of -127 to 127, each a code of a byte."""
+
+    name, record_bytes, between_bytes = "int8", 132, 2
+    most = 127
+
+    def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
+        """Make the records `out` of master weights, flat, on one device; `low`: their low half, if they have one."""
+        if kernels.have_kernels(weights):
+            kernels.encode_int8(weights, low, out)
+            return
+        lows = [None] * len(weights.split(PIECE_NUMEL)) if low is None else low.split(PIECE_NUMEL)
+        step = PIECE_NUMEL // self.block * self.record_bytes
+        for piece, below, records in zip(weights.split(PIECE_NUMEL), lows, out.split(step), strict=True):
+            records.copy_(self._records(piece.float() if below is None else join(piece, below)))
+
+    def _records(self, values: Tensor) -> Tensor:
+        return kernels.encode_int8(values) if kernels.have_kernels(values) else super()._records(values)
+
+    def _codes(self, numbers: Tensor) -> Tensor:
+        return numbers.view(torch.uint8)
+
+    def _numbers(self, records: Tensor) -> Tensor:
+        return records[:, :128].view(torch.int8)
+
+
+class Int4(WholeNumbers):
+    """Whole numbers of -7 to 7, whose codes are 8 more, two in a byte with the first one in its upper half."""
+
+    name, record_bytes, between_bytes = "int4", 68, 4
+    most = 7
+
+    def _codes(self, numbers: Tensor) -> Tensor:
+        codes = (numbers.view(torch.uint8) + 8) & 15
+        return codes[:, ::2] << 4 | codes[:, 1::2]
+
+    def _numbers(self, records: Tensor) -> Tensor:
+        pairs = records[:, :64]
+        return torch.stack([pairs >> 4, pairs & 15], 2).view(-1, 128).view(torch.int8) - 8
 
 
 class Nf4(Coded):
@@ -212,7 +279,9 @@ def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
 INT8 = Int8()
 """The codec in which trained weights travel that do not travel as they are."""
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Nf4())}
-"""The codecs, as settings call them."""
+"""The codecs of weights, as settings call them."""
+GRADIENT_CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Int4())}
+"""Those of gradients between replicas."""
 
 
 def _pieces(codec: Coded, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -224,16 +293,6 @@ def _pieces(codec: Coded, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor
 def _as_fp32(piece: Tensor) -> Tensor:
     """Return weights in fp32 on the CPU."""
     return piece.cpu().float().contiguous()
-
-
-def _int8_records(values: Tensor, block: int) -> Tensor:
-    """Return the records of values, fp32, flat."""
-    if kernels.have_kernels(values):
-        return kernels.encode_int8(values)
-    weights = _in_blocks(values, block)
-    scale = weights.abs().amax(1, keepdim=True).div_(127)
-    codes = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1).view(-1)
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:

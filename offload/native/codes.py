@@ -15,7 +15,7 @@ from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, UINT8, flat
 from offload.native.core import core as _core
 from offload.native.kernels import _execution
 
-_CODECS = {"int8": (8, 128, 132), "nf4": (4, 1 << 14, 8456)}
+_CODECS = {"int8": (8, 128, 132), "int4": (4, 128, 68), "nf4": (0, 1 << 14, 8456)}
 """The number of a codec for `_core.decode`, the weights of a record, and its bytes."""
 
 
@@ -34,7 +34,7 @@ def decode(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Decode records (uint8 [n]) of "int8" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to even),
+    """Decode records (uint8 [n]) of "int8", "int4" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to even),
     with the tables of nf4: `levels`, float32 [16], and `numbers`, float32 [256]. The records may lie at the end of
     `out`: one thread decodes them then.
     """
@@ -73,6 +73,30 @@ def encode_int8(
     target, _, _ = flat("out", records, UINT8, num_bytes)
     _core.encode_int8(address, below, is_bf16, numel, target, *_execution(threads, isa))
     return records
+
+
+def encode_rest(
+    codec: str,
+    values: Tensor,
+    error: Tensor,
+    out: Tensor,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Make the records `out`, uint8, of "int8" or "int4", of values, float32 or bfloat16 [n], and their error, bfloat16
+    [n], and leave in `error` what the records lack of both; n is a multiple of 128. A block of values that are all 0
+    leaves its error, and of one that is not finite the error is 0.
+    """
+    assert _core is not None
+    number, block, width = _CODECS[codec]
+    source, numel, is_bf16 = flat("values", values, FP32_OR_BF16)
+    num_records, rest = divmod(numel, block)
+    if rest:
+        raise ConfigError(f"values has {numel} elements; a record of {codec} is of {block}.")
+    kept, _, _ = flat("error", error, BF16, numel)
+    target, _, _ = flat("out", out, UINT8, num_records * width)
+    _core.encode_rest(number, source, is_bf16, kept, target, num_records, *_execution(threads, isa))
 
 
 def encode_nf4(

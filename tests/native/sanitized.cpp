@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -91,10 +92,23 @@ std::vector<double> codes_kernels(int64_t n, Execution how) {
   encode_int8({hi.data(), nullptr, true}, n, of_upper.data(), how);
   seen.insert(seen.end(), of_upper.begin(), of_upper.end());
   const auto int8 = [&](const uint8_t* from, auto* to, bool over) {
-    decode_int8(from, to, num_int8, {over ? 1 : how.threads, how.isa});
+    decode_whole<8>(from, to, num_int8, {over ? 1 : how.threads, how.isa});
   };
   decode_twice<float>(records, num_int8 * kInt8Block, int8, &seen);
   decode_twice<uint16_t>(records, num_int8 * kInt8Block, int8, &seen);
+  const auto rest_of = [&](const auto& values, auto bits) {
+    std::vector<uint16_t> error(static_cast<size_t>(n / kInt8Block * kInt8Block), 0x3C00);
+    std::vector<uint8_t> made(static_cast<size_t>(n / kInt8Block * whole_record(bits)));
+    encode_rest<bits>(values.data(), error.data(), made.data(), n / kInt8Block, how);
+    const auto decode = [&](const uint8_t* from, auto* to, bool over) {
+      decode_whole<bits>(from, to, n / kInt8Block, {over ? 1 : how.threads, how.isa});
+    };
+    decode_twice<float>(made, n / kInt8Block * kInt8Block, decode, &seen);
+    seen.insert(seen.end(), error.begin(), error.end());
+  };
+  rest_of(weights, std::integral_constant<int, 8>());
+  rest_of(weights, std::integral_constant<int, 4>());
+  rest_of(hi, std::integral_constant<int, 4>());
 
   std::vector<float> borders(15), sizes(static_cast<size_t>((n + 63) / 64));
   for (int k = 0; k < 15; ++k) borders[k] = static_cast<float>(k - 7) / 8;

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout.codecs import CODECS, Coded, _borders, dynamic_map, nf4_levels
+from offload.layout.codecs import CODECS, GRADIENT_CODECS, Coded, WholeNumbers, _borders, dynamic_map, nf4_levels
 from offload.native import codes, kernels
 from tests.native.states import ISAS
 
-NAMES = ["int8", "nf4"]
-TABLES = {"int8": (), "nf4": (nf4_levels(), dynamic_map())}
+NAMES = ["int8", "int4", "nf4"]
+TABLES = {"int8": (), "int4": (), "nf4": (nf4_levels(), dynamic_map())}
 
 
 def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
@@ -38,7 +38,7 @@ def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
 
 
 def codec_of(name: str) -> Coded:
-    codec = CODECS[name]
+    codec = (CODECS | GRADIENT_CODECS)[name]
     assert isinstance(codec, Coded)
     return codec
 
@@ -98,6 +98,48 @@ def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, th
     blocks = weights.abs().split(64)
     least = [*(block.amax() for block in blocks[:-1]), blocks[-1].amax().clamp(min=1e-38 if numel % 64 else 0)]
     assert same_bits(sizes, torch.stack(least))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@given(
+    num_records=st.integers(1, 300),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["normal", "wild", "borders", "broken"]),
+    threads=st.integers(1, 3),
+    is_short=st.booleans(),
+)
+def test_records_and_the_error_that_is_left_are_those_of_torch(
+    isa: str, name: str, num_records: int, seed: int, kind: str, threads: int, is_short: bool
+) -> None:
+    """What codes and error stand for is what values and error were, to the error's own rounding; a block of zeros
+    leaves its error, and one that is not finite has none any more.
+    """
+    codec, block = codec_of(name), seed % num_records
+    assert isinstance(codec, WholeNumbers)
+    drawn = values(128 * num_records, seed, kind).to(torch.bfloat16 if is_short else torch.float32)
+    drawn[128 * block : 128 * block + 128] = 0 if kind != "broken" else torch.inf
+    before = values(128 * num_records, seed + 1, "wild" if kind == "wild" else "normal").bfloat16()
+    error, expected = before.clone(), before.clone()
+    records = torch.empty(num_records * codec.record_bytes, dtype=torch.uint8)
+    codes.encode_rest(name, drawn, error, records, threads=threads, isa=isa)
+    with pytest.MonkeyPatch.context() as patch:
+        in_torch(patch)
+        made = torch.empty_like(records)
+        codec.encode_rest(drawn, expected, made)
+    finite = decoded_in_torch(name, made, torch.float32).isfinite().view(-1, 128).all(1)
+    same = records.view(num_records, -1), made.view(num_records, -1)
+    assert torch.equal(same[0][finite], same[1][finite])
+    assert not decoded_in_torch(name, records, torch.float32).view(-1, 128)[~finite].isfinite().any()
+    assert same_bits(error, expected)
+    assert same_bits(
+        error.view(-1, 128)[block], before.view(-1, 128)[block] if kind != "broken" else torch.zeros(128).bfloat16()
+    )
+    if kind == "normal":
+        stands_for = decoded_in_torch(name, records, torch.float32).double() + error.double()
+        wanted = drawn.double() + torch.where((drawn.view(-1, 128) == 0).all(1, True), 0, before.view(-1, 128)).view(-1)
+        kept = torch.where((drawn.view(-1, 128) == 0).all(1, True), before.view(-1, 128), 0).view(-1).double()
+        torch.testing.assert_close(stands_for, wanted + kept, rtol=0, atol=2e-4 if name == "int4" else 1e-5)
 
 
 @pytest.mark.parametrize("isa", ISAS)
