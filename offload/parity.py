@@ -48,6 +48,11 @@ def main(words: list[str]) -> int:
             f"--steps is {num_steps}, and the resident side does not restart its adapter after {every} steps, as "
             f"lora.restart_every says: set --steps to at most {every}."
         )
+    if config.offload.link_gradients != "exact":
+        raise ConfigError(
+            f"offload.link_gradients is {config.offload.link_gradients}, and the resident side is one process, which "
+            "sends no gradients: set --offload.link_gradients exact."
+        )
     if num_ranks > 1:
         config.check_ranks(num_ranks)
         with importing():

@@ -136,7 +136,7 @@ def times(found: Forecast) -> Iterator[str]:
     if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
         yield where
     prepared = found.prepared
-    yield from filter(None, (prepared.told_frozen_weights, prepared.told_link_weights, prepared.structure.cutting.told))
+    yield from filter(None, (prepared.told_frozen_weights, prepared.told_links, prepared.structure.cutting.told))
     if found.network_bytes:
         yield f"network: {format_bytes(found.network_bytes)} a step from each machine to the others"
     if found.written_bytes:

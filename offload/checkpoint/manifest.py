@@ -85,6 +85,8 @@ Contents = Mapping[str, Entry]
 """By parameter name."""
 MOVED = "moved-"
 """What the planes of a buffer begin with that one rank has moved (`moved-0`): none of the model's weights."""
+ERROR = "error-"
+"""What the planes of a parameter begin with that have what a replica keeps of its coded gradients (`error-0`)."""
 
 _Count = Annotated[int, Field(strict=True, ge=0)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -276,7 +278,7 @@ def gather(
 
 def without_moved(contents: Contents) -> dict[str, Entry]:
     """Return what of a checkpoint belongs to the model's own state."""
-    found = {name: entry.having(lambda plane: not plane.startswith(MOVED)) for name, entry in contents.items()}
+    found = {name: entry.having(lambda plane: not plane.startswith((MOVED, ERROR))) for name, entry in contents.items()}
     return {name: entry for name, entry in found.items() if entry.planes}
 
 

@@ -654,6 +654,11 @@ class OffloadSection(Section):
     for. Checkpoints and exports hold the master weights. Vectors, and parameters of fewer than 4096 elements, travel
     as they are.
     """
+    link_gradients: Literal["exact", "int8", "int4"] = "exact"
+    """How gradients travel between replicas (offload.replicas): as they are; or in int8 or int4, a byte or half of one
+    each with a scale for 128, which is approximate: what the codes leave out of a step is added to the next one, for
+    which each rank keeps 2 bytes for a weight of its part. All replicas make the same update.
+    """
     device: str | None = None
     """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
     none.

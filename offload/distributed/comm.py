@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,19 @@ LOOK_S = 0.2
 _CHUNK_MULTIPLE = 256  # elements
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 _Value = TypeVar("_Value")
+
+
+class Coding(Protocol):
+    """How the terms of a sum travel that are sent in codes: in records, uint8 [`record_bytes`], of `block` elements."""
+
+    block: int
+    record_bytes: int
+
+    def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
+        """Make the records, flat, of values [n], the elements from `begin` on of what is summed."""
+
+    def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
+        """Make what records, flat, stand for: `out` [n], in any float dtype."""
 
 
 class Comm:
@@ -151,11 +164,19 @@ class Comm:
         _check(full, shard, 1, what)
         _place(full, shard)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:  # noqa: ARG002
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        scratch: torch.Tensor,  # noqa: ARG002
+        coding: Coding | None = None,  # noqa: ARG002
+    ) -> None:
         """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
 
         Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
-        in full. scratch: uint8, flat, of the device; a larger one makes fewer pieces.
+        in full. scratch: uint8, flat, of the device; a larger one makes fewer pieces. coding: of the terms that come
+        from other ranks; n is a multiple of its block.
         """
         _check(full, shard, 1, what)
         _place(shard, full)
@@ -342,12 +363,14 @@ class Ranks(Comm):
             _place(pieces_of(full, self.size)[self.rank], shard)
             self._gather(full, self._tensors)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor, coding: Coding | None = None
+    ) -> None:
         _check(full, shard, self.size, what)
         if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
             raise ValueError(f"{what}: from {full.dtype} to {shard.dtype}; float32, bfloat16 or float64 are summed.")
         with self._exchange(what, full.numel()):
-            self._reduce(shard, full, _Chunks(scratch, full.dtype, self.size))
+            self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
         """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
@@ -357,23 +380,21 @@ class Ranks(Comm):
         works = [dist.broadcast(piece, group=row.group, async_op=True, group_src=rank) for rank, piece in pieces]
         self._wait(works)
 
-    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
+    def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
         """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
-        pieces = pieces_of(full, self.size)
         travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
         for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
             part = slice(begin, min(begin + chunks.numel, shard.numel()))
-            received = [slot[: part.stop - part.start] for slot in chunks.slots[number % 2]]
-            works = self._swap(received, [piece[part] for piece in pieces])
-            if travelling:
-                self._arrive(chunks, *travelling)
-            travelling = works, shard[part], received
-        if travelling:
-            self._arrive(chunks, *travelling)
+            received, sent = chunks.open(number % 2, part)
+            works = self._swap(received, sent)
+            self._arrive(chunks, travelling)
+            travelling = works, shard[part], chunks.terms(received, part)
+        self._arrive(chunks, travelling)
 
-    def _arrive(self, chunks: _Chunks, works: list[Any], out: torch.Tensor, received: list[torch.Tensor]) -> None:
-        self._wait(works)
-        chunks.add_up(out, received)
+    def _arrive(self, chunks: _Chunks, travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None) -> None:
+        if travelling:
+            self._wait(travelling[0])
+            chunks.add_up(*travelling[1:])
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
         """Give every rank its piece; received[r] gets rank r's for this one. (Scatters go from and to where the data
@@ -535,28 +556,92 @@ class Ranks(Comm):
 class _Chunks:
     """Scratch for sums: two sets of a slot per rank, and room for a sum and a term in the dtype of the sum."""
 
-    def __init__(self, scratch: torch.Tensor, dtype: torch.dtype, size: int) -> None:
-        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        width = 2 * size * dtype.itemsize + 2 * self.dtype.itemsize
-        self.numel = scratch.numel() // width // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
-        if not self.numel:
-            raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * _CHUNK_MULTIPLE}.")
-        sums, slots = scratch[: self.numel * width].split(
-            [2 * self.dtype.itemsize * self.numel, 2 * size * dtype.itemsize * self.numel]
-        )
-        self._total, self._term = sums.view(self.dtype).view(2, self.numel)
-        self.slots = slots.view(dtype).view(2, size, self.numel)
+    _num_sets = 2
 
-    def add_up(self, out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int) -> None:
+        """`pieces`: what this rank has for the sum of each rank."""
+        self._pieces, self._rank, size, dtype = pieces, rank, len(pieces), pieces[0].dtype
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._block, self._record_bytes = self._unit(dtype)
+        sum_bytes, slot_bytes = self._dtype.itemsize * self._block, self._num_sets * size * self._record_bytes
+        width = 2 * sum_bytes + slot_bytes
+        multiple = _CHUNK_MULTIPLE // self._block
+        count = scratch.numel() // width // multiple * multiple
+        self.numel = count * self._block
+        """How many elements of a piece are summed at once."""
+        if not count:
+            raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * multiple}.")
+        sums, slots = scratch[: count * width].split([2 * sum_bytes * count, slot_bytes * count])
+        self._total, self._term = sums.view(self._dtype).view(2, self.numel)
+        self._slots = slots.view(self._num_sets, size, -1)
+
+    def _unit(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return of how many elements a record is on its way, and its bytes."""
+        return 1, dtype.itemsize
+
+    def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return where each rank's term of a part of this one's piece is to arrive, and what each rank is sent of its
+        piece. `turn`: 0 or 1, in turns, as the memory of the part before is still in use.
+        """
+        sent = [piece[part] for piece in self._pieces]
+        return [slot.view(sent[0].dtype)[: part.stop - part.start] for slot in self._slots[turn]], sent
+
+    def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return the terms of a part, in rank order, as `add_up` takes them, once all is received."""
+        return received
+
+    def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Return a term in the dtype of the sum: itself, or in `room`."""
+        return term if term.dtype == self._dtype else room.copy_(term)
+
+    def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
         """out = ((x0 + x1) + x2) + ..."""
-        first, *others = pieces
-        total = out if out.dtype == self.dtype else self._total[: len(out)]
-        total.copy_(first)
+        first, *others = terms
+        total = out if out.dtype == self._dtype else self._total[: len(out)]
+        _place(total, self._as_term(first, total))
         for other in others:
-            if other.dtype != self.dtype:
-                other = self._term[: len(out)].copy_(other)
-            total += other
+            total += self._as_term(other, self._term[: len(out)])
         _place(out, total)
+
+
+class _CodedChunks(_Chunks):
+    """Scratch for sums of terms that come in codes, but for this rank's own; with two more sets, for what is sent."""
+
+    _num_sets = 4
+
+    def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, coding: Coding) -> None:
+        self._coding = coding
+        super().__init__(scratch, pieces, rank)
+
+    def _unit(self, dtype: torch.dtype) -> tuple[int, int]:  # noqa: ARG002
+        return self._coding.block, self._coding.record_bytes
+
+    def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        num_bytes = (part.stop - part.start) // self._block * self._record_bytes
+        received, sent = ([slot[:num_bytes] for slot in self._slots[place]] for place in (turn, 2 + turn))
+        for rank, (piece, records) in enumerate(zip(self._pieces, sent, strict=True)):
+            if rank != self._rank:
+                self._coding.encode(piece[part], rank * len(piece) + part.start, records)
+        return received, sent
+
+    def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:
+        own = self._pieces[self._rank][part]
+        return [own if rank == self._rank else records for rank, records in enumerate(received)]
+
+    def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        if term.dtype != torch.uint8:
+            return super()._as_term(term, room)
+        self._coding.decode(term, room)
+        return room
+
+    def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+        total = self._total[: len(out)]
+        super().add_up(total, terms)  # not in `out`, where this rank's own term may be
+        out.copy_(total)
+
+
+def _open_chunks(scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, coding: Coding | None) -> _Chunks:
+    return _Chunks(scratch, pieces, rank) if coding is None else _CodedChunks(scratch, pieces, rank, coding)
 
 
 def _be_patient(deadline: float, start_s: float) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
-from offload.distributed.comm import Groups, Ranks, Row, make_group, pieces_of
+from offload.distributed.comm import Coding, Groups, Ranks, Row, make_group, pieces_of
 from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 
@@ -112,9 +112,16 @@ class StagedRanks(_AcceleratorRanks):
         super().all_gather(host, shard.cpu(), what)
         _take_up(full, host)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        scratch: torch.Tensor,
+        coding: Coding | None = None,
+    ) -> None:
         host = _on_host(shard)
-        super().reduce_scatter(host, full.cpu(), what, _on_host(scratch))
+        super().reduce_scatter(host, full.cpu(), what, _on_host(scratch), coding)
         _take_up(shard, host)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:

@@ -27,7 +27,13 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights, told_link_weights
+from offload.planning.plan import (
+    Plan,
+    make_plan,
+    num_replicas,
+    told_frozen_weights,
+    told_links,
+)
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -179,9 +185,9 @@ class EnginePlan:
         return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
 
     @property
-    def told_link_weights(self) -> str:
-        """As of `told_link_weights` in `planning/plan.py`."""
-        return told_link_weights(self.structure.regions)
+    def told_links(self) -> str:
+        """As of `told_links` in `planning/plan.py`."""
+        return told_links(self.structure.regions, self.plan.layout.sharding)
 
     @property
     def chunk_bytes(self) -> int | None:

@@ -23,6 +23,7 @@ from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import keepers, of_rank_0
 from offload.checkpoint.writer import Writer
 from offload.distributed.outcome import as_one
+from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
@@ -180,6 +181,8 @@ def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> It
                     yield span
         for _, name, plane, values in () if anew else _factors(engine, state):
             yield name, plane, 0, len(values)
+        for _, span in () if anew else error_spans(engine, reader.contents, state):
+            yield span
     for name, buffer in _buffers(engine).items():
         yield name, _BUFFER, 0, buffer.numel()
     yield from engine.moved.spans(reader, engine.comm.rank, _is_same_size(engine, reader))
@@ -210,6 +213,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
             if not anew:
                 reader.read(name, plane, 0, piece)
             values.copy_(piece)
+        fill_error(engine, reader, state, anew)
         state.steps[:] = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -255,7 +259,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     # Who makes updates in time has no weights from before one, and has no use for them.
     wanted, found = (
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
-        for contents in (own, without_moved(reader.contents))
+        for contents in map(without_moved, (own, reader.contents))
     )
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
@@ -350,7 +354,8 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
             shape = tuple(engine.infos[index].shape)
             counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
             factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
-            contents[engine.infos[index].name] = Entry(shape, planes | factors, blocks, counts)
+            all_planes = planes | factors | error_planes(engine, state)
+            contents[engine.infos[index].name] = Entry(shape, all_planes, blocks, counts)
     for name, buffer in _buffers(engine).items():
         contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
@@ -403,6 +408,9 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
         for begin, name, plane, values in _factors(engine, state):
             if shard.start <= begin < shard.stop:
                 writer.write(name, plane, 0, values.cpu())
+        for its, (name, plane, begin, _) in error_spans(engine, writer.contents, state):
+            assert state.error is not None
+            writer.write(name, plane, begin, state.error[its].cpu())
     with closing(_lent(engine, kept)) as lent:
         for region, tile, lease in lent:
             shard = sharding.piece(region)

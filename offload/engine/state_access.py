@@ -29,7 +29,7 @@ from offload.hf.safetensors_file import reader
 from offload.hf.write import SHARD_BYTES
 from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo
-from offload.planning.plan import told_frozen_weights, told_link_weights
+from offload.planning.plan import told_frozen_weights, told_links
 from offload.telemetry.counters import Counters
 
 _Json = Mapping[str, Any] | None
@@ -223,9 +223,9 @@ class StateAccess:
         return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
 
     @property
-    def told_link_weights(self) -> str:
-        """Which trained weights travel in codes, and what is approximate by that, for people; empty where none does."""
-        return told_link_weights(self._state.regions)
+    def told_links(self) -> str:
+        """What of weights and gradients travels in codes, and what is approximate by that, for people, or nothing."""
+        return told_links(self._state.regions, self._state.plan.layout.sharding)
 
     @property
     def resting(self) -> frozenset[str]:

@@ -20,12 +20,13 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.forecast.shortened import without_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
+from offload.layout.codecs import EXACT
 from offload.layout.regions import DiskLayout, Sharding
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import host_update_bytes, streamed_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
-from offload.planning.plan import Plan, budget_bytes, make_plan, num_replicas
+from offload.planning.plan import Plan, budget_bytes, gradient_codec, make_plan, num_replicas
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -90,7 +91,7 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
     placement = settings.placement
     several: Sequence[int | str] = (settings.replicas,)
     if settings.replicas == "auto" and num_machines > 1:
-        several = (num_machines, 1)
+        several = (num_machines, 1) if settings.link_gradients == EXACT.name else (num_machines,)
     shapes = [
         (replicas, stage)
         for replicas in several
@@ -157,7 +158,8 @@ class Placed:
         self.settings, self._placer = settings, placer
         self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
         within, between = placer.ranks.split(num_replicas(settings, placer.ranks))
-        self._sharding = Sharding(0, within.size, settings.zero_stage, num_replicas=between.size)
+        gradients = gradient_codec(settings, placer.ranks)
+        self._sharding = Sharding(0, within.size, settings.zero_stage, 0, between.size, gradients)
 
     @property
     def least_seconds(self) -> float:

@@ -101,6 +101,12 @@ class Factor:
         return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)
 
 
+ERROR = Plane("gradient_error", torch.bfloat16)
+"""What coded gradients have lacked so far of those that a rank sends to the ranks in its place of other replicas: each
+of these ranks has a plane of its own, of the elements that it sums over its replica.
+"""
+
+
 def table(
     compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT, link: Codec = EXACT
 ) -> tuple[Plane, ...]:

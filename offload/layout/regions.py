@@ -15,7 +15,18 @@ import torch
 
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, Codec
-from offload.layout.planes import CODES, CUT_FROM, DTYPES, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
+from offload.layout.planes import (
+    CODES,
+    CUT_FROM,
+    DTYPES,
+    ERROR,
+    MASTER,
+    PARAMETER_ALIGNMENT,
+    STALE,
+    Factor,
+    Plane,
+    table,
+)
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -342,6 +353,8 @@ class Sharding:
     """The number of this rank's replica."""
     num_replicas: int = 1
     """How many replicas there are."""
+    gradients: Codec = EXACT
+    """How gradients travel between replicas."""
 
     def __post_init__(self) -> None:
         if self.size == 1:
@@ -398,6 +411,10 @@ class Sharding:
     def held(self, region: Region, plane: str) -> slice:
         """Return the elements of a plane that this rank holds."""
         return self.own(region) if self.is_cut(region.plane(plane)) else slice(0, region.numel)
+
+    def error_bytes(self, region: Region) -> int:
+        """Return the bytes of the errors that this rank keeps of a region's gradients."""
+        return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients is not EXACT else 0
 
     def share(self, plane: Plane, num_bytes: int) -> int:
         """Return what this rank holds of so many bytes of a plane, over one region or several."""
@@ -456,6 +473,7 @@ class DiskLayout:
             for plane in region.states:
                 found[self.travels(region, plane)].add(plane.label)
             found[False].update(factor.label for factor in region.factors)  # of rules that do not stream
+            found[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
         return frozenset(found[False] - found[True])
 
     def of(self, region: Region) -> tuple[str, ...]:

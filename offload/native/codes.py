@@ -34,9 +34,9 @@ def decode(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Decode records (uint8 [n]) of "int8", "int4" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to even),
-    with the tables of nf4: `levels`, float32 [16], and `numbers`, float32 [256]. The records may lie at the end of
-    `out`: one thread decodes them then.
+    """Decode records (uint8 [n]) of "int8", "int4" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to
+    even), with the tables of nf4: `levels`, float32 [16], and `numbers`, float32 [256]. The records may lie at the end
+    of `out`: one thread decodes them then.
     """
     assert _core is not None
     number, block, width = _CODECS[codec]

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.codecs import EXACT
-from offload.layout.planes import CODES
+from offload.layout.planes import CODES, ERROR
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.disk import read_ring
@@ -247,6 +247,7 @@ def plan_memory(
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
     plan.append(Allocation(states_tier, BETWEEN, sum(between_bytes(regions, stagings, layout))))
+    plan.append(Allocation(states_tier, ERROR.label, sum(map(sharding.error_bytes, regions))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
     passing = []

@@ -10,7 +10,7 @@ from typing import Any
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
-from offload.layout.codecs import EXACT, LEAST_NUMEL
+from offload.layout.codecs import EXACT, GRADIENT_CODECS, LEAST_NUMEL, Codec
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import (
@@ -174,19 +174,47 @@ def num_replicas(settings: Settings, comm: Comm) -> int:
     return comm.num_machines if settings.replicas == "auto" else int(settings.replicas)
 
 
-def told_link_weights(regions: Sequence[Region]) -> str:
-    """Return which trained weights travel in codes, and what that changes, for people; empty where none does."""
+def gradient_codec(settings: Settings, comm: Comm) -> Codec:
+    """Return how gradients travel between replicas. Raises ConfigError for codes where the update rule has no
+    gradients, or one replica is shared out over several machines.
+    """
+    if settings.link_gradients != EXACT.name and not settings.optimizer.has_gradients:
+        raise ConfigError(
+            f"offload.link_gradients is {settings.link_gradients}, and {type(settings.optimizer).__name__} has no "
+            "gradients that would travel: set --offload.link_gradients exact."
+        )
+    if num_replicas(settings, comm) > 1:
+        return GRADIENT_CODECS[settings.link_gradients]
+    if settings.link_gradients != EXACT.name and len(set(comm.machines)) > 1:
+        raise ConfigError(
+            f"offload.link_gradients is {settings.link_gradients}, and one replica of the model is shared out over "
+            f"{len(set(comm.machines))} machines, whose ranks sum its gradients as they are: set --offload.replicas "
+            "auto (or a number of copies, with as many ranks on each machine), or --offload.link_gradients exact."
+        )
+    return EXACT
+
+
+def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
+    """Return what travels in codes of trained weights, and of gradients between replicas, and what that changes, for
+    people; empty where nothing does.
+    """
     trained = [region for region in regions if region.trainable]
-    coded = [region for region in trained if region.link is not EXACT]
-    if not coded:
-        return ""
-    coded_bytes, exact_bytes = sum(r.travelling_bytes for r in coded), sum(r.weight_bytes for r in coded)
-    num_coded, num_trained = (sum(len(region.parameters) for region in its) for its in (coded, trained))
-    return (
-        f"approximate: {num_coded} of {num_trained} trained parameters travel in {coded[0].link.name}, "
-        f"{format_bytes(coded_bytes)} for {format_bytes(exact_bytes)}, and the run computes with what "
-        "these stand for; the master weights are exact, and are what checkpoints and exports hold"
-    )
+    coded, said = [region for region in trained if region.link is not EXACT], []
+    if coded:
+        coded_bytes, exact_bytes = sum(r.travelling_bytes for r in coded), sum(r.weight_bytes for r in coded)
+        num_coded, num_trained = (sum(len(region.parameters) for region in its) for its in (coded, trained))
+        said.append(
+            f"{num_coded} of {num_trained} trained parameters travel in {coded[0].link.name}, "
+            f"{format_bytes(coded_bytes)} for {format_bytes(exact_bytes)}, and the run computes with what "
+            "these stand for; the master weights are exact, and are what checkpoints and exports hold"
+        )
+    if sharding.gradients is not EXACT:
+        said.append(
+            f"gradients travel between {sharding.num_replicas} replicas in {sharding.gradients.name}; what that leaves "
+            f"out of a step goes into the next one, for which each rank keeps "
+            f"{format_bytes(sum(map(sharding.error_bytes, regions)))}"
+        )
+    return f"approximate: {'; '.join(said)}" if said else ""
 
 
 def make_plan(
@@ -202,7 +230,8 @@ def make_plan(
     or the host, cannot hold. Collective.
     """
     within, between = comm.split(num_replicas(settings, comm))
-    sharding = Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size)
+    gradients = gradient_codec(settings, comm)
+    sharding = Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size, gradients)
     free = machine.free(comm)
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks

@@ -14,7 +14,7 @@ from offload.config.arguments import check_types
 from offload.config.sections import parse_chunks
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
-from offload.layout.codecs import CODECS, EXACT, INT8
+from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.tiers.placement import Placement
@@ -82,6 +82,10 @@ class Settings:
         Training is then over what these stand for, and so is evaluation; gradients go to the master weights as they
         are, which alone are in checkpoints and exports. What has less than two dimensions, or fewer than 4,096
         elements, travels exactly.
+    link_gradients: how gradients travel between replicas: exact; or int8, or int4, a byte or half of one each with an
+        fp32 scale for 128. What the codes lack of a step's gradients is kept, in bf16, and added to the next step's
+        (ZeRO++, section 3.4, with error feedback: arXiv:1901.09847). All replicas make the same update. One replica
+        has none to send.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -111,6 +115,7 @@ class Settings:
     noise_scale: bool = False
     frozen_weights: str = EXACT.name
     link_weights: str = EXACT.name
+    link_gradients: str = EXACT.name
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +174,7 @@ class Settings:
         _check(self.link_weights, (EXACT.name, INT8.name), "offload.link_weights")
         if self.link_weights != EXACT.name and (why := self._why_exact_links):
             raise ConfigError(f"offload.link_weights is {self.link_weights}, and {why} --offload.link_weights exact.")
+        _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"offload.replicas is {self.replicas!r}; a number of copies, at least 1, or auto.")

@@ -15,7 +15,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
-from offload.layout.planes import Factor, Plane
+from offload.layout.planes import ERROR, Factor, Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -84,6 +84,9 @@ class Store:
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():
             self[region].factors[name] = flat
+        errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
+        for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
+            self[region].keep_error(flat)
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
@@ -186,7 +189,7 @@ class Store:
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        pinning = None if kind in (_RESTING, "factors") else self._device.pinning
+        pinning = None if kind in (_RESTING, "factors", "errors") else self._device.pinning
         arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)

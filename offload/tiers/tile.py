@@ -143,6 +143,8 @@ class RegionState:
     """
     stays: frozenset[str] = frozenset()
     """The names of the planes that rest on the device, to which the others stream."""
+    error: torch.Tensor | None = None
+    """What this rank keeps of `ERROR`; None where gradients travel as they are."""
     gradients: torch.Tensor | None = None
     """The gradients that wait in memory, of the elements that this rank updates; else None."""
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
@@ -162,6 +164,10 @@ class RegionState:
     def held(self) -> list[Tile]:
         """The tiles with weights that this rank holds."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
+
+    def keep_error(self, error: torch.Tensor) -> None:
+        """The errors of coded gradients are kept in this memory."""
+        self.error = error
 
     def keep_gradients(self, plane: torch.Tensor | None) -> None:
         """Gradients wait in this memory from now on; None: in no memory."""

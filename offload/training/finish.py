@@ -31,7 +31,7 @@ class Export:
         self._trained, self._build_base = run.trained, run.build_base
         self._precision, self._seed = str(run.config.train.precision), run.config.run.seed
         self._budget_bytes = run.config.offload.host_memory
-        self._link_weights, self._is_coded = run.config.offload.link_weights, bool(run.engine.told_link_weights)
+        self._link_weights = run.config.offload.link_weights
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
         """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
@@ -69,7 +69,8 @@ class Export:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return
         model, tokenizer = self._trained.load(self.path, self._build_base), self._data.tokenizer
-        with as_travelling(model, self._precision, self._link_weights) if self._is_coded else nullcontext():
+        in_codes = self._link_weights != "exact"
+        with as_travelling(model, self._precision, self._link_weights) if in_codes else nullcontext():
             found = reload.check_logits(model, self._probe, self._precision)
         library = self._trained.library
         self._say(f"reloaded: by {library}, from {self.path}: {found}")

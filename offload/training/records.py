@@ -150,7 +150,7 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     shown = []
     for tier, each in held.items():
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of_budget(held, tier)}")
-    said = engine.told_updates, engine.told_frozen_weights, engine.told_link_weights
+    said = engine.told_updates, engine.told_frozen_weights, engine.told_links
     where = "".join(f"; {told}" for told in said if told)
     tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
     text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}{tiles}"

@@ -113,6 +113,40 @@ def test_a_pulled_cable_ends_all_with_one_message_a_machine(tmp_path: Path) -> N
                 assert agent.output.count("offload: ") == 1, agent.output
 
 
+def test_a_machine_killed_in_mid_save_goes_on_bit_for_bit_with_its_errors(tmp_path: Path) -> None:
+    """Both ranks of a machine, by SIGKILL, while the second checkpoint is written; gradients travel in codes."""
+    words = [*settings(tmp_path), "--train.steps", "8", "--offload.link_gradients", "int4", "--run.dir", "run"]
+    runs = {}
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with network(folder, 2) as machines:
+            machines.throttle("5mbit")
+            with started(machines, words, restarts=1) as agents:
+                if name == "killed":
+                    _first(agents, "saved run/checkpoints/step-2")
+                    _wait_for(folder, "disk-*/checkpoints/step-4.partial-*", agents)
+                    for pid in _pids(folder)[2:]:
+                        os.kill(pid, signal.SIGKILL)
+                assert [each.end(MINUTES) for each in agents] == [0, 0], [each.output for each in agents]
+                assert ("resumed at step" in "".join(each.output for each in agents)) is (name == "killed")
+        runs[name] = next(folder.glob("disk-*/metrics.jsonl")).parent
+        assert not list(folder.glob("disk-*/checkpoints/*.partial-*"))
+    assert losses(runs["killed"]) == losses(runs["whole"])
+    assert (runs["killed"] / "hf/model.safetensors").read_bytes() == (
+        runs["whole"] / "hf/model.safetensors"
+    ).read_bytes()
+
+
+def _wait_for(folder: Path, pattern: str, agents: Sequence[Rank]) -> None:
+    """Wait until there is such a file, while all of the machines run."""
+    deadline = time.monotonic() + MINUTES
+    while not next(folder.glob(pattern), None):
+        assert time.monotonic() < deadline
+        assert [each.process.poll() for each in agents] == [None] * len(agents)
+        time.sleep(0.001)
+
+
 def _first(agents: Sequence[Rank], text: str) -> Rank:
     """Return the machine that rank 0 is on, when it has printed `text`."""
     deadline = time.monotonic() + MINUTES

@@ -113,11 +113,11 @@ def test_one_rank_copies_nothing_where_shard_and_full_are_one(environ: dict[str,
 
 
 def test_scratch_is_used_up_to_its_size_and_no_further():
-    scratch = torch.zeros(100_000, dtype=torch.uint8)
-    chunks = _Chunks(scratch, torch.bfloat16, 3)
+    scratch, pieces = torch.zeros(100_000, dtype=torch.uint8), [torch.zeros(1, dtype=torch.bfloat16)] * 3
+    chunks = _Chunks(scratch, pieces, 0)
     assert chunks.numel == 100_000 // (2 * 3 * 2 + 2 * 4) // 256 * 256
-    for slot in chunks.slots.flatten(0, 1):
+    for slot in chunks._slots.flatten(0, 1):
         slot.fill_(1)
     assert scratch[chunks.numel * 20 :].eq(0).all()
     with pytest.raises(ValueError, match="3 ranks need 5120"):
-        _Chunks(scratch[:5000], torch.bfloat16, 3)
+        _Chunks(scratch[:5000], pieces, 0)

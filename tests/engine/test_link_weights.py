@@ -247,11 +247,11 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
 
 def test_what_is_approximate_is_told() -> None:
     engine = Engine(model(), link_weights="int8", precision="bf16")
-    assert engine.told_link_weights == (
+    assert engine.told_links == (
         "approximate: 23 of 30 trained parameters travel in int8, 122 KiB for 236 KiB, and the run computes with what "
         "these stand for; the master weights are exact, and are what checkpoints and exports hold"
     )
-    assert Engine(model()).told_link_weights == ""
+    assert Engine(model()).told_links == ""
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -81,7 +81,8 @@ def test_ranks_move_and_exchange_what_is_foretold(
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        pytest.param(2, {"precision": "bf16"}, id="replicas"),
+        pytest.param(2, {"precision": "bf16"}, id="replicas", marks=pytest.mark.slow),
+        pytest.param(2, {"precision": "bf16", "link_gradients": "int8"}, id="gradients in codes"),
         pytest.param(4, {"precision": "bf16", "zero_stage": 1}, id="replicas of two", marks=pytest.mark.slow),
         pytest.param(4, {"zero_stage": 0, "max_grad_norm": None}, id="stage 0", marks=pytest.mark.slow),
         pytest.param(2, {"replicas": 1}, id="states over all ranks"),

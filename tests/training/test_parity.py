@@ -245,6 +245,7 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
         (("--steps", "0"), "--steps is '0'"),
         (("--same-order", "maybe"), "--same-order is 'maybe'"),
         (("--same-ordre",), "did you mean same-order"),
+        (("--offload.link_gradients", "int8"), r"link_gradients is int8.*one process.*--offload\.link_gradients exact"),
         (("--optimizer.name", "mezo"), r"mezo, which makes no backward.*offload\.replay.*test_zeroth_order"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Gradients of several replicas of a model, summed between them (hybrid sharding: arXiv:2304.11277, section 3.2.2)."""
+"""Gradients of several replicas of a model, summed between them (hybrid sharding: arXiv:2304.11277, section 3.2.2): as
+they are, or in codes whose error is kept (qgZ in ZeRO++, arXiv:2306.10209, section 3.4; error feedback:
+arXiv:1901.09847, algorithm 1; with errors in fewer bits than gradients, as in LoCo, arXiv:2407.04480).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from functools import partial
 
 import torch
 
+from offload.distributed.comm import Comm, pieces_of
 from offload.lanes.ticket import Fence, Ticket
+from offload.layout.codecs import WholeNumbers
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN
@@ -15,24 +20,117 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring
 from offload.tiers.store import Store
+from offload.tiers.tile import RegionState
 
 Measure = Callable[[torch.Tensor], None]
 """Is shown this rank's piece of the sum of a region's gradients, in fp32, before it is rounded."""
 
 
+class Residual:
+    """Codes gradients of a shard, each with what the codes before have lacked of those of the same weight."""
+
+    def __init__(self, codec: WholeNumbers, error: torch.Tensor, keeps: bool) -> None:
+        """`error`: as of `ERROR`, of the whole shard. Unless it `keeps` anything, what is coded is not applied."""
+        self.block, self.record_bytes = codec.block, codec.record_bytes
+        self._codec, self._error, self._keeps = codec, error, keeps
+
+    def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
+        """Make the records, flat, of the values of the shard from element `begin` on."""
+        error = self._error[begin : begin + len(values)]
+        rest = error.to(values.device, copy=not self._keeps)
+        self._codec.encode_rest(values, rest, records)
+        if self._keeps and rest is not error:
+            error.copy_(rest)
+
+    def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
+        """Make what records, flat, stand for."""
+        self._codec.decode(records, out, records.new_empty(self._codec.workspace_bytes(len(out))))
+
+
+class ExactSums:
+    """Each rank adds up one piece of a shard, in the order of the replicas and in fp32, rounds it once and gives it to
+    the others: every bit is the same on all, at the volume of a ring (Rabenseifner's all-reduce).
+    """
+
+    def __init__(self, between: Comm, device: Device, scratch: torch.Tensor) -> None:
+        self._between, self._device, self._scratch = between, device, scratch
+
+    def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
+        """Return what a rank sends to each other one."""
+        step = len(held) // self._between.size
+        return step * (held.itemsize + (into.itemsize if len(into) else 0))
+
+    def run(
+        self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
+    ) -> None:
+        """Sum `held`, a region's gradients of a shard [n], over replicas: `found`, fp32, is for this rank's piece, and
+        may be its own place in `held`, as `target` may be `held`; a `target` without elements is left alone.
+        """
+        between, region, what = self._between, state.region, f"sum over replicas of {state.region.name}"
+        between.reduce_scatter(found, held, what, scratch=self._scratch)
+        measure(found)
+        if len(target):
+            mine = pieces_of(target, between.size)[between.rank]
+            if mine.data_ptr() != found.data_ptr():
+                self._device.copy(mine, found)
+            if region.is_bf16 and mine.dtype == torch.float32:
+                kernels.round_bf16_(mine)
+            between.all_gather(target, mine, what)
+
+
+class CodedSums(ExactSums):
+    """The same in codes: the terms that a rank gets from others, and the sum that it gives them. All replicas, that
+    rank too, go by what the codes of a sum stand for, so that every bit is the same on all.
+
+    Of others' pieces each rank keeps the error of its terms, of its own piece that of the sum; either is added to what
+    is coded in the next step.
+    """
+
+    def __init__(self, between: Comm, device: Device, scratch: torch.Tensor, codec: WholeNumbers) -> None:
+        super().__init__(between, device, scratch)
+        self._codec = codec
+
+    def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
+        step = len(held) // self._between.size
+        return (2 if len(into) else 1) * step // self._codec.block * self._codec.record_bytes
+
+    def run(
+        self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
+    ) -> None:
+        between, what = self._between, f"sum over replicas of {state.region.name}"
+        assert state.error is not None
+        residual = Residual(self._codec, state.error, keeps=len(target) > 0)
+        between.reduce_scatter(found, held, what, self._scratch, residual)
+        block, width = self._codec.block, self._codec.record_bytes
+        most = len(self._scratch) // (between.size * width) * block
+        for begin in range(0, len(found), most):
+            mine = found[begin : begin + most]
+            records = self._scratch[: between.size * (len(mine) // block * width)]
+            own = pieces_of(records, between.size)[between.rank]
+            residual.encode(mine, between.rank * len(found) + begin, own)
+            residual.decode(own, mine)
+            if len(target):
+                between.all_gather(records, own, what)
+                for piece, its in zip(pieces_of(target, between.size), pieces_of(records, between.size), strict=True):
+                    residual.decode(its, piece[begin : begin + most])
+        measure(found)
+        if state.region.is_bf16 and target.dtype == torch.float32:
+            kernels.round_bf16_(target)
+
+
 class ReplicaSums:
     """Sums what a replica has summed over the ranks in the same place of all replicas: from host to host, on the lane
     `network`, where states rest on the host.
-
-    Each of these ranks adds up one piece, in the order of the replicas and in fp32, rounds it once and gives it to the
-    others: every bit is the same on all, at the volume of a ring (Rabenseifner's all-reduce).
     """
 
     def __init__(self, store: Store, device: Device, counters: Counters, sizes: tuple[int, int]) -> None:
         """`sizes`: as of `between_bytes`."""
         self._store, self._device, self._counters = store, device, counters
         memory = store.stage(BETWEEN, sum(sizes))
-        self._ring, self._scratch = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :]
+        self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
+        self._sums = ExactSums(store.between, device, scratch)
+        if isinstance(codec, WholeNumbers):
+            self._sums = CodedSums(store.between, device, scratch, codec)
 
     def begin_step(self) -> None:
         """Take back what an interrupted step has left open."""
@@ -40,7 +138,8 @@ class ReplicaSums:
 
     def free(self) -> None:
         """Let go of the memory."""
-        self._ring, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
+        self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
+        del self._sums
 
     def sum(
         self,
@@ -97,20 +196,8 @@ class ReplicaSums:
         found = held[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
         shard, start = sharding.shard(region), sharding.own(region).start
         target = into[shard.start - start : shard.stop - start] if len(into) else into
-
-        def work() -> None:
-            what = f"sum over replicas of {region.name}"
-            between.reduce_scatter(found, held, what, scratch=self._scratch)
-            measure(found)
-            if len(target):
-                mine = target[number * step : (number + 1) * step]
-                if mine.data_ptr() != found.data_ptr():
-                    self._device.copy(mine, found)
-                if region.is_bf16 and mine.dtype == torch.float32:
-                    kernels.round_bf16_(mine)
-                between.all_gather(target, mine, what)
-
-        sent = step * (held.itemsize + (into.itemsize if len(into) else 0))
+        work = partial(self._sums.run, store[region], held, found, target, measure)
+        sent = self._sums.sent_bytes(held, into)
         self._counters.count("network_bytes", sent * between.num_far)
         ticket = store.network.submit(
             work, reads=reads, fills=fills, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)

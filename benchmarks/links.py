@@ -1,7 +1,8 @@
-"""The built-in run, its states on the host, with weights that travel exactly, and in int8: the loss of evaluation that
-each ends with, and the bytes that go up in its last step.
+"""The built-in run, its states on the host, with what travels exactly, and in codes: the loss of evaluation that each
+ends with, and the bytes that go up in its last step.
 
-python benchmarks/link_weights.py --seeds 0 1 2 > benchmarks/results/link_weights.json     # two minutes a run, six
+python benchmarks/links.py link_weights > benchmarks/results/link_weights.json         # two minutes a run, six
+python benchmarks/links.py link_gradients --seeds 0 > benchmarks/results/link_gradients.json     # two replicas; three
 
 A difference is that to the exact run of the same seed, whose weights and batches begin alike.
 """
@@ -16,24 +17,25 @@ from itertools import product
 from benchmarks.states import last_line
 from offload.benches.report import Measured, Result
 
-LINKS = ("exact", "int8")
+LINKS = {"link_weights": ("exact", "int8"), "link_gradients": ("exact", "int8", "int4")}
 ON_HOST = ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.prefetch", "0"]
+REPLICAS = ["--gpus", "2", "--offload.replicas", "2"]
 
 
 def main() -> None:
     """Train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("setting", choices=LINKS, help="of the offload section")
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--precision", default="fp32", help="train.precision (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default %(default)s)")
     arguments = parser.parse_args()
-    words = [*ON_HOST, "--train.precision", arguments.precision]
-    runs = list(product(arguments.seeds, LINKS))
+    words, links = [*ON_HOST, "--train.precision", arguments.precision], LINKS[arguments.setting]
+    words += [*(REPLICAS if arguments.setting == "link_gradients" else ()), f"--offload.{arguments.setting}"]
+    runs = list(product(arguments.seeds, links))
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        lines = pool.map(
-            lambda run: last_line([*words, "--offload.link_weights", run[1]], run[0], arguments.steps), runs
-        )
+        lines = pool.map(lambda run: last_line([*words, run[1]], run[0], arguments.steps), runs)
         found = dict(zip(runs, lines, strict=True))
     results = [
         Result(
@@ -44,9 +46,10 @@ def main() -> None:
         )
         for (seed, link), line in found.items()
     ]
-    apart = [found[seed, "int8"]["eval_loss"] - found[seed, "exact"]["eval_loss"] for seed in arguments.seeds]
-    results.append(Result("int8 - exact, largest", round(max(apart, key=abs), 5), "nats"))
-    results.append(Result("int8 - exact, mean", round(statistics.mean(apart), 5), "nats"))
+    for link in links[1:]:
+        apart = [found[seed, link]["eval_loss"] - found[seed, "exact"]["eval_loss"] for seed in arguments.seeds]
+        results.append(Result(f"{link} - exact, largest", round(max(apart, key=abs), 5), "nats"))
+        results.append(Result(f"{link} - exact, mean", round(statistics.mean(apart), 5), "nats"))
     print(Measured(results).document())
 
 

@@ -1,0 +1,329 @@
+"""Gradients that travel between replicas in codes: training is that of plain PyTorch in one process with the same
+quantisation, whose errors are kept.
+
+What each test is to catch is in its docstring after "Break:".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import LOMO, Engine, MeZO
+from offload.distributed.comm import ImaginedRanks
+from offload.distributed.joining import open_comm
+from offload.engine.assemble import Structure
+from offload.errors import ConfigError
+from offload.layout.codecs import GRADIENT_CODECS
+from offload.layout.planes import ERROR
+from offload.layout.regions import Region, Sharding
+from offload.planning.plan import told_links
+from offload.planning.settings import Settings
+from tests.engine.compare import assert_same
+from tests.engine.device import cpu_only
+from tests.engine.families import build
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed, share
+from tests.engine.reference import Reference
+from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_of
+from tests.engine.test_ranks import train as train_on_ranks
+from tests.engine.test_ranks_memory import Elements
+from tests.engine.test_ranks_saving import read_all, save
+from tests.engine.test_replicas import trained_on_machines
+from tests.matrix import cover, quick
+
+MOST = {"int8": 127, "int4": 7}
+BLOCK = 128
+
+
+def fake_quantised(flat: Tensor, most: int) -> Tensor:
+    """Return what codes of blocks of 128 stand for, fp32."""
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True) / most
+    codes = (blocks / scale.clamp(min=1e-38)).round().clamp(-most, most)
+    return (codes * scale).view(-1)[: len(flat)]
+
+
+def has_any(flat: Tensor) -> Tensor:
+    """Return of which elements the block is not all 0."""
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return (blocks != 0).any(1, keepdim=True).expand(-1, BLOCK).reshape(-1)[: len(flat)]
+
+
+class CodedReplicas:
+    """Plain PyTorch in one process: the gradients of each replica by itself, summed by who owns a piece."""
+
+    def __init__(
+        self,
+        case: str,
+        size: int,
+        replicas: int,
+        link: str,
+        max_grad_norm: float | None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        self.case, self.size, self.replicas, self.most = CASES[case], size, replicas, MOST[link]
+        self.reference = Reference(
+            build(self.case.make), SMOOTH, self.case.precision, max_grad_norm, micro_batch_size, self.case.kept
+        )
+        infos, regions = layout(case, size, replicas)
+        self.owners = {
+            infos[piece.parameter].name: owner(region, size, replicas)[begin : begin + piece.numel]
+            for region in regions
+            for piece, begin in zip(region.pieces, region.offsets, strict=True)
+        }
+        self.masters = self.reference.masters
+        zeros = {name: torch.zeros(master.numel()).bfloat16() for name, master in self.masters.items()}
+        self.errors = [dict(zeros) for _ in range(replicas)]
+
+    def coded(self, flat: Tensor, name: str, replica: int, where: Tensor) -> Tensor:
+        """Return what the codes of these elements and their error stand for, and keep the error."""
+        error = self.errors[replica][name]
+        goes, both = has_any(flat), flat + error.float()
+        made = torch.where(goes, fake_quantised(torch.where(goes, both, 0), self.most), 0)
+        self.errors[replica][name] = torch.where(where & goes, (both - made).bfloat16(), error)
+        return made
+
+    def update(self, by_rank: Sequence[Mapping[str, Tensor]]) -> float:
+        """Update by the gradients of each rank; return their norm."""
+        num, sums = self.size // self.replicas, {}
+        for name, owners in self.owners.items():
+            flats = [grads[name].view(-1) if name in grads else torch.zeros(len(owners)) for grads in by_rank]
+            replicas = [sum(flats[r * num + 1 : (r + 1) * num], flats[r * num]) for r in range(self.replicas)]
+            total = torch.zeros(len(owners))
+            for place in range(self.replicas):
+                mine = owners == place
+                terms = [
+                    flat if replica == place else self.coded(flat, name, replica, mine)
+                    for replica, flat in enumerate(replicas)
+                ]
+                total[mine] = self.coded(sum(terms[1:], terms[0]), name, place, mine)[mine]
+            if any(name in grads for grads in by_rank):
+                sums[name] = total.view(self.masters[name].shape)
+        self.reference._sums = sums
+        return self.reference.update()
+
+    def step(self, seed: int, rows: Sequence[int]) -> tuple[float, float]:
+        """Train on a batch, of which each rank has so many rows; return the loss and the norm."""
+        whole, total, by_rank = self.case.batch(seed, sum(rows)), 0.0, []
+        for rank in range(self.size):
+            mine, size = share(whole, rows, rank), self.reference.rows or rows[rank]
+            for start in range(0, rows[rank], size):
+                part = {key: value[start : start + size] for key, value in mine.items()}
+                (loss,) = self.reference.losses(part, self.case.loss_fn, self.case.count)
+                loss = loss * (self.case.count(part) / self.case.count(whole))
+                loss.backward()
+                total += loss.item()
+                self.reference.collect()
+            by_rank.append(self.taken())
+        return total, self.update(by_rank)
+
+    def taken(self) -> dict[str, Tensor]:
+        """Return the gradients that were collected, and forget them."""
+        found, self.reference._sums = self.reference._sums, {}
+        return found
+
+
+def layout(case: str, size: int, replicas: int) -> tuple[Any, Sequence[Region]]:
+    settings = Settings(SMOOTH, precision=CASES[case].precision, replicas=replicas)
+    found = Structure.of(build(CASES[case].make), settings, ImaginedRanks(size, replicas), {})
+    return found.infos, found.regions
+
+
+def owner(region: Region, size: int, replicas: int) -> Tensor:
+    """Return which replica's rank adds up each element of a region."""
+    shard = torch.arange(region.numel) % (region.numel // (size // replicas))
+    return shard // (region.numel // size)
+
+
+AXES = {
+    "link": tuple(MOST),
+    "case": ("plain", "tied", "experts", "frozen in bf16"),
+    "rows": tuple(ROWS),
+    "replicas": ("2 of 2", "2 of 1", "3 of 1"),
+    "stage": ("0", "1", "2", "3"),
+    "placement": tuple(PLACEMENTS),
+    "timing": tuple(TIMINGS),
+    "mode": tuple(MODES),
+}
+QUICK = (
+    ("int8", "experts", "micro-batches", "2 of 2", "3", "all on nvme", "throttled", "deferred"),
+    ("int4", "plain", "even", "2 of 1", "0", "weights on the device", "at once", "speculative"),
+)
+
+
+def cases() -> list[Any]:
+    """Return the settings, the quick ones first."""
+    others = [one for seed in range(3) for one in cover(AXES, 1, seed)]
+    slow = [pytest.param(*one.values(), id=", ".join(one.values()), marks=pytest.mark.slow) for one in others]
+    return [*(pytest.param(*one, id=", ".join(one)) for one in QUICK), *slow]
+
+
+@pytest.mark.parametrize(("link", "case", "rows", "replicas", "stage", "placement", "timing", "mode"), cases())
+def test_training_is_that_of_one_process_whose_sums_are_quantised(
+    link: str, case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
+) -> None:
+    """All ranks have the same bits, which are those of one process in fp32, where neither uses of a tied weight are
+    summed in another order nor an update is corrected; what rounds to the next value may have the next code.
+
+    Break: forget the error; keep that of another piece; go by the sum itself on the rank that makes it; send the error
+    of what got no gradient; measure before coding.
+    """
+    num, each = map(int, replicas.split(" of "))
+    if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
+        mode = "deferred"  # there nothing hides behind anything
+    shares = ROWS[rows][: num * each]
+    settings = {"case": case, "rows": shares, "num_steps": 4, "replicas": num, "link_gradients": link}
+    settings |= settings_of(rows, mode) | TIMINGS[timing] | {"placement": PLACEMENTS[placement]}
+    (found,) = train_on_ranks(num * each, {**settings, "zero_stage": int(stage), "folder": str(tmp_path)})
+    wanted = CodedReplicas(case, num * each, num, link, MODES[mode]["max_grad_norm"], settings.get("micro_batch_size"))
+    steps = [wanted.step(seed, shares) for seed in range(4)]
+    is_bitwise = CASES[case].precision == "fp32" and case != "tied" and mode != "speculative"
+    within = 1e-6 if is_bitwise else 1e-3 if CASES[case].precision == "fp32" else 2e-2
+    for one, other in zip(found.steps, steps, strict=True):
+        assert one[:2] == pytest.approx(other, rel=within)
+    assert_same(found.weights, wanted.masters, 0.0 if is_bitwise else within)
+
+
+@pytest.mark.slow
+def test_own_loops_send_their_sums_once() -> None:
+    """Break: code what each pass adds."""
+    wanted = CodedReplicas("plain", 2, 2, "int4", 1.0)
+    for step in range(3):
+        by_rank = []
+        for rank in range(2):
+            for part in range(2):
+                own_loss(wanted.reference.model, CASES["plain"], own_seed(step, part, rank)).backward()
+                wanted.reference.collect()
+            by_rank.append(wanted.taken())
+        wanted.update(by_rank)
+    for found in run(2, own_loop, case="plain", num_steps=3, replicas=2, link_gradients="int4"):
+        assert_same(found.weights, wanted.masters)
+
+
+def rules(link: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    """Return losses and weights of three steps with a rule that drops gradients, without and with a first pass for the
+    norm.
+    """
+    found = {}
+    with open_comm(times=JOB) as comm:
+        for name, norm in (("one pass", None), ("two passes", 1e6)):
+            settings = {"optimizer": LOMO(lr=0.1), "max_grad_norm": norm, "replicas": 2, "link_gradients": link}
+            engine = opened(comm, CASES["plain"], **settings)
+            steps = [engine.step(share(CASES["plain"].batch(seed, 4), (2, 2), comm.rank)) for seed in range(3)]
+            found[name] = [step.loss.item() for step in steps], dict(engine.named_parameters())
+            engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
+    """Break: keep what the first pass lacks."""
+    for found in run(2, rules, link="int4"):
+        (losses, weights), (others, same) = found["one pass"], found["two passes"]
+        assert losses == others
+        assert_same(weights, same)
+
+
+def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Return losses and weights of a run, and of one that goes on from its middle."""
+    with open_comm(times=JOB) as comm:
+        losses: list[list[float]] = [[], []]
+        weights: list[dict[str, Tensor]] = []
+        for turn in range(2):
+            engine = opened(comm, CASES["plain"], zero_stage=stage, replicas=2, link_gradients="int4")
+            if turn:
+                engine.load_checkpoint(path)
+            for seed in range(2 * turn, 4):
+                if seed == 2 and not turn:
+                    engine.save_checkpoint(path)
+                loss = engine.step(share(CASES["plain"].batch(seed, 4), (4 // comm.size,) * comm.size, comm.rank)).loss
+                losses[turn] += [loss.item()] if seed > 1 else []
+            weights.append(dict(engine.named_parameters()))
+            engine.close()
+    return losses[0], losses[1], *weights
+
+
+@pytest.mark.parametrize(("size", "stage"), quick([(2, 0), (4, 0), (4, 3)], [(2, 0)]))
+def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> None:
+    """Break: begin without errors; give one replica the other's."""
+    for losses, others, weights, same in run(size, resumed, path=str(tmp_path / "saved"), stage=stage):
+        assert losses == others
+        assert_same(weights, same)
+    planes = read_all(tmp_path / "saved")
+    assert planes["lm_head.weight", "error-0"].any()
+    assert not torch.equal(planes["lm_head.weight", "error-0"], planes["lm_head.weight", "error-1"])
+    with Engine(build(CASES["plain"].make), optimizer=SMOOTH) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.export(tmp_path / "hf")
+
+
+@pytest.mark.slow
+def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
+    """Break: give every replica all of them; drop what the first ones do not take."""
+    common: dict[str, Any] = {"case": "plain", "link_gradients": "int8"}
+    run(3, save, **common, rows=(1, 1, 1), path=str(tmp_path / "by 3"), replicas=3)
+    found = read_all(tmp_path / "by 3")
+    for size, replicas in ((2, 2), (4, 4)):
+        path = tmp_path / f"by {replicas}"
+        run(size, save, **common, rows=(1,) * size, path=str(path), resume=str(tmp_path / "by 3"), replicas=replicas)
+        its = read_all(path)
+        for name in {name for name, plane in its if plane == "error-0"}:
+            errors = [found[name, f"error-{n}"].view(torch.bfloat16) for n in range(3)]
+            wanted = [errors[0] + errors[2], errors[1]] if replicas == 2 else [*errors, torch.zeros_like(errors[0])]
+            assert all(torch.equal(its[name, f"error-{n}"].view(torch.bfloat16), e) for n, e in enumerate(wanted))
+
+
+@cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
+def test_links_between_machines_have_the_bytes_of_codes() -> None:
+    """Of M bytes of gradients in bf16 each machine of two sends half in codes, and half of the sums: 0.52 M in int8 and
+    0.27 M in int4. ZeRO stage 3 over all of them sends 3 M (ZeRO++, table 1; with hpZ, qwZ and qgZ 0.75 M).
+    """
+    common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True, "precision": "bf16"}
+    runs = [{**common, "link_gradients": link} for link in ("exact", "int8", "int4")]
+    for found in run(4, trained_on_machines, num_machines=2, runs=[*runs, {**common, "replicas": 1}]):
+        exact, int8, int4, over_all = (one.moved[1]["network_bytes"] for one in found)
+        numel = Elements(build(CASES["plain"].make), 4).all_trained
+        assert (int8, int4) == (2 * numel // 4 // 128 * 132, 2 * numel // 4 // 128 * 68)
+        assert exact == (4 + 2) * numel // 4  # what a replica has summed is in fp32
+        # Each rank gives each far one what it has; what a slot still holds is not gathered again.
+        assert 2.6 * 2 * numel < 2 * over_all <= 3 * 2 * numel
+        assert over_all > 5 * int8 > 9 * int4
+        held = dict.fromkeys(("exact", "int8"), 0)
+        for link, one in zip(held, found, strict=False):
+            held[link] = sum(size for _, name, size in one.allocations if name == ERROR.label)
+        assert held == {"exact": 0, "int8": 2 * numel // 2}
+
+
+def refused_over_machines() -> str:
+    """Return what one replica over two machines is told."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    with open_comm(times=JOB) as comm, pytest.raises(ConfigError) as caught:
+        opened(comm, CASES["plain"], replicas=1, link_gradients="int8")
+    return str(caught.value)
+
+
+@cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
+def test_what_is_approximate_is_told_and_what_cannot_be_is_refused() -> None:
+    (said, _) = run(2, refused_over_machines)
+    assert "one replica of the model is shared out over 2 machines" in said
+    assert "--offload.replicas auto" in said
+    for wrong, text in (
+        ({"link_gradients": "nf4"}, "offload.link_gradients is 'nf4'.*exact, int8, int4"),
+        ({"link_gradients": "int8", "optimizer": MeZO(lr=1e-3)}, "MeZO has no gradients.*--offload.link_gradients"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            Engine(build(CASES["plain"].make), **wrong)
+    assert Engine(build(CASES["plain"].make), link_gradients="int8").told_links == ""
+    sharding = Sharding(replica=1, num_replicas=2, gradients=GRADIENT_CODECS["int4"])
+    _, regions = layout("plain", 2, 2)
+    assert told_links(regions, sharding) == (
+        "approximate: gradients travel between 2 replicas in int4; what that leaves out of a step goes into the next "
+        "one, for which each rank keeps 72 KiB"
+    )
