@@ -121,7 +121,7 @@ def awkward_data(name: str) -> DataView:
     source = SourceView(
         name, f"/data/{name}/*", "messages in parquet", *[10**11] * 2, 0.5, 7, 8, 10**9, 0.1, 6, 5, bins
     )
-    sample = Sample(1, 1, "", name, 10**9, 10**9, 10**6, tuple(pieces))
+    sample = Sample(1, 1, "", name, 10**9, 10**9, 10**6, (f"{name}.png",), tuple(pieces))
     told = f"note: {name}", f"data: {name}"
     return DataView(
         (source,) * 3, told, True, "packed", "next token", 64, 8, 1, *[10**9] * 2, 0.1, 10**9, 1e9, (sample,)
