@@ -20,11 +20,14 @@ from tests.engine.families import build, gemma2, llama, mixtral, opt, qwen3, tok
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, count_shifted
 from tests.engine.shared_child import MIXING, SMOOTH, Shared, still_gpt2, trained
+from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, large
 from tests.matrix import quick
 
 LENGTH = 12
 LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # of the tiny llama
 NUM_STEPS = 3
+BUDGET = LAYER_BYTES // 3
+"""Of a device that does not hold a large model's embedding."""
 
 
 def plain(seed: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
@@ -114,6 +117,12 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[st
     "tiles": (llama, plain, {"sequence_tile": 2}),
     "chunks": (llama, packed, {"head_chunk_bytes": 2000, "debug": 3}),
     "inputs on the host": (mixtral, plain, {"placement": {"activations": "cpu"}}),
+    "streamed experts": (mixtral, plain, {"placement": {"experts": "streamed"}}),
+    "blocks of rows": (
+        large,
+        plain,
+        {"placement": {"device_memory": LAYER_BYTES // 3}, "head_chunk_bytes": CHUNK_BYTES},
+    ),
     "bf16": (llama, plain, {"precision": "bf16"}),
 }
 
