@@ -27,13 +27,7 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import (
-    Plan,
-    make_plan,
-    num_replicas,
-    told_frozen_weights,
-    told_links,
-)
+from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights, told_links
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement

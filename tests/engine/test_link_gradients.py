@@ -35,6 +35,7 @@ from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_o
 from tests.engine.test_ranks import train as train_on_ranks
 from tests.engine.test_ranks_memory import Elements
 from tests.engine.test_ranks_saving import read_all, save
+from tests.engine.test_replicas import AXES as OF_REPLICAS
 from tests.engine.test_replicas import trained_on_machines
 from tests.matrix import cover, quick
 
@@ -142,16 +143,7 @@ def owner(region: Region, size: int, replicas: int) -> Tensor:
     return shard // (region.numel // size)
 
 
-AXES = {
-    "link": tuple(MOST),
-    "case": ("plain", "tied", "experts", "frozen in bf16"),
-    "rows": tuple(ROWS),
-    "replicas": ("2 of 2", "2 of 1", "3 of 1"),
-    "stage": ("0", "1", "2", "3"),
-    "placement": tuple(PLACEMENTS),
-    "timing": tuple(TIMINGS),
-    "mode": tuple(MODES),
-}
+AXES = {"link": tuple(MOST), **OF_REPLICAS, "case": ("plain", "tied", "experts", "frozen in bf16")}
 QUICK = (
     ("int8", "experts", "micro-batches", "2 of 2", "3", "all on nvme", "throttled", "deferred"),
     ("int4", "plain", "even", "2 of 1", "0", "weights on the device", "at once", "speculative"),

@@ -114,10 +114,10 @@ class Losses:
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
         size = max(1, chunk_bytes // (facts.head.num_logits * 4))
-        most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
-        shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
         if facts.shared is not None:  # whose targets the head alone is given
             return size
+        most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
+        shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
         return size if any(math.prod(shape) > most for shape in shapes if isinstance(shape, tuple)) else 0
 
     def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
