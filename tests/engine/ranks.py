@@ -150,6 +150,8 @@ def serve(connection: Connection) -> None:
     """What a process of the pool does: job after job, until nobody gives it any."""
     import traceback
 
+    import torch.distributed as dist
+
     while True:
         try:
             variables, job, arguments = pickle.loads(connection.recv_bytes())
@@ -159,6 +161,7 @@ def serve(connection: Connection) -> None:
         accelerator.load_if_told()
         try:
             reply = job(**arguments), None
+            assert not dist.is_initialized(), "the job left a process group, over which the next one would meet"
         except BaseException as error:
             reply = None, "".join(traceback.format_exception(error))
         connection.send_bytes(pickle.dumps(reply))

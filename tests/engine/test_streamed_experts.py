@@ -255,8 +255,8 @@ def test_frozen_experts_and_own_loops_and_evaluation() -> None:
 
 def of_ranks(experts: str, stage: int) -> dict[str, torch.Tensor]:
     cut_experts.RECORD_BYTES = 1
-    comm = open_comm()
-    with Engine(build(mixture("qwen3_moe")), RULE, Placement(experts=experts), comm=comm, zero_stage=stage) as engine:
+    told: dict[str, Any] = {"placement": Placement(experts=experts), "zero_stage": stage}
+    with open_comm() as comm, Engine(build(mixture("qwen3_moe")), RULE, comm=comm, **told) as engine:
         for seed in range(2):
             batch = tokens(seed)
             engine.step({key: value[comm.rank :: 2] for key, value in batch.items()})
