@@ -54,6 +54,10 @@ class Network:
         """Pull a machine's plug: nothing comes or goes any more, and nobody is told."""
         _ip("-n", self.name("hub"), "link", "set", f"p{number}", "nomaster")
 
+    def plug(self, number: int) -> None:
+        """Let a machine reach the others, as before it was cut."""
+        _ip("-n", self.name("hub"), "link", "set", f"p{number}", "master", "bridge")
+
 
 @contextmanager
 def network(folder: Path, size: int) -> Iterator[Network]:

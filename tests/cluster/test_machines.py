@@ -101,50 +101,64 @@ def test_a_killed_rank_is_started_again_at_the_newest_checkpoint(tmp_path: Path)
     assert_alike(next(tmp_path.glob("disk-*/metrics.jsonl")).parent, tmp_path / "one")
 
 
-def test_a_pulled_cable_ends_all_with_one_message_a_machine(tmp_path: Path) -> None:
-    words = [*settings(tmp_path), "--train.steps", "1000"]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The settings of a run whose gradients travel in codes, and what became of it where nothing was lost."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = [*settings(folder), "--train.steps", "10", "--offload.link_gradients", "int4", "--run.dir", "run"]
+    with network(folder, 2) as machines, started(machines, words) as agents:
+        assert [each.end(MINUTES) for each in agents] == [0, 0], [each.output for each in agents]
+    return words, next(folder.glob("disk-*/metrics.jsonl")).parent
+
+
+@pytest.mark.parametrize("way", ["killed in mid-save", "cut in mid-save", "cut in mid-step"])
+def test_a_lost_machine_ends_all_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path, way: str, whole: tuple[list[str], Path]
+) -> None:
+    """Both ranks of a machine are killed, and torchrun starts all again; or its cable is pulled: each machine says so
+    once, and a user starts all again.
+    """
+    words, other = whole
+    is_cut = "cut" in way
     with network(tmp_path, 2) as machines:
         machines.throttle("5mbit")
-        with started(machines, [*words, "--run.dir", "run"]) as agents:
+        with started(machines, words, restarts=int(not is_cut)) as agents:
             _first(agents, "saved run/checkpoints/step-2")
-            machines.cut(1)
-            for agent in agents:  # torchrun's own, which asks its store for a minute and more, need not be waited for
-                agent.wait_for("lost: ", MINUTES)
+            pids = _pids(tmp_path)[2:] if way == "cut in mid-step" else _stopped_in_mid_save(tmp_path, agents)
+            if is_cut:
+                machines.cut(1)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT if is_cut else signal.SIGKILL)
+            for agent in agents if is_cut else []:
+                agent.wait_for("lost: ", MINUTES)  # torchrun's own end, a minute and more later, need not be waited for
                 assert agent.output.count("offload: ") == 1, agent.output
-
-
-def test_a_machine_killed_in_mid_save_goes_on_bit_for_bit_with_its_errors(tmp_path: Path) -> None:
-    """Both ranks of a machine, by SIGKILL, while the second checkpoint is written; gradients travel in codes."""
-    words = [*settings(tmp_path), "--train.steps", "8", "--offload.link_gradients", "int4", "--run.dir", "run"]
-    runs = {}
-    for name in ("whole", "killed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        with network(folder, 2) as machines:
-            machines.throttle("5mbit")
-            with started(machines, words, restarts=1) as agents:
-                if name == "killed":
-                    _first(agents, "saved run/checkpoints/step-2")
-                    _wait_for(folder, "disk-*/checkpoints/step-4.partial-*", agents)
-                    for pid in _pids(folder)[2:]:
-                        os.kill(pid, signal.SIGKILL)
+            if not is_cut:
                 assert [each.end(MINUTES) for each in agents] == [0, 0], [each.output for each in agents]
-                assert ("resumed at step" in "".join(each.output for each in agents)) is (name == "killed")
-        runs[name] = next(folder.glob("disk-*/metrics.jsonl")).parent
-        assert not list(folder.glob("disk-*/checkpoints/*.partial-*"))
-    assert losses(runs["killed"]) == losses(runs["whole"])
-    assert (runs["killed"] / "hf/model.safetensors").read_bytes() == (
-        runs["whole"] / "hf/model.safetensors"
-    ).read_bytes()
+        if is_cut:
+            machines.plug(1)
+            with started(machines, words) as agents:
+                assert [each.end(MINUTES) for each in agents] == [0, 0], [each.output for each in agents]
+        assert "resumed at step" in "".join(each.output for each in agents)
+    run = next(tmp_path.glob("disk-*/metrics.jsonl")).parent
+    assert not list(tmp_path.glob("disk-*/checkpoints/*.partial-*"))
+    assert losses(run) == losses(other)
+    assert (run / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
 
 
-def _wait_for(folder: Path, pattern: str, agents: Sequence[Rank]) -> None:
-    """Wait until there is such a file, while all of the machines run."""
-    deadline = time.monotonic() + MINUTES
-    while not next(folder.glob(pattern), None):
-        assert time.monotonic() < deadline
-        assert [each.process.poll() for each in agents] == [None] * len(agents)
-        time.sleep(0.001)
+def _stopped_in_mid_save(folder: Path, agents: Sequence[Rank]) -> list[int]:
+    """Stop both ranks of the second machine while a checkpoint is being written, and return their processes."""
+    pids, deadline = _pids(folder)[2:], time.monotonic() + MINUTES
+    while True:
+        while not next(folder.glob("disk-*/checkpoints/*.partial-*"), None):
+            assert time.monotonic() < deadline
+            assert [each.process.poll() for each in agents] == [None] * len(agents)
+            time.sleep(0.001)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if next(folder.glob("disk-*/checkpoints/*.partial-*"), None):
+            return pids
+        for pid in pids:  # that one was done
+            os.kill(pid, signal.SIGCONT)
 
 
 def _first(agents: Sequence[Rank], text: str) -> Rank:
