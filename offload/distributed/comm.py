@@ -270,6 +270,7 @@ class Ranks(Comm):
         and how many they are, where the launcher says so.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.machines = (0,) * self.size  # until they are known
         self.device, self._owns_default, self._address = device, owns_default, address
         # The watch ends what hangs; gloo and NCCL are not to do it before.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
@@ -376,9 +377,8 @@ class Ranks(Comm):
         """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
         full, and takes thrice the time.)
         """
-        pieces = enumerate(pieces_of(full, self.size))
-        works = [dist.broadcast(piece, group=row.group, async_op=True, group_src=rank) for rank, piece in pieces]
-        self._wait(works)
+        pieces = pieces_of(full, self.size)
+        self._wait(self._scatters(pieces, [pieces[self.rank]] * self.size, row))
 
     def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
         """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
@@ -397,14 +397,20 @@ class Ranks(Comm):
             chunks.add_up(*travelling[1:])
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
-        """Give every rank its piece; received[r] gets rank r's for this one. (Scatters go from and to where the data
-        is; gloo's all-to-all wants them side by side.)
+        """Give every rank its piece; received[r] gets rank r's for this one."""
+        return self._scatters(received, pieces, self._tensors)
+
+    def _scatters(self, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
+        """Scatters go from and to where the data is, and straight to who wants it: gloo's all-to-all wants pieces side
+        by side, and its broadcasts go by way of other ranks, to other machines and back. A group of gloo makes two at a
+        time: those of two machines, so that a link is used both ways.
         """
+        places = [self.machines[:rank].count(machine) for rank, machine in enumerate(self.machines)]
         return [
             dist.scatter(
-                slot, pieces if rank == self.rank else None, group=self._tensors.group, async_op=True, group_src=rank
+                received[rank], pieces if rank == self.rank else None, group=row.group, async_op=True, group_src=rank
             )
-            for rank, slot in enumerate(received)
+            for _, rank in sorted(zip(places, range(self.size), strict=True))
         ]
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:

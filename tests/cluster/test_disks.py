@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,11 @@ from tests.forks import ROOT
 RUN = Path("run/checkpoints")
 
 
-def settings(tmp_path: Path) -> list[str]:
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def settings(tmp_path: Path, shape: Mapping[str, int] = SMALL) -> list[str]:
     """Make a small model's shape, and text for it, that any folder reads; return the settings."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(tmp_path / "shape")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))

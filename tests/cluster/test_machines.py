@@ -27,11 +27,11 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def started(machines: Network, words: Sequence[str], restarts: int = 0) -> Iterator[list[Rank]]:
-    """Start the example on each of the machines, over two ranks, with the folder `run` on its disk."""
+def started(machines: Network, words: Sequence[str], restarts: int = 0, ranks: int = 2) -> Iterator[list[Rank]]:
+    """Start the example on each of the machines, over so many ranks, with the folder `run` on its disk."""
     folder = machines.folder
     (folder / "run").mkdir(exist_ok=True)
-    common = {"HEAD": "10.77.0.1", "MACHINES": str(machines.size), "GPUS": "2", "RESTARTS": str(restarts)}
+    common = {"HEAD": "10.77.0.1", "MACHINES": str(machines.size), "GPUS": str(ranks), "RESTARTS": str(restarts)}
     with ExitStack() as opened:
         agents = []
         for number in range(machines.size):

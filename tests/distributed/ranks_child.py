@@ -173,15 +173,15 @@ def again(size: int) -> None:
 def interrupted(size: int) -> None:
     """Each rank leaves an exchange of several parts at another of them, and wants one more on its way out."""
     with open_comm(times=QUICK) as comm:
-        rank, broadcast = comm.rank, dist.broadcast
+        rank, scatter = comm.rank, dist.scatter
 
-        def interrupt(piece: torch.Tensor, group_src: int, **how: object) -> object:
+        def interrupt(*tensors: object, group_src: int, **how: object) -> object:
             if group_src == rank:
                 raise KeyboardInterrupt
-            return broadcast(piece, group_src=group_src, **how)  # type: ignore[arg-type]
+            return scatter(*tensors, group_src=group_src, **how)  # type: ignore[arg-type]
 
         comm.barrier("all are here")
-        dist.broadcast = interrupt
+        dist.scatter = interrupt
         for exchange in (
             lambda: comm.all_gather(torch.empty(size), torch.empty(1), "all-gather"),
             lambda: comm.all_gather(torch.empty(size), torch.empty(1), "the next one"),
@@ -189,7 +189,7 @@ def interrupted(size: int) -> None:
         ):
             with pytest.raises(KeyboardInterrupt):
                 exchange()
-            dist.broadcast = broadcast
+            dist.scatter = scatter
         print("out")
 
 
