@@ -93,7 +93,7 @@ _OF_THE_MACHINE = (
     "optimizer.warmup_steps",
 )
 """What follows from the machine, or from the steps, and is found anew where it was found."""
-_TIMING = ("prefetch", "zero_stage", "replicas", "throttle", "device", "update")
+_TIMING = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
 

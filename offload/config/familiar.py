@@ -60,6 +60,7 @@ _NAMES: dict[str, str] = {
     "train.sequence_parallel": "sequence_parallel_size sp_size sequence_parallel_degree context_parallel_size cp_size "
     "ulysses_sequence_parallel_size ulysses_degree",
     "offload.replicas": "hsdp hybrid_shard ddp dp_replicate mics",
+    "offload.replica_states": "zero_hpz_partition_size",
     "offload.link_weights": "zero_quantized_weights",
     "offload.link_gradients": "zero_quantized_gradients powersgd gradient_compression",
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch",

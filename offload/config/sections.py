@@ -639,6 +639,11 @@ class OffloadSection(Section):
     possible; gradients are summed between copies. auto: one on each machine where there are several, or one over all
     machines where that is faster or alone fits, by search; else one.
     """
+    replica_states: Literal["whole", "shared"] = "whole"
+    """What each copy (offload.replicas) holds of the optimizer's states: whole: all of them; shared: the copies share
+    them out, so that each state is on one rank of all, which updates its weights and sends them to the other copies.
+    Weights stay whole in each copy. For zero_stage 3.
+    """
     throttle: Throttle = None
     """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
     YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: as fast as they are.

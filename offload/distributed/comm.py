@@ -251,6 +251,21 @@ class Row:
         self.now = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
 
 
+def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
+    """Give every rank its piece; received[r] gets rank r's for this one. Scatters go from and to where the data is, and
+    straight to who wants it: gloo's all-to-all wants pieces side by side, and its broadcasts go by way of other ranks,
+    to other machines and back. A group of gloo makes two at a time: those of two machines, so that a link is used both
+    ways.
+    """
+    places = [comm.machines[:rank].count(machine) for rank, machine in enumerate(comm.machines)]
+    return [
+        dist.scatter(
+            received[rank], pieces if rank == comm.rank else None, group=row.group, async_op=True, group_src=rank
+        )
+        for _, rank in sorted(zip(places, range(comm.size), strict=True))
+    ]
+
+
 class Ranks(Comm):
     """Several ranks over gloo.
 
@@ -378,7 +393,7 @@ class Ranks(Comm):
         full, and takes thrice the time.)
         """
         pieces = pieces_of(full, self.size)
-        self._wait(self._scatters(pieces, [pieces[self.rank]] * self.size, row))
+        self._wait(_scatter(self, pieces, [pieces[self.rank]] * self.size, row))
 
     def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
         """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
@@ -397,21 +412,8 @@ class Ranks(Comm):
             chunks.add_up(*travelling[1:])
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
-        """Give every rank its piece; received[r] gets rank r's for this one."""
-        return self._scatters(received, pieces, self._tensors)
-
-    def _scatters(self, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
-        """Scatters go from and to where the data is, and straight to who wants it: gloo's all-to-all wants pieces side
-        by side, and its broadcasts go by way of other ranks, to other machines and back. A group of gloo makes two at a
-        time: those of two machines, so that a link is used both ways.
-        """
-        places = [self.machines[:rank].count(machine) for rank, machine in enumerate(self.machines)]
-        return [
-            dist.scatter(
-                received[rank], pieces if rank == self.rank else None, group=row.group, async_op=True, group_src=rank
-            )
-            for _, rank in sorted(zip(places, range(self.size), strict=True))
-        ]
+        """As `_scatter`, in the row of tensors."""
+        return _scatter(self, received, pieces, self._tensors)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
         with self._exchange(what, self.size * pieces[0].numel()):

@@ -27,7 +27,7 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan, num_replicas, told_frozen_weights, told_links
+from offload.planning.plan import Plan, make_plan, sharding_of, told_frozen_weights, told_links
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
@@ -76,9 +76,9 @@ class Structure:
         )
         cutting = Cutting() if share_bytes is None else Cutting.of(model, infos, settings.optimizer, share_bytes)
         candidates = find_units(model, infos, cutting)
-        rules, (within, between) = settings.optimizer.parts, comm.split(num_replicas(settings, comm))
+        rules, sharding = settings.optimizer.parts, sharding_of(settings, comm)
         if settings.placement.experts == "streamed":
-            candidates = cut_experts(candidates, infos, settings.optimizer, between.size)
+            candidates = cut_experts(candidates, infos, settings.optimizer, sharding.num_replicas)
         regions = build_regions(
             infos,
             {name: its for unit in candidates for name, its in unit.cargoes.items()},
@@ -86,7 +86,7 @@ class Structure:
             comm.size,
             delays=settings.delay > 0,
             factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
-            num_ranges=within.size if settings.zero_stage else 1,
+            num_ranges=sharding.num_ranges,
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
         uses = Counter[RowBlocks | None](cutting.blocks.values())

@@ -41,7 +41,7 @@ from offload.layout.quantized import Quantized
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
-from offload.planning.plan import num_replicas
+from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
@@ -319,9 +319,10 @@ class Forecaster:
         return ImaginedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
 
     def _structure(self, told: Settings, share_bytes: int | None, ranks: ImaginedRanks) -> Structure:
-        cut = told.placement.experts == "streamed", share_bytes, ranks.size, num_replicas(told, ranks)
+        sharding = sharding_of(told, ranks)
+        cut = told.placement.experts == "streamed", share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
         coded = told.frozen_weights, told.link_weights
-        key = repr((told.optimizer, told.precision, coded, told.delay, told.zero_stage, cut))
+        key = repr((told.optimizer, told.precision, coded, told.delay, cut))
         if key not in self._structures:
             self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized, share_bytes)
         return self._structures[key]

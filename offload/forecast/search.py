@@ -21,12 +21,12 @@ from offload.forecast.shortened import without_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
 from offload.layout.codecs import EXACT
-from offload.layout.regions import DiskLayout, Sharding
+from offload.layout.regions import DiskLayout
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import host_update_bytes, streamed_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
-from offload.planning.plan import Plan, budget_bytes, gradient_codec, make_plan, num_replicas
+from offload.planning.plan import Plan, budget_bytes, make_plan, sharding_of
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -91,7 +91,8 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
     placement = settings.placement
     several: Sequence[int | str] = (settings.replicas,)
     if settings.replicas == "auto" and num_machines > 1:
-        several = (num_machines, 1) if settings.link_gradients == EXACT.name else (num_machines,)
+        is_plain = settings.link_gradients == EXACT.name and settings.replica_states == "whole"
+        several = (num_machines, 1) if is_plain else (num_machines,)
     shapes = [
         (replicas, stage)
         for replicas in several
@@ -157,9 +158,7 @@ class Placed:
     def __init__(self, settings: Settings, placer: Placer) -> None:
         self.settings, self._placer = settings, placer
         self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
-        within, between = placer.ranks.split(num_replicas(settings, placer.ranks))
-        gradients = gradient_codec(settings, placer.ranks)
-        self._sharding = Sharding(0, within.size, settings.zero_stage, 0, between.size, gradients)
+        self._sharding = sharding_of(settings, placer.ranks)
 
     @property
     def least_seconds(self) -> float:

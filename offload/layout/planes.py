@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,8 +20,11 @@ CODES = "codes"
 """What travels of trained weights in place of them: records that the update makes of the master weights."""
 STALE = "shown"
 """The weights of a step earlier, which travel while an update makes the next ones beside a pass."""
-CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
-"""The kinds of states, each with the ZeRO stage from which on it is cut."""
+CUT_FROM = {"parameters": 3, "sums": 2, "gradients": 2, "optimizer": 1}
+"""The kinds of states, each with the ZeRO stage from which on it is cut; `sums`: gradients of several passes, that are
+summed over replicas once, after the last."""
+OF_A_REPLICA = ("parameters", "sums")
+"""The kinds of which each replica has all, where replicas share out the others."""
 PARAMETER_ALIGNMENT = 128
 """Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it, and
 where a block begins: none lies across two parameters.
@@ -99,6 +102,11 @@ class Factor:
         if left_out is None:
             return 0
         return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)
+
+
+def summed(plane: Plane) -> Plane:
+    """Return the plane in which several passes sum gradients up that wait in `plane`."""
+    return replace(plane, dtype=torch.float32, kind="sums")
 
 
 ERROR = Plane("gradient_error", torch.bfloat16)

@@ -21,6 +21,7 @@ from offload.layout.planes import (
     DTYPES,
     ERROR,
     MASTER,
+    OF_A_REPLICA,
     PARAMETER_ALIGNMENT,
     STALE,
     Factor,
@@ -355,6 +356,10 @@ class Sharding:
     """How many replicas there are."""
     gradients: Codec = EXACT
     """How gradients travel between replicas."""
+    spreads: bool = False
+    """True where a state of the optimizer is on one rank of all replicas, which updates the weights of that and gives
+    them to the others that hold them (hpZ: arXiv:2306.10209, section 3.2). In stage 3 alone.
+    """
 
     def __post_init__(self) -> None:
         if self.size == 1:
@@ -368,12 +373,22 @@ class Sharding:
     @property
     def owner(self) -> int:
         """Return which of `ranges` this rank updates."""
+        if self.gathers:
+            return self.partners[self.replica if self.spreads else 0]
         return self.rank if self.stage else 0
 
     @property
     def num_ranges(self) -> int:
         """Return into how many ranges updates are cut."""
-        return self.size if self.stage else 1
+        return (self.num_ranks if self.spreads else self.size) if self.stage else 1
+
+    @property
+    def partners(self) -> range:
+        """Return which of `ranges` those are whose weights this rank holds."""
+        if not self.gathers:
+            return range(self.num_ranges)
+        num = self.num_ranges // self.size
+        return range(self.rank * num, (self.rank + 1) * num)
 
     @property
     def gathers(self) -> bool:
@@ -382,12 +397,16 @@ class Sharding:
 
     @property
     def publishes(self) -> bool:
-        """True where each rank gives the weights that it has updated to the others."""
-        return self.stage in (1, 2)
+        """True where each rank gives the weights that it has updated to others that hold them."""
+        return len(self.partners) > 1
 
     def is_cut(self, plane: Plane) -> bool:
-        """True where each rank holds its own range of a plane alone."""
+        """True where no rank of a replica holds all of a plane."""
         return self.stage >= CUT_FROM[plane.kind]
+
+    def is_own(self, plane: Plane) -> bool:
+        """True where each rank holds of a plane what it updates, and nothing else."""
+        return self.is_cut(plane) and not (self.spreads and plane.kind in OF_A_REPLICA)
 
     def shard(self, region: Region) -> slice:
         """Return the elements over which this rank sums the gradients of its replica."""
@@ -408,9 +427,11 @@ class Sharding:
         """Return the elements that this rank updates."""
         return slice(*self.ranges(region)[self.owner])
 
-    def held(self, region: Region, plane: str) -> slice:
+    def held(self, region: Region, plane: Plane) -> slice:
         """Return the elements of a plane that this rank holds."""
-        return self.own(region) if self.is_cut(region.plane(plane)) else slice(0, region.numel)
+        if not self.is_cut(plane):
+            return slice(0, region.numel)
+        return self.own(region) if self.is_own(plane) else self.shard(region)
 
     def error_bytes(self, region: Region) -> int:
         """Return the bytes of the errors that this rank keeps of a region's gradients."""
@@ -418,7 +439,7 @@ class Sharding:
 
     def share(self, plane: Plane, num_bytes: int) -> int:
         """Return what this rank holds of so many bytes of a plane, over one region or several."""
-        return num_bytes // self.size if self.is_cut(plane) else num_bytes
+        return num_bytes // (self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1)
 
 
 @dataclass(frozen=True)
@@ -482,7 +503,7 @@ class DiskLayout:
 
     def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
         """Return the planes on disk that this rank holds of its own range of a region, or of the others'."""
-        return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_cut(region.plane(plane)))
+        return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_own(region.plane(plane)))
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
         """Return the elements from which to which the range of a rank, or this rank's own, is cut in tiles: all of it
@@ -520,7 +541,7 @@ class DiskLayout:
         sizes = (
             self.record_bytes(region, end - begin, owner == self.sharding.owner)
             for region in regions
-            for owner in range(self.sharding.num_ranges)
+            for owner in self.sharding.partners
             for begin, end in self.tiles(region, owner)
         )
         return sum(sizes)

@@ -89,7 +89,7 @@ def weight_seconds(
     """Estimate what weights and gradients take over the link in a step: up twice, down once."""
     up = 2 * sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
-    return max(_link_seconds(up, down // sharding.num_ranges, throttles, speeds))
+    return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
 
 
 def _link_seconds(up: int, down: int, throttles: Mapping[str, Throttle], speeds: Speeds) -> tuple[float, float]:

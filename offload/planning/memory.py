@@ -8,7 +8,7 @@ from itertools import groupby
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.codecs import EXACT
-from offload.layout.planes import CODES, ERROR
+from offload.layout.planes import CODES, ERROR, summed
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.disk import read_ring
@@ -210,7 +210,7 @@ def plan_memory(
         if sums_on_host and region.trainable:
             plane = region.plane("gradients")
             key = states_tier, plane.label
-            totals[key] = totals.get(key, 0) + sharding.share(plane, 4 * region.numel)
+            totals[key] = totals.get(key, 0) + sharding.share(summed(plane), 4 * region.numel)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
             if sums_on_host and plane.kind == "gradients" and "gradients" not in on_disk:
                 continue

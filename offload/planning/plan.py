@@ -11,6 +11,7 @@ from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
 from offload.layout.codecs import EXACT, GRADIENT_CODECS, LEAST_NUMEL, Codec
+from offload.layout.planes import summed
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import (
@@ -217,6 +218,22 @@ def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
     return f"approximate: {'; '.join(said)}" if said else ""
 
 
+def sharding_of(settings: Settings, comm: Comm) -> Sharding:
+    """Return how the ranks share regions. Collective, the first time. Raises ConfigError where replicas cannot share
+    out their states.
+    """
+    within, between = comm.split(num_replicas(settings, comm))
+    spreads = settings.replica_states == "shared" and between.size > 1
+    if spreads and within.size == 1:
+        raise ConfigError(
+            f"offload.replica_states is shared, and each of {between.size} replicas is a rank, which holds all its "
+            "weights: one copy that shares out states and gradients alone is the same. Set --offload.replicas 1 and "
+            "--offload.zero_stage 2, and leave offload.replica_states out."
+        )
+    gradients = gradient_codec(settings, comm)
+    return Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size, gradients, spreads)
+
+
 def make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],
@@ -229,9 +246,7 @@ def make_plan(
     """Choose the tiers, where to update and how far to look ahead; unless it `checks` nothing, refuse what the budgets,
     or the host, cannot hold. Collective.
     """
-    within, between = comm.split(num_replicas(settings, comm))
-    gradients = gradient_codec(settings, comm)
-    sharding = Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size, gradients)
+    sharding = sharding_of(settings, comm)
     free = machine.free(comm)
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
@@ -377,7 +392,7 @@ def _make_plan(
         planned = bytes_on("cpu", plan_for(*tiers, ahead, buffers))
         # What an own loop will take in place of the gradients that are planned.
         trained = [region for region in regions if region.trainable]
-        sums = sum(4 * sharding.share(region.plane("gradients"), region.numel) for region in trained)
+        sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trained)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
         rings = with_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
     allocations = plan_for(*tiers, ahead, buffers)

@@ -61,6 +61,8 @@ class Settings:
     zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
     replicas: how many copies of the model the ranks hold, each shared out over as many of them as zero_stage says, with
         gradients summed between them; auto: one on each machine where there are several, else one.
+    replica_states: whole: each replica has all states of the optimizer; shared: one rank of all replicas has a state,
+        updates its weights and gives them to the others (hpZ in ZeRO++, arXiv:2306.10209, section 3.2). In stage 3.
     throttle: links that are played slower than they are, by name.
     seed: of what a step draws in micro-batches.
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
@@ -105,6 +107,7 @@ class Settings:
     prefetch: str | int = "auto"
     zero_stage: int = 3
     replicas: int | str = "auto"
+    replica_states: str = "whole"
     throttle: Mapping[str, Any] | None = None
     seed: int = 0
     debug: bool | int = False
@@ -175,9 +178,7 @@ class Settings:
         if self.link_weights != EXACT.name and (why := self._why_exact_links):
             raise ConfigError(f"offload.link_weights is {self.link_weights}, and {why} --offload.link_weights exact.")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
-        _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
-        if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
-            raise ConfigError(f"offload.replicas is {self.replicas!r}; a number of copies, at least 1, or auto.")
+        _check_ranks(self)
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")
@@ -359,6 +360,22 @@ def with_settings(function: _Function) -> _Function:
     function.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{fields_of.split(chr(10) * 2)[1]}".strip()
     function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
     return function
+
+
+def _check_ranks(settings: Settings) -> None:
+    """Raise ConfigError for a wrong value of what ranks share out."""
+    _check(settings.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+    if settings.replicas != "auto" and (isinstance(settings.replicas, str) or settings.replicas < 1):
+        raise ConfigError(f"offload.replicas is {settings.replicas!r}; a number of copies, at least 1, or auto.")
+    _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
+    if settings.replica_states == "shared" and (settings.zero_stage < 3 or not settings.optimizer.has_gradients):
+        wrong = f"offload.zero_stage is {settings.zero_stage}, with which each rank holds all weights"
+        fix = "--offload.zero_stage 3, or --offload.replicas 1 to share out states over all ranks"
+        if settings.zero_stage == 3:
+            wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule"
+        raise ConfigError(
+            f"offload.replica_states is shared, and {wrong}: set {fix}, or --offload.replica_states whole."
+        )
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

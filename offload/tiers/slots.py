@@ -287,7 +287,7 @@ class Slots(Cargoes):
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
         if self.gathers:
-            own = rests[plane.cut(self._store.sharding.own(region))].data  # see Device.copy
+            own = rests[plane.cut(self._store.sharding.shard(region))].data  # see Device.copy
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.travels is EXACT:
             return tickets

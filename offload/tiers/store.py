@@ -7,7 +7,6 @@ each holds what its sharding says of a plane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
-from offload.layout.planes import ERROR, Factor, Plane
+from offload.layout.planes import ERROR, Factor, Plane, summed
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -79,7 +78,8 @@ class Store:
             for region in regions
         ]
         self._by_index = {state.region.index: state for state in self.states}
-        self.values = Values(self._by_index, infos, self.sharding, self.comm, self.within, lanes)
+        comms = self.comm, self.within, self.between
+        self.values = Values(self._by_index, infos, self.sharding, *comms, lanes)
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():
@@ -89,8 +89,7 @@ class Store:
             self[region].keep_error(flat)
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
-        by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
-        others = {rank: self._tiles(region, planes, rank) for rank in by_rank}
+        others = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
         tiles = others.pop(self.sharding.owner)
         stays = frozenset(plane.name for plane in region.states if self.layout.stays(region, plane))
         return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
@@ -109,8 +108,8 @@ class Store:
                 record = self._nvme.record(region, begin, end, on_disk)
             mine = {}
             for plane in map(region.plane, planes):
-                start = self.sharding.held(region, plane.name).start
-                if is_own or not self.sharding.is_cut(plane):
+                start = self.sharding.held(region, plane).start
+                if is_own or not self.sharding.is_own(plane):
                     mine[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
             tiles.append(Tile(begin, end, mine, record))
         return tiles
@@ -134,13 +133,13 @@ class Store:
         """
         trained = [state for state in self.states if state.region.trainable]
         wanted = {
-            s.region: [replace(plane, dtype=torch.float32) if accumulates else plane]
+            s.region: [summed(plane) if accumulates else plane]
             for s in trained
             if accumulates or (waits and not s.has_room_on_disk)
             for plane in [s.region.plane("gradients")]
         }
-        held = {s.region: s.gradients.dtype for s in trained if s.gradients is not None}
-        if held == {region: plane.dtype for region, (plane,) in wanted.items()}:
+        held = {s.region: s.sums is not None for s in trained if s.gradients is not None}
+        if held == dict.fromkeys(wanted, accumulates):
             return
         for state in trained:
             state.keep_gradients(None)
@@ -148,10 +147,13 @@ class Store:
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         for (region, _), flat in self._allocate("gradients", wanted).items():
-            state, start = self[region], self.sharding.held(region, "gradients").start
-            own = self.sharding.own(region)
+            start = self.sharding.held(region, *wanted[region]).start
             # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
-            state.keep_gradients(flat[own.start - start : own.stop - start])
+            gradients, sums = (
+                flat[its.start - start : its.stop - start] if is_there else None
+                for its, is_there in ((self.sharding.own(region), True), (self.sharding.shard(region), accumulates))
+            )
+            self[region].keep_gradients(gradients, sums)
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Return memory beside the states, in place of what there was under this name."""
@@ -210,23 +212,27 @@ class Store:
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
-        """Give the new weights of tile `number` of this rank's range, `own`, to all ranks once these tickets are done,
-        and take theirs.
+        """Give the new weights of tile `number` of this rank's range, `own`, to all ranks that hold them, once these
+        tickets are done, and take theirs.
         """
         state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
-        tile = state.tiles[number]
-        self._counters.count("all_gather_elements", (tile.end - tile.begin) * self.sharding.num_ranges)
-        self._counters.count("network_bytes", own.planes[plane].nbytes * self.within.num_far)
-        for rank in range(self.sharding.num_ranges):
+        tile, partners = state.tiles[number], self.sharding.partners
+        comm, lane = (self.between, self.network) if self.sharding.spreads else (self.within, self.exchanges)
+        num_bytes = own.planes[plane].nbytes
+        self._counters.count("all_gather_elements", (tile.end - tile.begin) * len(partners))
+        self._counters.count("network_bytes", num_bytes * comm.num_far)
+        # Of an exchange within a replica a link's bytes a second are those of each rank, all at once; here one's go at
+        # a time. Between replicas they are what the rank sends.
+        moved = num_bytes * (comm.size - 1) if self.sharding.spreads else num_bytes // max(1, comm.size - 1)
+        for source, rank in enumerate(partners):
             is_own = rank == self.sharding.owner
             lease = own if is_own else state.others[rank][number].land(plane)
-            ticket = self.exchanges.submit(
-                partial(self.within.broadcast, lease.planes[plane], rank, f"{what}, tile {number} of rank {rank}"),
+            ticket = lane.submit(
+                partial(comm.broadcast, lease.planes[plane], source, f"{what}, tile {number} of rank {source}"),
                 reads=reads if is_own else (),
                 fills=() if is_own else lease.fills,
                 name=what,
-                # By a link's bytes a second each rank's are exchanged at once; here one rank's go at a time.
-                num_bytes=lease.planes[plane].nbytes // max(1, self.sharding.size - 1),
+                num_bytes=moved,
             )
             (lease.done_reading if is_own else lease.done_writing)(ticket)
 

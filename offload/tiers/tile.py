@@ -147,6 +147,10 @@ class RegionState:
     """What this rank keeps of `ERROR`; None where gradients travel as they are."""
     gradients: torch.Tensor | None = None
     """The gradients that wait in memory, of the elements that this rank updates; else None."""
+    sums: torch.Tensor | None = None
+    """Those that several passes add up, of the elements that this rank sums over its replica; else None. Where both are
+    of the same elements they are the same memory.
+    """
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
     """Who reads and writes these gradients."""
 
@@ -169,9 +173,9 @@ class RegionState:
         """The errors of coded gradients are kept in this memory."""
         self.error = error
 
-    def keep_gradients(self, plane: torch.Tensor | None) -> None:
-        """Gradients wait in this memory from now on; None: in no memory."""
-        self.gradients = plane
+    def keep_gradients(self, gradients: torch.Tensor | None, sums: torch.Tensor | None = None) -> None:
+        """Gradients wait, and add up, in this memory from now on; None: in no memory."""
+        self.gradients, self.sums = gradients, sums
 
     @property
     def keeps_gradients(self) -> bool:

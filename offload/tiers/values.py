@@ -34,11 +34,12 @@ class Values:
         sharding: Sharding,
         comm: Comm,
         within: Comm,
+        between: Comm,
         lanes: Lanes,
     ) -> None:
-        """`comm`: of all ranks; `within`: of those of this replica."""
+        """`comm`: of all ranks; `within`: of those of this replica; `between`: of those in its place in each."""
         self._infos, self.sharding, self._lanes = infos, sharding, lanes
-        self.comm, self._within = comm, within
+        self.comm, self._within, self._between = comm, within, between
         self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Of each parameter its pieces, in order, each with its region and its position there."""
         for state in states.values():
@@ -160,12 +161,19 @@ class Values:
         what, until = f"weights of {self._infos[parameter].name}", begin + len(found)
         for piece, state, position in self._homes[parameter] if self.sharding.num_ranges > 1 else ():
             zero = state.span(position).start - piece.begin  # where the parameter's first element would lie
-            for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
+            for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
                 if low < high:
-                    self._within.broadcast(found[low - zero - begin : high - zero - begin], rank, what)
+                    self._give(found[low - zero - begin : high - zero - begin], owner, what)
         return found
+
+    def _give(self, part: torch.Tensor, owner: int, what: str) -> None:
+        """Let all ranks have what the one has that updates this range."""
+        rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
+        if self.sharding.spreads and rank == self.sharding.rank:
+            self._between.broadcast(part, replica, what)
+        self._within.broadcast(part, rank, what)
 
     def opened(
         self,

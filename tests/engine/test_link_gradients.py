@@ -36,7 +36,7 @@ from tests.engine.test_ranks import train as train_on_ranks
 from tests.engine.test_ranks_memory import Elements
 from tests.engine.test_ranks_saving import read_all, save
 from tests.engine.test_replicas import AXES as OF_REPLICAS
-from tests.engine.test_replicas import trained_on_machines
+from tests.engine.test_replicas import in_replicas, trained_on_machines
 from tests.matrix import cover, quick
 
 MOST = {"int8": 127, "int4": 7}
@@ -68,7 +68,9 @@ class CodedReplicas:
         link: str,
         max_grad_norm: float | None,
         micro_batch_size: int | None = None,
+        gives_sums: bool = True,
     ) -> None:
+        self.gives_sums = gives_sums
         self.case, self.size, self.replicas, self.most = CASES[case], size, replicas, MOST[link]
         self.reference = Reference(
             build(self.case.make), SMOOTH, self.case.precision, max_grad_norm, micro_batch_size, self.case.kept
@@ -104,7 +106,8 @@ class CodedReplicas:
                     flat if replica == place else self.coded(flat, name, replica, mine)
                     for replica, flat in enumerate(replicas)
                 ]
-                total[mine] = self.coded(sum(terms[1:], terms[0]), name, place, mine)[mine]
+                found = sum(terms[1:], terms[0])
+                total[mine] = (self.coded(found, name, place, mine) if self.gives_sums else found)[mine]
             if any(name in grads for grads in by_rank):
                 sums[name] = total.view(self.masters[name].shape)
         self.reference._sums = sums
@@ -145,7 +148,7 @@ def owner(region: Region, size: int, replicas: int) -> Tensor:
 
 AXES = {"link": tuple(MOST), **OF_REPLICAS, "case": ("plain", "tied", "experts", "frozen in bf16")}
 QUICK = (
-    ("int8", "experts", "micro-batches", "2 of 2", "3", "all on nvme", "throttled", "deferred"),
+    ("int8", "experts", "micro-batches", "2 of 2, shared", "3", "all on nvme", "throttled", "deferred"),
     ("int4", "plain", "even", "2 of 1", "0", "weights on the device", "at once", "speculative"),
 )
 
@@ -167,14 +170,15 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
     Break: forget the error; keep that of another piece; go by the sum itself on the rank that makes it; send the error
     of what got no gradient; measure before coding.
     """
-    num, each = map(int, replicas.split(" of "))
+    num, each, how = in_replicas(replicas, stage)
     if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
         mode = "deferred"  # there nothing hides behind anything
     shares = ROWS[rows][: num * each]
-    settings = {"case": case, "rows": shares, "num_steps": 4, "replicas": num, "link_gradients": link}
+    settings = {"case": case, "rows": shares, "num_steps": 4, "link_gradients": link, **how}
     settings |= settings_of(rows, mode) | TIMINGS[timing] | {"placement": PLACEMENTS[placement]}
-    (found,) = train_on_ranks(num * each, {**settings, "zero_stage": int(stage), "folder": str(tmp_path)})
-    wanted = CodedReplicas(case, num * each, num, link, MODES[mode]["max_grad_norm"], settings.get("micro_batch_size"))
+    (found,) = train_on_ranks(num * each, {**settings, "folder": str(tmp_path)})
+    micro, most = settings.get("micro_batch_size"), MODES[mode]["max_grad_norm"]
+    wanted = CodedReplicas(case, num * each, num, link, most, micro, gives_sums="shared" not in replicas)
     steps = [wanted.step(seed, shares) for seed in range(4)]
     is_bitwise = CASES[case].precision == "fp32" and case != "tied" and mode != "speculative"
     within = 1e-6 if is_bitwise else 1e-3 if CASES[case].precision == "fp32" else 2e-2
@@ -275,15 +279,19 @@ def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_links_between_machines_have_the_bytes_of_codes() -> None:
     """Of M bytes of gradients in bf16 each machine of two sends half in codes, and half of the sums: 0.52 M in int8 and
-    0.27 M in int4. ZeRO stage 3 over all of them sends 3 M (ZeRO++, table 1; with hpZ, qwZ and qgZ 0.75 M).
+    0.27 M in int4. ZeRO stage 3 over all of them sends 3 M (ZeRO++, table 1). With states shared out over both they
+    send half of the gradients, and half of the new weights.
     """
     common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True, "precision": "bf16"}
     runs = [{**common, "link_gradients": link} for link in ("exact", "int8", "int4")]
-    for found in run(4, trained_on_machines, num_machines=2, runs=[*runs, {**common, "replicas": 1}]):
-        exact, int8, int4, over_all = (one.moved[1]["network_bytes"] for one in found)
+    shared = {**common, "replica_states": "shared"}
+    runs += [shared, {**shared, "link_gradients": "int4"}, {**common, "replicas": 1}]
+    for found in run(4, trained_on_machines, num_machines=2, runs=runs):
+        exact, int8, int4, shared_exact, shared_codes, over_all = (one.moved[1]["network_bytes"] for one in found)
         numel = Elements(build(CASES["plain"].make), 4).all_trained
         assert (int8, int4) == (2 * numel // 4 // 128 * 132, 2 * numel // 4 // 128 * 68)
-        assert exact == (4 + 2) * numel // 4  # what a replica has summed is in fp32
+        assert exact == shared_exact == (4 + 2) * numel // 4  # what a replica has summed is in fp32
+        assert shared_codes == int4 // 2 + 2 * numel // 4
         # Each rank gives each far one what it has; what a slot still holds is not gathered again.
         assert 2.6 * 2 * numel < 2 * over_all <= 3 * 2 * numel
         assert over_all > 5 * int8 > 9 * int4

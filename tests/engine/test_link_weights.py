@@ -165,7 +165,7 @@ def test_a_run_goes_on_bit_for_bit(precision: str, tier: dict[str, Any], tmp_pat
 
 
 def on_ranks(
-    stage: int, tier: dict[str, Any], saved: str, replicas: int
+    stage: int, tier: dict[str, Any], saved: str, replicas: int, states: str
 ) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
     """Return the losses of a step from the start and of one from a checkpoint, the weights then, and the bytes of
     weights that one exchange had, with how often it had them.
@@ -188,7 +188,8 @@ def on_ranks(
             broadcast(flat, source, what)
 
         within.all_gather, within.broadcast = gathered, given  # type: ignore[method-assign]
-        told: dict[str, Any] = {"zero_stage": stage, "replicas": replicas, "placement": Placement(**tier)}
+        told: dict[str, Any] = {"zero_stage": stage, "replicas": replicas, "replica_states": states}
+        told["placement"] = Placement(**tier)
         engine = Engine(model(), comm=comm, link_weights="int8", **told)
         losses = []
         for seed in range(2):
@@ -201,13 +202,17 @@ def on_ranks(
 
 
 @pytest.mark.parametrize(
-    ("stage", "tier", "replicas"),
+    ("stage", "tier", "replicas", "states"),
     quick(
-        [(0, "cpu", 1), (1, "cpu", 1), (2, "cpu", 1), (3, "cpu", 1), (3, "device", 1), (2, "cpu", 2), (3, "nvme", 2)],
-        [(2, "cpu", 1), (3, "cpu", 1)],
+        [
+            *[(stage, "cpu", 1, "whole") for stage in range(4)],
+            *[(3, "device", 1, "whole"), (2, "cpu", 2, "whole"), (3, "nvme", 2, "whole")],
+            *[(3, tier, 2, "shared") for tier in ("cpu", "device", "nvme")],
+        ],
+        [(2, "cpu", 1, "whole"), (3, "cpu", 2, "shared")],
     ),
 )
-def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, tmp_path: Path) -> None:
+def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, states: str, tmp_path: Path) -> None:
     """Two ranks of each replica have the bits of one process, from the start and from its checkpoint."""
     engine = Engine(model(), link_weights="int8")
     losses = [engine.step(first_row(0, 4)).loss.item()]
@@ -215,6 +220,7 @@ def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, tmp_path: Pa
     losses.append(engine.step(first_row(1, 4)).loss.item())
     where = TIERS[tier] | ({"nvme_dir": str(tmp_path)} if tier == "nvme" else {})
     told: dict[str, Any] = {"stage": stage, "tier": where, "saved": str(tmp_path / "saved"), "replicas": replicas}
+    told["states"] = states
     for found, weights_of, exchanged in run(2 * replicas, on_ranks, **told):
         assert found == losses
         assert_same(weights_of, weights(engine))

@@ -104,6 +104,19 @@ def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_pa
             assert sum(states[name] for name in OPTIMIZER) == optimizer * num_elements // (size if stage else 1)
 
 
+@pytest.mark.parametrize(("precision", "tier"), PAIRS[0])
+def test_replicas_share_out_what_is_not_weights(precision: str, tier: str, tmp_path: Path) -> None:
+    weights, gradients, optimizer = WIDTHS[precision]
+    num_elements = Elements(build(odd_llama), 4).all_trained
+    common = {"case": "plain", "rows": (1,) * 4, "num_steps": 2, "precision": precision, "replica_states": "shared"}
+    placed = {"placement": TIERS[tier], "folder": str(tmp_path), "max_grad_norm": 1.0, "clip": "deferred"}
+    for (found,) in run(4, trained, runs=[{**common, **placed, "zero_stage": 3, "replicas": 2}]):
+        states = held(found)
+        assert states["weights"] == weights * num_elements // 2
+        assert states["gradients"] == gradients * num_elements // 4
+        assert sum(states[name] for name in OPTIMIZER) == optimizer * num_elements // 4
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_frozen_weights_are_cut_with_the_others(size: int) -> None:
     """They have no other states, and only stage 3 cuts weights."""

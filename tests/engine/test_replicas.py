@@ -39,7 +39,7 @@ from tests.matrix import cover
 AXES = {
     "case": ("plain", "tied", "frozen in bf16", "experts", "two dtypes"),
     "rows": tuple(ROWS),
-    "replicas": ("2 of 2", "2 of 1", "3 of 1"),
+    "replicas": ("2 of 2", "2 of 2, shared", "2 of 1", "3 of 1"),
     "stage": ("0", "1", "2", "3"),
     "placement": tuple(PLACEMENTS),
     "timing": tuple(TIMINGS),
@@ -48,9 +48,17 @@ AXES = {
 COVER = [one for seed in range(3) for one in cover(AXES, 1, seed)]
 """Each value thrice beside others; pairs of what has nothing to do with replicas are those of `test_ranks`."""
 QUICK = (
-    ("two dtypes", "micro-batches", "2 of 2", "3", "all on nvme", "throttled", "no clipping"),
+    ("two dtypes", "micro-batches", "2 of 2, shared", "3", "all on nvme", "throttled", "no clipping"),
     ("frozen in bf16", "uneven", "2 of 1", "0", "weights on the device", "delayed, ahead", "deferred"),
 )
+
+
+def in_replicas(replicas: str, stage: str) -> tuple[int, int, dict[str, Any]]:
+    """Return how many replicas there are, of how many ranks each, and the settings."""
+    sizes, _, states = replicas.partition(", ")
+    num, each = map(int, sizes.split(" of "))
+    shared = {"zero_stage": 3, "replica_states": "shared"} if states else {}
+    return num, each, {"replicas": num, "zero_stage": int(stage), **shared}
 
 
 def cases() -> list[Any]:
@@ -66,14 +74,15 @@ def test_tiers_stages_and_timing_change_no_bit(
     """The other run is stage 0 in memory, one thing after another; and both are near plain PyTorch.
 
     Break: leave gradients that this rank does not have as they lay in the buffer; measure the shard, and not the piece;
-    sum from another replica on.
+    sum from another replica on; give new weights to the other replicas before the update; fetch what this rank updates
+    for what it holds.
     """
-    num, each = map(int, replicas.split(" of "))
+    num, each, how = in_replicas(replicas, stage)
     if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
         mode = "deferred"  # there nothing hides behind anything
     shares = ROWS[rows][: num * each]
     common = {"case": case, "rows": shares, "num_steps": 3, "evaluate": 1, "replicas": num, **settings_of(rows, mode)}
-    variant = {"placement": PLACEMENTS[placement], "zero_stage": int(stage), "folder": str(tmp_path)}
+    variant = {"placement": PLACEMENTS[placement], "folder": str(tmp_path), **how}
     serial, found = train_on_ranks(
         num * each, {**common, "zero_stage": 0, "prefetch": 0}, common | variant | TIMINGS[timing]
     )
@@ -87,33 +96,38 @@ def test_tiers_stages_and_timing_change_no_bit(
 def test_own_loops_sum_gradients_over_replicas_once(case: str, size: int) -> None:
     """Break: sum what a pass adds, and again at the end."""
     wanted = plain_own_loop(case, size, 3)
-    for stage in (0, 3):
-        found = run(size, own_loop, case=case, num_steps=3, zero_stage=stage, replicas=2)
+    for stage, states in ((0, "whole"), (3, "whole"), *([(3, "shared")] if size == 4 else [])):
+        found = run(size, own_loop, case=case, num_steps=3, zero_stage=stage, replicas=2, replica_states=states)
         for one in found:
             assert_equal(one, found[0])
         assert_near(found[0], wanted, 2 * CASES[case].within)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rule_by_matrix_has_its_matrices_whole_in_each_replica(stage: int) -> None:
-    """Break: cut updates in ranges of all ranks."""
+@pytest.mark.parametrize(("stage", "states"), [(0, "whole"), (3, "whole"), (3, "shared")])
+def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> None:
+    """Break: cut updates in ranges of all ranks; where replicas share states out, in those of one."""
     common = {"case": "plain", "num_steps": 3, "optimizer": Muon(lr=0.01), "zero_stage": stage}
-    (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2})
+    (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2, "replica_states": states})
     (wanted,) = train_on_ranks(1, {**common, "rows": (8,)})
     assert_near(found, wanted, 2e-2)  # a matrix product in bf16 decides its step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "states"), [(0, "whole"), (3, "whole"), (3, "shared")])
+def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(
+    stage: int, states: str, tmp_path: Path
+) -> None:
     """Break: write the shard, and not the piece: each state as often as there are replicas."""
     common: dict[str, Any] = {"case": "two dtypes", "zero_stage": stage}
-    run(4, save, **common, rows=(1, 1, 1, 1), path=str(tmp_path / "first"), replicas=2)
+    run(4, save, **common, rows=(1, 1, 1, 1), path=str(tmp_path / "first"), replicas=2, replica_states=states)
     wanted, sizes = read_all(tmp_path / "first"), set()
-    for size, replicas in ((1, 1), (3, 3), (4, 2)):
-        path = tmp_path / f"by {size}"
-        run(size, save, **common, rows=(1,) * size, path=str(path), resume=str(tmp_path / "first"), replicas=replicas)
+    for number, (size, replicas, kept) in enumerate(
+        ((1, 1, states), (3, 3, "whole"), (4, 2, states), *([(4, 2, "whole")] if states == "shared" else []))
+    ):
+        path = tmp_path / f"run {number}"
+        how = {"path": str(path), "resume": str(tmp_path / "first"), "replicas": replicas, "replica_states": kept}
+        run(size, save, **common, rows=(1,) * size, **how)
         found = read_all(path)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], flat) for key, flat in wanted.items())

@@ -20,6 +20,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store
+from offload.tiers.tile import RegionState
 
 _CHUNK = 1 << 24
 
@@ -82,10 +83,8 @@ class Landing:
         """Return what this rank has summed of a region's gradients in this step; None where there is nothing."""
         if not self.accumulates or region.index not in self._landed:
             return None
-        plane = self._store[region].gradients
-        assert plane is not None
         self._lanes.wait(self._tickets)
-        return plane[self._summed_here(region)]
+        return self._store[region].sums
 
     def free(self) -> None:
         """Let go of every buffer."""
@@ -102,15 +101,16 @@ class Landing:
         self._lanes.wait(self._tickets)
         if self.accumulates:
             for state in self._store.states:
-                if state.gradients is not None and state.region.index in self._landed:
-                    self._finish_sum(state.region, state.gradients)
+                if state.sums is not None and state.region.index in self._landed:
+                    self._finish_sum(state, state.sums)
             self._lanes.wait(self._tickets)
         self._landed.clear()
         self._measures.finish()
 
-    def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:
-        """Measure what was summed over several passes, and round it."""
-        own = plane[self._summed_here(region)]
+    def _finish_sum(self, state: RegionState, own: torch.Tensor) -> None:
+        """Measure what was summed over several passes, `own`, and round it."""
+        region, plane = state.region, state.gradients
+        assert plane is not None
         if self._between is not None:
             measure = partial(self._measures.measure_shard, region, agrees=False)
             self._tickets.append(self._between.exchange(region, own, plane, measure))
@@ -135,11 +135,6 @@ class Landing:
         """Return what measures this rank's piece of a sum over all ranks."""
         # Whoever updates in the backward needs the norm so far.
         return partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
-
-    def _summed_here(self, region: Region) -> slice:
-        """Return which of the elements that this rank updates it sums up itself: in stage 0 not all."""
-        shard, begin = self._store.sharding.shard(region), self._store[region].begin
-        return slice(shard.start - begin, shard.stop - begin)
 
     def _summed(
         self, region: Region, flat: torch.Tensor, source: Fence
@@ -202,8 +197,8 @@ class Landing:
         if self.policy.drops or not is_first:
             return
         if self.accumulates:
-            assert state.gradients is not None
-            state.landing.fill(self._zero(region, state.gradients, state.landing.before_fill()))
+            assert state.sums is not None
+            state.landing.fill(self._zero(region, state.sums, state.landing.before_fill()))
         elif state.keeps_gradients:
             for _, lease in state.land():
                 lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
@@ -253,9 +248,8 @@ class Landing:
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to its fp32 plane."""
         state = self._store[region]
-        plane, fence = state.gradients, state.landing
+        plane, fence = state.sums, state.landing
         assert plane is not None
-        plane = plane[self._summed_here(region)]
         first = region.index not in self._landed
         self._landed.add(region.index)
         flat, source, reads = self._summed(region, flat, source)

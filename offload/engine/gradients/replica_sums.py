@@ -58,41 +58,50 @@ class ExactSums:
     def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
         """Return what a rank sends to each other one."""
         step = len(held) // self._between.size
-        return step * (held.itemsize + (into.itemsize if len(into) else 0))
+        return step * (held.itemsize + (into.itemsize if len(into) > step else 0))
 
     def run(
         self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
     ) -> None:
         """Sum `held`, a region's gradients of a shard [n], over replicas: `found`, fp32, is for this rank's piece, and
-        may be its own place in `held`, as `target` may be `held`; a `target` without elements is left alone.
+        may be its own place in `held`, as `target` may be `held`, or that place; a `target` without elements is left
+        alone.
         """
-        between, region, what = self._between, state.region, f"sum over replicas of {state.region.name}"
+        between, what = self._between, f"sum over replicas of {state.region.name}"
         between.reduce_scatter(found, held, what, scratch=self._scratch)
         measure(found)
         if len(target):
-            mine = pieces_of(target, between.size)[between.rank]
-            if mine.data_ptr() != found.data_ptr():
-                self._device.copy(mine, found)
-            if region.is_bf16 and mine.dtype == torch.float32:
-                kernels.round_bf16_(mine)
-            between.all_gather(target, mine, what)
+            mine = target if len(target) == len(found) else pieces_of(target, between.size)[between.rank]
+            self._keep(state.region, found, mine)
+            if mine is not target:
+                between.all_gather(target, mine, what)
+
+    def _keep(self, region: Region, found: torch.Tensor, mine: torch.Tensor) -> None:
+        """Round this rank's piece of a sum to where it waits."""
+        if mine.data_ptr() != found.data_ptr():
+            self._device.copy(mine, found)
+        if region.is_bf16 and mine.dtype == torch.float32:
+            kernels.round_bf16_(mine)
 
 
 class CodedSums(ExactSums):
     """The same in codes: the terms that a rank gets from others, and the sum that it gives them. All replicas, that
-    rank too, go by what the codes of a sum stand for, so that every bit is the same on all.
+    rank too, go by what the codes of a sum stand for, so that every bit is the same on all. A sum that no other rank
+    updates by is given to none, and stays as it is.
 
     Of others' pieces each rank keeps the error of its terms, of its own piece that of the sum; either is added to what
     is coded in the next step.
     """
 
-    def __init__(self, between: Comm, device: Device, scratch: torch.Tensor, codec: WholeNumbers) -> None:
+    def __init__(
+        self, between: Comm, device: Device, scratch: torch.Tensor, codec: WholeNumbers, gives_sums: bool
+    ) -> None:
         super().__init__(between, device, scratch)
-        self._codec = codec
+        self._codec, self._gives_sums = codec, gives_sums
 
     def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
         step = len(held) // self._between.size
-        return (2 if len(into) else 1) * step // self._codec.block * self._codec.record_bytes
+        return (2 if len(into) > step else 1) * step // self._codec.block * self._codec.record_bytes
 
     def run(
         self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
@@ -101,6 +110,11 @@ class CodedSums(ExactSums):
         assert state.error is not None
         residual = Residual(self._codec, state.error, keeps=len(target) > 0)
         between.reduce_scatter(found, held, what, self._scratch, residual)
+        if not self._gives_sums:
+            measure(found)
+            if len(target):
+                self._keep(state.region, found, target)
+            return
         block, width = self._codec.block, self._codec.record_bytes
         most = len(self._scratch) // (between.size * width) * block
         for begin in range(0, len(found), most):
@@ -130,7 +144,7 @@ class ReplicaSums:
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
         self._sums = ExactSums(store.between, device, scratch)
         if isinstance(codec, WholeNumbers):
-            self._sums = CodedSums(store.between, device, scratch, codec)
+            self._sums = CodedSums(store.between, device, scratch, codec, not store.sharding.spreads)
 
     def begin_step(self) -> None:
         """Take back what an interrupted step has left open."""
@@ -194,8 +208,9 @@ class ReplicaSums:
         store, sharding = self._store, self._store.sharding
         number, between, step = sharding.replica, store.between, len(held) // sharding.num_replicas
         found = held[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
-        shard, start = sharding.shard(region), sharding.own(region).start
-        target = into[shard.start - start : shard.stop - start] if len(into) else into
+        shard, own = sharding.shard(region), sharding.own(region)
+        its = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
+        target = into[its] if len(into) else into
         work = partial(self._sums.run, store[region], held, found, target, measure)
         sent = self._sums.sent_bytes(held, into)
         self._counters.count("network_bytes", sent * between.num_far)
