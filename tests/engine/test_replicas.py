@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Muon
+from offload import MeZO, Muon
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from tests.engine.device import cpu_only
@@ -133,6 +133,23 @@ def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(
         assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
         sizes.add(sum(flat.nbytes for flat in found.values()))
     assert len(sizes) == 1
+
+
+def refused(**settings: Any) -> str:
+    with open_comm(times=JOB) as comm, pytest.raises(ConfigError) as caught:
+        opened(comm, CASES["plain"], **settings)
+    return str(caught.value)
+
+
+def test_states_are_shared_out_where_a_replica_is_cut() -> None:
+    """What is refused says what does the same."""
+    for settings, texts in (
+        ({"replicas": 2}, ("each of 2 replicas is a rank", "--offload.replicas 1 and --offload.zero_stage 2")),
+        ({"zero_stage": 2}, ("offload.zero_stage is 2", "--offload.zero_stage 3")),
+        ({"optimizer": MeZO(lr=1e-3)}, ("MeZO has no gradients", "--offload.replica_states whole")),
+    ):
+        for said in run(2, refused, replica_states="shared", **settings):
+            assert all(text in said for text in texts), said
 
 
 # -- machines --------------------------------------------------------------------------------------------------------
