@@ -340,6 +340,8 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
         if found.prepared.plan.update != "cpu":
             yield {"offload.update": "cpu"}
+    if on_host and found.num_replicas > 1:
+        yield {"offload.replica_states": "shared"}
     if (on_host or not over) and config.train.precision == "fp32":
         yield {"train.precision": "bf16"}
     if on_host and "states" in OFFERS[config.optimizer.name].keys:

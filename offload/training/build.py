@@ -218,10 +218,13 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
     weights = "the weights of a checkpoint" if whole else "given" if given else f"{config.model.init} weights"
+    replicas = ""
+    if forecast is not None and forecast.num_replicas > 1:
+        states = "that share out the states" if config.offload.replica_states == "shared" else "with all states each"
+        replicas = f" in {forecast.num_replicas} replicas {states}"
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
-        + (f", {comm.size} ranks" if comm.size > 1 else "")
-        + (f" in {forecast.num_replicas} replicas" if forecast is not None and forecast.num_replicas > 1 else "")
+        + (f", {comm.size} ranks{replicas}" if comm.size > 1 else "")
     )
     for text in told:
         say(text)

@@ -145,6 +145,11 @@ def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
     found = forecast(where, small)
     assert not found.fits
     assert found.fix == "--optimizer.states int8", "bf16 moments do not do"
+    two = GPU.with_(host_bytes=400 << 20, num_machines=2, rates=replace(GPU.rates, network_bytes_per_s=1e9))
+    where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.replicas": 2})
+    found = forecast(where, two, 2)
+    assert not found.fits
+    assert found.fix == "--offload.replica_states shared", "which changes no bit"
 
 
 def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:
