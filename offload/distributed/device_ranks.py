@@ -30,6 +30,12 @@ class _AcceleratorRanks(Ranks):
     def _enter(self) -> None:
         self._accelerator.enter()
 
+    def _finish_copies(self) -> None:
+        """Wait on the host for the copies before: they may still use its memory."""
+        copied = self._accelerator.event(sleeps=True)
+        copied.record(self._accelerator.current_stream())
+        copied.synchronize()
+
 
 class DeviceRanks(_AcceleratorRanks):
     """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
@@ -62,9 +68,7 @@ class DeviceRanks(_AcceleratorRanks):
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
-            copied = self._accelerator.event(sleeps=True)  # copies that it comes after may still use the memory
-            copied.record(self._accelerator.current_stream())
-            copied.synchronize()
+            self._finish_copies()
             super()._send(data, source)
         else:
             self._hold(data)
@@ -79,6 +83,7 @@ class DeviceRanks(_AcceleratorRanks):
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
         if pieces[0].is_cpu:
+            self._finish_copies()
             return super()._swap(received, pieces)
         self._hold(*received, *pieces)
         dist.all_to_all(received, pieces, group=self._group)  # grouped sends and receives, from and to where data is
@@ -125,6 +130,7 @@ class StagedRanks(_AcceleratorRanks):
         _take_up(shard, host)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
+        self._finish_copies()
         hosts = [_on_host(tensor) for tensor in received]
         super().all_to_all(hosts, [piece.cpu() for piece in pieces], what)
         for tensor, host in zip(received, hosts, strict=True):
@@ -136,7 +142,7 @@ class StagedRanks(_AcceleratorRanks):
         return super().sum_in_order(values.cpu(), what).to(values.device)
 
     def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
-        self._accelerator.current_stream().synchronize()  # copies that it comes after may still use the host's memory
+        self._finish_copies()
         host = flat.cpu()
         super().broadcast(host, source, what)
         _take_up(flat, host)

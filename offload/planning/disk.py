@@ -127,7 +127,9 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
             update = max(update, layout.record_bytes(region, numel))
         if region.travelling.name in layout.of(region):
             fetch = max(fetch, region.travelling.disk_bytes(numel))
-    sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
+    # Those of all partners come at once, while one's own is in the other ring; and at the end there may be no room.
+    num = max(RING_TILES, len(layout.sharding.partners))
+    sizes = {FETCH_RING: num * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 
 

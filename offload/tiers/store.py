@@ -216,25 +216,24 @@ class Store:
         tickets are done, and take theirs.
         """
         state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
-        tile, partners = state.tiles[number], self.sharding.partners
+        tile, mine = state.tiles[number], own.planes[plane]
         comm, lane = (self.between, self.network) if self.sharding.spreads else (self.within, self.exchanges)
-        num_bytes = own.planes[plane].nbytes
-        self._counters.count("all_gather_elements", (tile.end - tile.begin) * len(partners))
-        self._counters.count("network_bytes", num_bytes * comm.num_far)
-        # Of an exchange within a replica a link's bytes a second are those of each rank, all at once; here one's go at
-        # a time. Between replicas they are what the rank sends.
-        moved = num_bytes * (comm.size - 1) if self.sharding.spreads else num_bytes // max(1, comm.size - 1)
-        for source, rank in enumerate(partners):
-            is_own = rank == self.sharding.owner
-            lease = own if is_own else state.others[rank][number].land(plane)
-            ticket = lane.submit(
-                partial(comm.broadcast, lease.planes[plane], source, f"{what}, tile {number} of rank {source}"),
-                reads=reads if is_own else (),
-                fills=() if is_own else lease.fills,
-                name=what,
-                num_bytes=moved,
-            )
-            (lease.done_reading if is_own else lease.done_writing)(ticket)
+        others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
+        leases = {rank: others.get(rank, own) for rank in self.sharding.partners}
+        received = [lease.planes[plane] for lease in leases.values()]
+        self._counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
+        self._counters.count("network_bytes", mine.nbytes * comm.num_far)
+        ticket = lane.submit(
+            partial(comm.all_to_all, received, [mine] * comm.size, f"{what}, tile {number}"),
+            reads=reads,
+            fills=[ticket for lease in others.values() for ticket in lease.fills],
+            name=what,
+            # A link's bytes a second are within a replica those that each rank gives, between replicas those it sends.
+            num_bytes=mine.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
+        )
+        own.done_reading(ticket)
+        for lease in others.values():
+            lease.done_writing(ticket)
 
     def forgive(self) -> None:
         """All states are about to be written anew: updates that failed or were given up are nobody's concern."""

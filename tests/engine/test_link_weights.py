@@ -5,6 +5,7 @@ masters stay exact, and every link has the bytes of codes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def on_ranks(
     """
     with open_comm(times=JOB) as comm:
         within, _ = comm.split(replicas)
-        gather, broadcast, exchanged = within.all_gather, within.broadcast, Counter[int]()
+        gather, give, exchanged = within.all_gather, within.all_to_all, Counter[int]()
 
         def counted(flat: Tensor, what: str) -> None:
             if "(int8)" in what and "gradients" not in what and ("new weights" in what or "all-gather" in what):
@@ -183,11 +184,11 @@ def on_ranks(
             counted(full, what)
             gather(full, shard, what)
 
-        def given(flat: Tensor, source: int, what: str) -> None:
-            counted(flat, what)
-            broadcast(flat, source, what)
+        def given(received: Sequence[Tensor], pieces: Sequence[Tensor], what: str) -> None:
+            counted(pieces[0], what)
+            give(received, pieces, what)
 
-        within.all_gather, within.broadcast = gathered, given  # type: ignore[method-assign]
+        within.all_gather, within.all_to_all = gathered, given  # type: ignore[method-assign]
         told: dict[str, Any] = {"zero_stage": stage, "replicas": replicas, "replica_states": states}
         told["placement"] = Placement(**tier)
         engine = Engine(model(), comm=comm, link_weights="int8", **told)

@@ -73,9 +73,8 @@ def test_ranks_move_and_exchange_what_is_foretold(
 ) -> None:
     for told, made in run(2, told_and_made, placement=placement, zero_stage=stage, **settings):
         assert (told["h2d"], told["d2h"]) == (made["h2d"], made["d2h"])
-        # Each rank's own bytes of what all get. New weights are handed round in turns, which is as long for both ranks.
-        exchanged = made["reduced"] + made["gathered"] * (2 if stage in (1, 2) else 1)
-        assert told["collective"] * 2 / 4 == exchanged
+        # Each rank's own bytes of what all get.
+        assert told["collective"] * 2 / 4 == made["reduced"] + made["gathered"]
 
 
 @pytest.mark.parametrize(
@@ -96,5 +95,4 @@ def test_machines_send_what_is_foretold(size: int, settings: dict[str, Any]) -> 
         assert told["sent"] == made["sent"] > 0
         assert told["d2h"] == made["d2h"]
         if settings.get("replicas") != 1:
-            # New weights go to the other replica in turns: 2 of the 6 bytes of each weight are sent, and 2 awaited.
-            assert told["network"] == made["sent"] * (8 / 6 if "replica_states" in settings else 1)
+            assert told["network"] == made["sent"]
