@@ -370,12 +370,10 @@ def _check_ranks(settings: Settings) -> None:
     _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
     if settings.replica_states == "shared" and (settings.zero_stage < 3 or not settings.optimizer.has_gradients):
         wrong = f"offload.zero_stage is {settings.zero_stage}, with which each rank holds all weights"
-        fix = "--offload.zero_stage 3, or --offload.replicas 1 to share out states over all ranks"
+        fix = "--offload.zero_stage 3, or --offload.replicas 1, whose states all ranks share out, and"
         if settings.zero_stage == 3:
-            wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule"
-        raise ConfigError(
-            f"offload.replica_states is shared, and {wrong}: set {fix}, or --offload.replica_states whole."
-        )
+            wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule, or"
+        raise ConfigError(f"offload.replica_states is shared, and {wrong}: set {fix} --offload.replica_states whole.")
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:
