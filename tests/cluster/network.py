@@ -45,8 +45,10 @@ class Network:
 
     def throttle(self, rate: str) -> None:
         """Let no machine send or get more than this, such as 10gbit."""
+        bucket = ["tbf", "rate", rate, "burst", "128kb", "latency", "1s"]
         for number in range(self.size):
-            bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+            # Else a second of data stands in line here, and what acknowledges the others' behind the last of it.
+            _ip("netns", "exec", self.name(number), "sysctl", "-qw", "net.ipv4.tcp_limit_output_bytes=65536")
             _ip("netns", "exec", self.name(number), "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
             _ip("netns", "exec", self.name("hub"), "tc", "qdisc", "replace", "dev", f"p{number}", "root", *bucket)
 
