@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import copy
 import ctypes
+import itertools
 import pickle
 import socket
 import sys
@@ -243,10 +244,10 @@ def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
 
 
 class Row:
-    """A row of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks that take part."""
+    """A row of exchanges: over groups of gloo of its own, one at a time, in the order of all ranks that take part."""
 
     def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
-        self.group = make_group(groups, "gloo", timeout)
+        self.group, self.back = (make_group(groups, "gloo", timeout) for _ in range(2))
         self.lock = threading.Lock()
         self.now = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
 
@@ -254,15 +255,14 @@ class Row:
 def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
     """Give every rank its piece; received[r] gets rank r's for this one. Scatters go from and to where the data is, and
     straight to who wants it: gloo's all-to-all wants pieces side by side, and its broadcasts go by way of other ranks,
-    to other machines and back. A group of gloo makes two at a time: those of two machines, so that a link is used both
-    ways.
+    to other machines and back. Ranks of machines take turns, so that a link is used both ways, and so do groups: over
+    a connection on which a piece is sent, the word that there is room for another comes when that is through.
     """
     places = [comm.machines[:rank].count(machine) for rank, machine in enumerate(comm.machines)]
+    turns = sorted(zip(places, range(comm.size), strict=True))
     return [
-        dist.scatter(
-            received[rank], pieces if rank == comm.rank else None, group=row.group, async_op=True, group_src=rank
-        )
-        for _, rank in sorted(zip(places, range(comm.size), strict=True))
+        dist.scatter(received[rank], pieces if rank == comm.rank else None, group=group, async_op=True, group_src=rank)
+        for (_, rank), group in zip(turns, itertools.cycle((row.group, row.back)))
     ]
 
 
@@ -530,7 +530,7 @@ class Ranks(Comm):
 
     def _abandon(self, _error: RankLostError | None) -> None:
         """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
-        groups = [row.group for row in self._rows()]
+        groups = self._groups()
         for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -549,16 +549,20 @@ class Ranks(Comm):
         """Return the rows of all parts."""
         return [row for part in self._all_parts() for row in (part._tensors, part._values)]
 
+    def _groups(self) -> list[Any]:
+        """Return the groups of gloo of all parts."""
+        return [group for row in self._rows() for group in (row.group, row.back)]
+
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
 
     def _destroy(self) -> None:
         rows = self._rows()
         if self.stands:
-            for group in (None,) if self._owns_default else [row.group for row in rows]:
+            for group in (None,) if self._owns_default else self._groups():
                 dist.destroy_process_group(group)
         for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
-            row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
+            row.group = row.back = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
 
 
 class _Chunks:
