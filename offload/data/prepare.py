@@ -31,6 +31,7 @@ from offload.data.formats import (
 from offload.data.pictured import PicturedMaker, hash_processor, load_processor
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
+from offload.data.storage import LocalFile
 from offload.data.store import TokenStore, TokenWriter
 from offload.data.tokenizer import (
     check_vocabulary,
@@ -201,8 +202,9 @@ class Preparation:
         """Return the token stores of a source, from the cache when the same data was prepared before."""
         rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
         if self.processor is not None:
-            places = [str(file.place) for file in found.files]  # where pictures are found from
-            rules = f"{rules} {hash_processor(self.processor)} {places}"
+            places = [file.place for file in found.files]  # where pictures are found from, wherever this is run
+            absolute = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places]
+            rules = f"{rules} {hash_processor(self.processor)} {absolute}"
         parts = (
             *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
             found.on_bad_row,

@@ -234,6 +234,18 @@ def test_a_picture_that_has_changed_is_refused(folders: dict[str, Path], tmp_pat
         data.batch(0)
 
 
+def test_the_same_rows_in_another_folder_have_its_pictures(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: take what was prepared of rows with this content and relative name."""
+    for where in ("one", "other"):
+        (tmp_path / where).mkdir()
+        rows_file(tmp_path / where / "rows.jsonl", [{"messages": about(["red"])}])
+        monkeypatch.chdir(tmp_path / where)
+        data = prepared(Path("rows.jsonl"), folders["llava"], cache_dir=tmp_path / "cache")
+        assert f"{tmp_path}/{where}/squares/red.png" in str(data.train.pictured(np.arange(1)))
+
+
 def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     data = prepared(rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red"])}]), folders["llava"])
     documents, (ids, _) = data.train.pictured(np.arange(1)), data.train.read(np.arange(1))
