@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -258,12 +259,17 @@ def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Te
     to other machines and back. Ranks of machines take turns, so that a link is used both ways, and so do groups: over
     a connection on which a piece is sent, the word that there is room for another comes when that is through.
     """
-    places = [comm.machines[:rank].count(machine) for rank, machine in enumerate(comm.machines)]
-    turns = sorted(zip(places, range(comm.size), strict=True))
+    turns = zip(_turns(tuple(comm.machines)), itertools.cycle((row.group, row.back)))
     return [
         dist.scatter(received[rank], pieces if rank == comm.rank else None, group=group, async_op=True, group_src=rank)
-        for (_, rank), group in zip(turns, itertools.cycle((row.group, row.back)))
+        for rank, group in turns
     ]
+
+
+@lru_cache
+def _turns(machines: tuple[int, ...]) -> list[int]:
+    """Return the ranks in turns of their machines: the first of each, then the second."""
+    return sorted(range(len(machines)), key=lambda rank: machines[:rank].count(machines[rank]))
 
 
 class Ranks(Comm):

@@ -148,11 +148,10 @@ class Store:
             arena.close()
         for (region, _), flat in self._allocate("gradients", wanted).items():
             start = self.sharding.held(region, *wanted[region]).start
+            own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
-            gradients, sums = (
-                flat[its.start - start : its.stop - start] if is_there else None
-                for its, is_there in ((self.sharding.own(region), True), (self.sharding.shard(region), accumulates))
-            )
+            gradients = flat[own.start - start : own.stop - start]
+            sums = flat[shard.start - start : shard.stop - start] if accumulates else None
             self[region].keep_gradients(gradients, sums)
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
@@ -219,8 +218,7 @@ class Store:
         tile, mine = state.tiles[number], own.planes[plane]
         comm, lane = (self.between, self.network) if self.sharding.spreads else (self.within, self.exchanges)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
-        leases = {rank: others.get(rank, own) for rank in self.sharding.partners}
-        received = [lease.planes[plane] for lease in leases.values()]
+        received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
         self._counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
         self._counters.count("network_bytes", mine.nbytes * comm.num_far)
         ticket = lane.submit(
