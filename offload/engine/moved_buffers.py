@@ -23,13 +23,13 @@ class MovedBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._at_start = self._digests()
+        self._at_start = digests_of(model)
 
     def find(self, comm: Comm, saved: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
         """Return the planes that are to be written, by buffer. `saved`: the buffers that are written as rank 0 has them
         in any case. Collective.
         """
-        first, *others = comm.gather_objects(self._digests(), "buffers that have moved")
+        first, *others = comm.gather_objects(digests_of(self._model), "buffers that have moved")
         found: dict[str, Entry] = {}
         for name, buffer in self._model.named_buffers():
             ranks = [0] if name not in saved and first[name] != self._at_start.get(name) else []
@@ -66,6 +66,8 @@ class MovedBuffers:
             else:  # a table that had grown
                 self._model.get_submodule(owner)._buffers[key] = value.to(buffers[name].device)
 
-    def _digests(self) -> dict[str, int]:
-        buffers = self._model.named_buffers()
-        return {name: digest(raw(buffer.detach().cpu().contiguous()).tobytes()) for name, buffer in buffers}
+
+def digests_of(model: nn.Module) -> dict[str, int]:
+    """Return a hash of the contents of each buffer of a model, by name."""
+    buffers = model.named_buffers()
+    return {name: digest(raw(buffer.detach().cpu().contiguous()).tobytes()) for name, buffer in buffers}

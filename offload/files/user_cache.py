@@ -1,4 +1,8 @@
-"""What may be kept for the user from run to run: made again where it is gone or damaged, never needed."""
+"""What may be kept for the user from run to run: made again where it is gone or damaged, never needed.
+
+A kept value is found by a key. A key is a hash of everything that the computation of the value is given; `code_hash` is
+the code's part of it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,42 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def default_cache_dir() -> Path:
     """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "offload"
+
+
+def hash_paths(paths: Iterable[Path]) -> str:
+    """Return 32 hex digits that name the contents of files, in their order. Raises OSError."""
+    found = xxhash.xxh3_128()
+    for path in paths:
+        data = path.read_bytes()
+        found.update(f"{len(data)}\0".encode())
+        found.update(data)
+    return found.hexdigest()
+
+
+@cache
+def code_hash(folder: str = "") -> str:
+    """Return a hash of the Python code in a folder of this package; by default of all its code, kernels included.
+
+    An edit or a release makes another key by itself: no version number has to be raised by hand.
+    """
+    files = sorted((_PACKAGE / folder).rglob("*.py"))
+    core = None if folder else find_spec("offload._core")  # an editable install keeps it in another folder
+    return hash_paths([*files, *(Path(each.origin) for each in (core,) if each is not None and each.origin)])
 
 
 def read_json(path: Path) -> Any:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from offload.checkpoint.spread import of_rank_0
 from offload.checkpoint.stored import REFERENCE
 from offload.data.dataset import Dataset
-from offload.data.sources import hash_text
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.errors import ConfigError
@@ -25,9 +24,9 @@ from offload.files.user_cache import default_cache_dir
 from offload.native.io import disk_error
 from offload.training.build import Run
 from offload.training.preferences import LogProbs
+from offload.training.reference_key import reference_key
 from offload.training.resume import ResumePoint
 
-_VERSION = 1
 _SAY_S = 30.0
 Say = Callable[[str], None]
 
@@ -66,15 +65,10 @@ def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
 
 def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
     """Return the log-probabilities of all rows in the weights that the engine has. A run that was interrupted here, or
-    one of the same weights and data, finds those that were measured.
+    one with the same `reference_key`, finds those that were measured.
     """
-    data, engine, train = run.data, run.engine, run.config.train
-    model: Any = engine.model
-    identities = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
-    cut = data.batch_size, train.micro_rows, train.head_chunk_bytes, comm.size
-    computed = train.precision, run.config.model.attention, run.config.offload.frozen_weights, engine.device.type
-    whole = engine.weights_mark(whole=True), model.config.to_json_string()
-    key = hash_text(repr((_VERSION, whole, identities, cut, computed)))
+    data, engine = run.data, run.engine
+    key = reference_key(run.config, engine, data)
     spans = list(_spans(data))
     num_rows = sum(end - begin for _, begin, end in spans)
     with _kept(default_cache_dir() / "reference" / f"{key}.f32", comm) as kept:

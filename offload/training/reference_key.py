@@ -1,0 +1,177 @@
+"""The key of a kept reference: a hash of everything that its computation is given.
+
+All settings are in the key but those of `LEFT_OUT`, so that a new setting is in it until somebody says why not. The
+rest of the key is read off the objects that compute: weights, buffers and attributes of modules, their code, the rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.checkpoint.manifest import raw
+from offload.config.config import Config
+from offload.data.dataset import Dataset
+from offload.data.sources import hash_text
+from offload.distributed.agreement import digest
+from offload.engine.engine import Engine
+from offload.engine.moved_buffers import digests_of
+from offload.files.user_cache import code_hash, hash_paths
+from offload.machine.environment import describe_environment
+from offload.planning.memory import EXPERT_BUFFER
+
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("run.dir", "run.name", "run.report_to"),
+        "It names where a run is written.",
+    ),
+    **dict.fromkeys(
+        ("model.path", "model.preset", "model.init", "lora.config", "lora.adapter"),
+        "It names where a model is from: the weights, buffers, attributes and code of the model are in the key.",
+    ),
+    **dict.fromkeys(
+        (
+            *("data.source", "data.sources", "data.eval_source", "data.format", "data.columns", "data.tokenizer"),
+            *("data.stopping_strategy", "data.on_bad_row", "data.train_on_prompt", "data.num_workers"),
+            "data.eval_share",
+        ),
+        "It decides about rows, and a hash of the rows is in the key.",
+    ),
+    **dict.fromkeys(
+        (
+            *("train.beta", "train.loss_type", "train.steps", "train.epochs", "train.max_seconds", "train.recompute"),
+            *("train.max_grad_norm", "train.clip", "train.on_nonfinite", "train.delay", "train.delay_after"),
+            *("train.eval_every", "train.eval_batches", "train.log_every", "train.noise_scale"),
+            *("train.early_stopping_patience", "train.early_stopping_min_delta", "optimizer.reset", "optimizer.lr"),
+            *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum", "optimizer.nesterov"),
+            *("optimizer.schedule", "optimizer.warmup_steps", "optimizer.states"),
+        ),
+        "It is about steps, and the reference is computed before the first one, without a backward.",
+    ),
+    **dict.fromkeys(
+        (
+            *("offload.parameters", "offload.optimizer", "offload.gradients", "offload.activations", "offload.graphs"),
+            *("offload.optimizer_memory", "offload.graphs_memory", "offload.host_memory"),
+            *("offload.nvme_dir", "offload.nvme_memory", "offload.prefetch", "offload.throttle", "offload.update"),
+            *("offload.zero_stage", "offload.replicas", "offload.replica_states"),
+        ),
+        "It decides where states are and when they move, which changes no bit of a forward.",
+    ),
+    **dict.fromkeys(
+        (
+            *("checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.on_error"),
+            *("checkpoint.keep_best", "checkpoint.export", "checkpoint.export_best"),
+        ),
+        "It is about files that are written after the reference is known.",
+    ),
+}
+"""Settings that are not in the key, each with the reason."""
+NAMES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("_name_or_path", "name_or_path", "base_model_name_or_path"),
+        "A configuration names where it was loaded from.",
+    ),
+    **dict.fromkeys(
+        ("memory", "platform", "pci"),
+        "The environment lists free memory, the kernel of the operating system and the slot of a GPU.",
+    ),
+}
+"""Attributes and items that are not in the key wherever they occur, each with the reason."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
+    """Return 32 hex digits, equal for two runs only where both compute the same reference, bit for bit. Collective."""
+    streams_experts = any(name == EXPERT_BUFFER for _, name, _ in engine.allocations)  # of auto, memory decides
+    passes = engine.device.type, engine.comm.size, engine.head_chunk_bytes, engine.told_tiles, streams_experts
+    rows = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
+    batches = data.pad_id, data.batch_size, type(data.batching).__name__
+    machine = describe_environment(), torch.get_float32_matmul_precision()
+    own = described_settings(config), described_model(engine.model)
+    code = code_hash(), _code_of(engine.model)
+    return hash_text(
+        repr((*own, engine.weights_mark(whole=True), _Description().of([passes, rows, batches, machine, code])))
+    )
+
+
+def described_settings(config: Config) -> str:
+    """Return the settings in the key, as text."""
+    return repr(_Description().of([item for item in config.items() if item[0] not in LEFT_OUT]))
+
+
+def described_model(model: Any) -> str:
+    """Return the structure, buffers, attributes and hooks of a model as text, down to the configurations that modules
+    hold; parameters are left to `Engine.weights_mark`.
+    """
+    modules = [
+        (
+            name,
+            type(module),
+            {key: value for key, value in vars(module).items() if key not in _OF_TORCH},
+            [list(getattr(module, kind).values()) for kind in _HOOKS],
+        )
+        for name, module in model.named_modules()
+    ]
+    return repr((digests_of(model), _Description().of(modules)))
+
+
+def _code_of(model: nn.Module) -> str:
+    """Return a hash of the files that define the classes of a model's modules. Where a class has no file, such as one
+    of an interactive session, no other process may take it for the same: the hash is a random one.
+    """
+    classes = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    try:
+        return hash_paths(sorted({Path(inspect.getfile(kind)) for kind in classes}))
+    except (OSError, TypeError):
+        return secrets.token_hex(16)
+
+
+class _Description:
+    """Describes values by nested lists of text that are equal for equal values in any process: without addresses, and
+    without the order of sets.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, Any]] = {}  # with the values, so that no other one gets the same id
+
+    def of(self, value: Any) -> Any:
+        """Return the description of a value. Modules, parameters and what the engine hangs on modules are named by
+        their class alone.
+        """
+        kind = type(value)
+        name = [kind.__module__, kind.__qualname__]
+        if isinstance(value, nn.Module | nn.Parameter) or kind.__module__.startswith("offload.engine."):
+            return name
+        if not hasattr(value, "__dict__") and not isinstance(value, list | tuple | dict | set | frozenset):
+            return repr(value) if any("__repr__" in vars(each) for each in kind.__mro__[:-1]) else name
+        if id(value) in self._seen:
+            return self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
+        return [*name, *self._inside(value)]
+
+    def _inside(self, value: Any) -> list[Any]:
+        if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+            cells = getattr(value, "__closure__", None) or ()
+            held = [getattr(value, "__self__", None), *(each.cell_contents for each in cells)]
+            return [value.__module__, value.__qualname__, *(self.of(each) for each in held)]
+        if isinstance(value, partial):
+            return [self.of(each) for each in (value.func, value.args, value.keywords)]
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return [str(value.dtype), *value.shape, digest(raw(torch.as_tensor(value).cpu().contiguous()).tobytes())]
+        if isinstance(value, Mapping):
+            items = [(repr(self.of(key)), self.of(each)) for key, each in value.items() if key not in NAMES]
+            return sorted(items, key=lambda item: item[0])
+        if isinstance(value, set | frozenset):
+            return sorted(repr(self.of(each)) for each in value)
+        if isinstance(value, list | tuple):
+            return [self.of(each) for each in value]
+        return self._inside(vars(value))

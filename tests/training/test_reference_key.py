@@ -1,0 +1,108 @@
+"""The key of a kept reference changes with all that the reference is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Placement
+from offload.config.config import Config
+from offload.engine.engine import Engine
+from offload.training.reference_key import LEFT_OUT, NAMES, described_model, described_settings, reference_key
+from tests.integrations.plain import llama, needs
+
+needs("peft")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config(train={"method": "dpo"}, data={"source": ["pairs.jsonl"]})
+
+
+@pytest.fixture
+def adapted() -> Any:
+    model = llama()
+    model.register_buffer("shift", torch.zeros(3))
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
+def rows(*identities: str) -> Any:
+    sets = {str(number): SimpleNamespace(identity=each, sequence_length=16) for number, each in enumerate(identities)}
+    return SimpleNamespace(pad_id=0, batch_size=2, batching=None, row_sets=sets)
+
+
+def unchanged(values: Any, describe: Callable[[], str]) -> set[str]:
+    """Return the items or attributes that may be others without another description."""
+    values, before, found = values if isinstance(values, dict) else vars(values), describe(), set()
+    for name, was in list(values.items()):
+        values[name] = "another"
+        found |= {name} if describe() == before else set()
+        values[name] = was
+    return found
+
+
+def test_every_setting_is_in_the_key_or_left_out_for_a_reason(config: Config) -> None:
+    """Break: name a setting in LEFT_OUT, or take one away."""
+    sections = {key.partition(".")[0] for key, _ in config.items()}
+    found = {
+        f"{section}.{name}"
+        for section in sections
+        for name in unchanged(getattr(config, section), lambda: described_settings(config))
+    }
+    assert found == set(LEFT_OUT)
+    assert all([*LEFT_OUT.values(), *NAMES.values()])
+
+
+def test_every_field_of_an_adapter_and_of_an_architecture_is_in_the_key(adapted: Any) -> None:
+    """Break: describe the architecture of the base alone, so that adapters with the same matrices and another
+    `lora_alpha` have one reference.
+    """
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    for values in (adapted.peft_config["default"], adapted.config, layer.scaling, layer.r):
+        assert unchanged(values, lambda: described_model(adapted)) <= set(NAMES)
+
+
+def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, adapted: Any) -> None:
+    data, base = rows("a", "b"), adapted.base_model.model
+    with Engine(adapted) as engine:
+
+        def key() -> str:
+            return reference_key(config, engine, data)
+
+        keys = [key(), key()]
+        with torch.no_grad():
+            base.shift += 1
+        keys.append(key())
+        base.lm_head.register_forward_hook(lambda *_: None)
+        keys.append(key())
+        for values, name in ((config.model, "attention"), (data, "pad_id"), (data, "batch_size")):
+            vars(values)[name] = "another"
+            keys.append(key())
+        data.row_sets |= rows("a", "c").row_sets
+        keys.append(key())
+        for _, value in engine.edit(["base_model.model.lm_head.weight"]):
+            value.view(-1)[-1] += 1
+        keys.append(key())
+    assert len(set(keys)) == len(keys) - 1, "the first two are of the same run"
+    assert keys[0] == keys[1]
+
+
+def test_the_key_is_the_same_for_other_objects_and_placements(config: Config) -> None:
+    """Break: put the address of an object into it, the order of a set, or where weights are."""
+    found = []
+    here, below = Placement("device", "device"), Placement()
+    for values, placement in (({0, 8}, here), ({8, 0}, below), ({8}, below)):
+        model = llama()
+        model.named, model.made = values, lambda model=model: model
+        with Engine(model, placement=placement) as engine:
+            found.append(reference_key(config, engine, rows("a")))
+    with Engine(llama(), head_chunk_bytes="1MiB") as engine:
+        found.append(reference_key(config, engine, rows("a")))
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
