@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("sources", "eval_sources", "eval_share", "on_bad_row"),
+        "Tokens are made of one source at a time: `Found` has it, and the key a hash of the files.",
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "model_path", "is_pretrained"),
+        "It says where the tokenizer is from: the key has a hash of the tokenizer.",
+    ),
+    **dict.fromkeys(
+        ("sequence_length", "packing", "isolated", "group_by_length", "stopping_strategy", "batch_size", "seed"),
+        "It decides how rows and batches are made of the tokens, in each run anew.",
+    ),
+    **dict.fromkeys(
+        ("cache_dir", "num_workers", "progress", "no_pictures"),
+        "It says where and by whom tokens are made, or refuses them.",
+    ),
+}
+"""Arguments of `build_dataset` that are not in the key of kept tokens, each with the reason."""
 _EVAL_SEED = 0
 """Eval rows stand in one fixed mixed order, so that the first few batches are a fair sample, equal for all runs."""
 
@@ -286,6 +305,7 @@ def build_dataset(
     something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
     nothing would be trained on.
     """
+    asked = {name: value for name, value in locals().items() if name not in LEFT_OUT}
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
     if batch_size < 1:
@@ -302,7 +322,7 @@ def build_dataset(
     if pictured is not None and no_pictures:
         raise ConfigError(f"{pictured.source.setting} {pictured.source} has pictures, and {no_pictures}")
     where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers)
+    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers, asked)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0

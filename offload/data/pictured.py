@@ -19,7 +19,6 @@ from offload.data.encode import Asked, Encoded, Made, trained_tokens
 from offload.data.formats import Chat
 from offload.data.pictures import Picture, Pictured, decoded, digest_of
 from offload.data.rows import BadRow
-from offload.data.sources import hash_text
 from offload.errors import ConfigError, MissingLibraryError, shorten
 
 if TYPE_CHECKING:
@@ -58,11 +57,6 @@ def load_processor(path: str | None) -> Any:
         )
     made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # rows of a batch are padded
     return made
-
-
-def hash_processor(processor: Any) -> str:
-    """Return a hash of what decides which tokens a picture has, and how a conversation is written."""
-    return hash_text(repr((processor.to_json_string(), processor.chat_template)))
 
 
 class PicturedMaker:

@@ -4,7 +4,7 @@ that went in."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -28,7 +28,7 @@ from offload.data.formats import (
     read_records,
     texts_of,
 )
-from offload.data.pictured import PicturedMaker, hash_processor, load_processor
+from offload.data.pictured import PicturedMaker, load_processor
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.storage import LocalFile
@@ -40,11 +40,12 @@ from offload.data.tokenizer import (
     sampling_rate,
     tokenizer_folder,
     trained_tokenizer,
+    versions,
 )
 from offload.errors import ConfigError
+from offload.files.user_cache import code_hash
 from offload.machine.cores import usable_cores
 
-_VERSION = 5
 _BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
 _MOST_WORKERS = 16  # each holds 300 MB
 _NUM_LOOKED_AT = 1000  # rows, for one with a picture
@@ -140,8 +141,9 @@ class Preparation:
         cache_dir: Path,
         progress: Progress,
         num_workers: int | None = None,
+        asked: Mapping[str, Any] | None = None,
     ) -> None:
-        """`num_workers`: processes that tokenize, None for as many as pay."""
+        """`num_workers`: processes that tokenize, None for as many as pay. `asked`: what else decides about tokens."""
         self.notes = [note for each in found for note in each.notes]
         self.processor: Any = None
         """The processor of the model, where a source has pictures, once there is a tokenizer."""
@@ -152,6 +154,7 @@ class Preparation:
         self._cache_dir = cache_dir
         self._progress = progress
         self._num_workers = num_workers
+        self._asked = sorted((asked or {}).items())
 
     def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
@@ -200,17 +203,14 @@ class Preparation:
 
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
         """Return the token stores of a source, from the cache when the same data was prepared before."""
-        rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
-        if self.processor is not None:
-            places = [file.place for file in found.files]  # where pictures are found from, wherever this is run
-            absolute = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places]
-            rules = f"{rules} {hash_processor(self.processor)} {absolute}"
-        parts = (
-            *(_VERSION, found.files_hash, rules, train_on_prompt, found.eval_share, self._vocab_size),
-            found.on_bad_row,
-            found.is_evaluated,
-        )
-        name = hash_text(repr(parts))
+        encodes, places = tokenizer if self.processor is None else self.processor, list[str]()
+        if self.processor is not None:  # where pictures are found from, wherever this is run
+            own = [file.place for file in found.files]
+            places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in own]
+        rules = None if encodes is None else hash_tokenizer(encodes)
+        source = found.files_hash, found.eval_share, found.on_bad_row, found.is_evaluated
+        asked = self._asked, self._vocab_size, train_on_prompt
+        name = hash_text(repr((code_hash("data"), versions(), source, asked, rules, places)))
         return cached(
             self._cache_dir / "tokens",
             name,

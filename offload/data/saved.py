@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.data.storage import DataSet, library
+from offload.data.storage import DataSet, LocalFile, library
 from offload.errors import ConfigError
 
 _HUB_TIMEOUT_S = 10.0
@@ -27,9 +27,9 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
         ) from error
     rows, of = _split_of(loaded, split, str(folder), setting)
     inside = folder / of if isinstance(loaded, dict) else folder
-    files = [path for path in sorted(inside.rglob("*")) if path.is_file()]
-    stamp = "\0".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
-    return DataSet(_named(str(folder), of), sum(path.stat().st_size for path in files), stamp, rows)
+    files = [LocalFile(path) for path in sorted(inside.rglob("*")) if path.is_file()]
+    stamp, num_bytes = "\0".join(file.stamp for file in files), sum(file.num_bytes for file in files)
+    return DataSet(_named(str(folder), of), num_bytes, tuple(file.path for file in files), stamp, rows)
 
 
 def from_hub(path: str, name: str | None, revision: str | None, split: str | None, setting: str) -> DataSet:
@@ -52,7 +52,7 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
         ) from error
     rows, of = _split_of(loaded, split, path, setting)
     num_bytes = int(rows.data.nbytes)
-    return DataSet(_named(path, of), num_bytes, f"{path} {name} {revision} {of} {rows._fingerprint}", rows)
+    return DataSet(_named(path, of), num_bytes, (), f"{path} {name} {revision} {of} {rows._fingerprint}", rows)
 
 
 def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple[Any, str]:

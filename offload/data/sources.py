@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import get_args
 
@@ -38,6 +38,7 @@ from offload.data.kinds import (
 )
 from offload.data.storage import DataSet, LocalFile, Place, remote_files
 from offload.errors import ConfigError, nearest
+from offload.files.user_cache import hash_paths
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
@@ -48,7 +49,11 @@ _STDLIB_LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 )
 _HASH_WHOLE_BYTES = 1 << 30  # above this much data a file is known by its size and time instead of its content
-_HASH_BLOCK_BYTES = 1 << 20
+LEFT_OUT: Mapping[str, str] = {
+    "place": "The contents are hashed in its stead.",
+    "setting": "It is for errors alone.",
+}
+"""Fields of a `SourceFile` that are not in the hash of its contents, each with the reason."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -293,18 +298,12 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
 
 
 def hash_files(files: Sequence[SourceFile]) -> str:
-    """Return a hash of the files' names, formats and contents; of sizes and times instead of contents above 1 GiB of
-    data, and for what is no file of this machine.
+    """Return a hash of all fields of the files but those of `LEFT_OUT`, and of the contents: of sizes and times instead
+    above 1 GiB of data, and of what the server says for what is no file of this machine.
     """
     whole = sum(file.num_bytes for file in files) <= _HASH_WHOLE_BYTES
-    digest = xxhash.xxh3_128()
-    for file in files:
-        columns = f"{sorted(file.columns.items())}\0" if file.columns else ""
-        digest.update(f"{file.name}\0{file.format}\0{file.num_bytes}\0{columns}".encode())
-        if whole and isinstance(file.place, LocalFile):
-            with file.place.open() as stream:
-                while block := stream.read(_HASH_BLOCK_BYTES):
-                    digest.update(block)
-        else:
-            digest.update(f"{file.place.stamp}\0".encode())
-    return digest.hexdigest()
+    said = [
+        [(each.name, getattr(file, each.name)) for each in fields(file) if each.name not in LEFT_OUT] for file in files
+    ]
+    contents = [hash_paths(file.place.files) if whole and file.place.files else file.place.stamp for file in files]
+    return hash_text(repr((said, contents)))

@@ -56,9 +56,17 @@ class LocalFile:
         return self.path.stat().st_size
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Files of this machine with the contents."""
+        return (self.path,)
+
+    @property
     def stamp(self) -> str:
-        """A text that changes when the contents do, as far as is known without reading them."""
-        return f"{self.path.absolute()}\0{self.path.stat().st_mtime_ns}"
+        """A text that changes when the contents do, as far as is known without reading them: place, size and times.
+        A copy can be given the old modification time, but not the old change time.
+        """
+        found = self.path.stat()
+        return f"{self.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
 
     def open(self) -> BinaryIO:
         return self.path.open("rb")
@@ -80,8 +88,16 @@ class RemoteFile:
         return PurePosixPath(self.url)
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return ()
+
+    @property
     def stamp(self) -> str:
-        return f"{self.url}\0{self.system.ukey(self.url)}"
+        """The URL, and all that the server says of it, such as size, time and ETag, but where it redirects to: that
+        may be signed anew each time.
+        """
+        said = {key: value for key, value in self.system.info(self.url).items() if key != "url"}
+        return f"{self.url}\0{sorted(said.items())}"
 
     def open(self) -> BinaryIO:
         return self.system.open(self.url, "rb")
@@ -93,6 +109,8 @@ class DataSet:
 
     where: str
     num_bytes: int
+    files: tuple[Path, ...]
+    """Of a folder of `save_to_disk`: its files. Empty for a name on the hub."""
     stamp: str
     rows: Any = field(compare=False, repr=False)
     """datasets.Dataset."""

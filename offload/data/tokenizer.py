@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.sources import hash_text
 from offload.errors import ConfigError
+from offload.files.user_cache import class_hash, code_hash
+from offload.machine.environment import version_of
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
-_VERSION = "1"
+LEFT_OUT: Mapping[str, str] = {
+    "is_local": "It says whether a tokenizer came from a folder or a name on the hub.",
+    "local_files_only": "It says whether the hub was asked for a tokenizer.",
+    "name_or_path": "It says where a tokenizer came from.",
+}
+"""Items of a tokenizer's configuration that are not in its hash, each with the reason."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -24,6 +32,7 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+_LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow", "pillow")
 _TRAINING_CHARS = 256 << 20  # a sample is enough: merges beyond this much text are rare words
 
 
@@ -110,13 +119,26 @@ def _num_tokens(tokenizer: Any) -> int:
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
-    """Return a hash of everything that decides how text becomes ids."""
-    import tokenizers
-    import transformers
+    """Return a hash of everything that decides how a tokenizer, or a processor with one, turns text into ids: its files
+    but the items of `LEFT_OUT`, the code of its class, and the libraries.
+    """
+    return hash_text(repr((_behaviour(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
 
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    parts = (rules, type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map)
-    return hash_text(repr((*parts, transformers.__version__, tokenizers.__version__)))
+
+def _behaviour(files: Mapping[str, bytes]) -> list[Any]:
+    """Return what files of a tokenizer say, but the items of `LEFT_OUT`."""
+    found = []
+    for name, data in files.items():
+        said: Any = data
+        if name.endswith("_config.json") and isinstance(read := json.loads(data), dict):
+            said = sorted((key, repr(value)) for key, value in read.items() if key not in LEFT_OUT)
+        found.append((name, said))
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the libraries that read rows and tokenize them; None where one is not installed."""
+    return {name: version_of(name) for name in _LIBRARIES}
 
 
 def trained_tokenizer(
@@ -128,10 +150,9 @@ def trained_tokenizer(
 ) -> Any:
     """Return a byte-level BPE of at most `vocab_size` tokens trained on `texts()`, from the cache when `key` was
     trained before."""
-    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    name = hash_text(repr((_VERSION, key, vocab_size, tokenizers.__version__)))
+    name = hash_text(repr((code_hash("data"), versions(), key, vocab_size)))
 
     def build(folder: Path) -> None:
         progress("training the tokenizer", 0.0)

@@ -7,6 +7,7 @@ the code's part of it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+_BLOCK_BYTES = 1 << 20
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -31,10 +33,24 @@ def hash_paths(paths: Iterable[Path]) -> str:
     """Return 32 hex digits that name the contents of files, in their order. Raises OSError."""
     found = xxhash.xxh3_128()
     for path in paths:
-        data = path.read_bytes()
-        found.update(f"{len(data)}\0".encode())
-        found.update(data)
+        num_bytes = 0
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                found.update(block)
+                num_bytes += len(block)
+        found.update(f"\0{num_bytes}\0".encode())
     return found.hexdigest()
+
+
+def class_hash(classes: Iterable[type]) -> str:
+    """Return a hash of the files that define classes and their bases. Where a class has no file, such as one of an
+    interactive session, the hash is a random one: no other process takes the class for the same.
+    """
+    bases = {base for kind in classes for base in kind.__mro__ if base is not object}
+    try:
+        return hash_paths(sorted({Path(inspect.getfile(base)) for base in bases}))
+    except (OSError, TypeError):
+        return secrets.token_hex(16)
 
 
 @cache

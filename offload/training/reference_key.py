@@ -6,11 +6,8 @@ rest of the key is read off the objects that compute: weights, buffers and attri
 
 from __future__ import annotations
 
-import inspect
-import secrets
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from offload.data.sources import hash_text
 from offload.distributed.agreement import digest
 from offload.engine.engine import Engine
 from offload.engine.moved_buffers import digests_of
-from offload.files.user_cache import code_hash, hash_paths
+from offload.files.user_cache import class_hash, code_hash
 from offload.machine.environment import describe_environment
 from offload.planning.memory import EXPERT_BUFFER
 
@@ -97,7 +94,7 @@ def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
     batches = data.pad_id, data.batch_size, type(data.batching).__name__
     machine = describe_environment(), torch.get_float32_matmul_precision()
     own = described_settings(config), described_model(engine.model)
-    code = code_hash(), _code_of(engine.model)
+    code = code_hash(), class_hash({type(module) for module in engine.model.modules()})
     return hash_text(
         repr((*own, engine.weights_mark(whole=True), _Description().of([passes, rows, batches, machine, code])))
     )
@@ -122,17 +119,6 @@ def described_model(model: Any) -> str:
         for name, module in model.named_modules()
     ]
     return repr((digests_of(model), _Description().of(modules)))
-
-
-def _code_of(model: nn.Module) -> str:
-    """Return a hash of the files that define the classes of a model's modules. Where a class has no file, such as one
-    of an interactive session, no other process may take it for the same: the hash is a random one.
-    """
-    classes = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
-    try:
-        return hash_paths(sorted({Path(inspect.getfile(kind)) for kind in classes}))
-    except (OSError, TypeError):
-        return secrets.token_hex(16)
 
 
 class _Description:
