@@ -15,7 +15,8 @@ from offload.data.packing import IGNORE, Layout
 from offload.data.pictured import PictureInputs
 from offload.data.prepare import Found, Preparation
 from offload.data.source_rows import SourceFacts, SourceRows, names_of
-from offload.data.sources import Source, hash_text
+from offload.data.sources import Source, SourceFile, both_names, hash_text
+from offload.data.storage import Mark
 from offload.data.tokenizer import UNKNOWN
 from offload.errors import ConfigError, too_few_rows
 from offload.files.user_cache import default_cache_dir
@@ -372,15 +373,26 @@ def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
 
 
 def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
-    """Raise ConfigError where a file is trained on and evaluated on."""
-    trained = {file.place: each for each in found for file in each.files}
+    """Raise ConfigError where a file is trained on and evaluated on, by any of its names."""
+    trained: dict[Mark, tuple[Found, SourceFile]] = {}
+    for each in found:
+        for file in each.files:
+            for mark in file.place.marks:
+                other, same = trained.setdefault(mark, (each, file))
+                if other.holds_out(same) != each.holds_out(file):
+                    raise ConfigError(
+                        f"data.sources has {both_names(file, same)} in {other.source} and in {each.source}: of what "
+                        f"data.eval_share={each.eval_share} holds out in one, the other would train on a part. Name "
+                        "the file in one source (weight says how often), or set --data.eval_share 0."
+                    )
     for each in held:
-        if both := next((file.place for file in each.files if file.place in trained), None):
-            raise ConfigError(
-                f"data.eval_source {each.source} has {both}, which is trained on too (data.source "
-                f"{trained[both].source}): its loss would say nothing. Name other files, or hold out a part of the "
-                "training data by --data.eval_share."
-            )
+        for file in each.files:
+            for other, same in (trained[mark] for mark in file.place.marks if mark in trained):
+                raise ConfigError(
+                    f"data.eval_source {each.source} has {both_names(file, same)}, which is trained on too "
+                    f"(data.source {other.source}): its loss would say nothing. Name other files, or hold out a part "
+                    "of the training data by --data.eval_share."
+                )
 
 
 def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:

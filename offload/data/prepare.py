@@ -30,7 +30,7 @@ from offload.data.formats import (
 )
 from offload.data.pictured import PicturedMaker, load_processor
 from offload.data.rows import BadRow, BadRows
-from offload.data.sources import Source, find_files, hash_files, hash_text, held_out_files, split_hash
+from offload.data.sources import Source, SourceFile, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.storage import LocalFile
 from offload.data.store import TokenStore, TokenWriter
 from offload.data.tokenizer import (
@@ -118,6 +118,12 @@ class Found:
     def may_mask(self) -> bool:
         """Whether some tokens may be untrained."""
         return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
+
+    def holds_out(self, file: SourceFile) -> bool | str:
+        """Return what decides about documents to hold out of a file: whether it is held out as a whole, or the name by
+        which its rows are drawn.
+        """
+        return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
 
     def records(self, bad: BadRows) -> Iterator[tuple[bool, str, Record]]:
         """Yield (in_eval, a name that is the same on every machine, record); bad rows go to `bad`."""

@@ -36,7 +36,7 @@ from offload.data.kinds import (
     of_split,
     suffix_of,
 )
-from offload.data.storage import DataSet, LocalFile, Place, remote_files
+from offload.data.storage import DataSet, LocalFile, Mark, Place, remote_files
 from offload.errors import ConfigError, nearest
 from offload.files.user_cache import hash_paths
 
@@ -54,6 +54,7 @@ LEFT_OUT: Mapping[str, str] = {
     "setting": "It is for errors alone.",
 }
 """Fields of a `SourceFile` that are not in the hash of its contents, each with the reason."""
+_MOST_NAMED = 3
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -109,11 +110,12 @@ class SourceFile:
 
 
 def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFile]:
-    """Return the files of a source, sorted within each of its paths; a file that is named twice is read once.
+    """Return the files of a source, sorted within each of its paths; a file that is named twice, also by
+    another path or by a link, is read once.
 
-    A folder is searched recursively, hidden names left out; in a glob `**` crosses folders. What a folder holds besides
-    is put into `notes`. Raises ConfigError when a path matches nothing, cannot be read, or leaves open which of its
-    files are meant.
+    A folder is searched recursively, hidden names left out; in a glob `**` crosses folders. What a folder holds
+    besides, and files that are named twice, are put into `notes`. Raises ConfigError when a path matches nothing,
+    cannot be read, or leaves open which of its files are meant.
     """
     if source.format not in FORMATS:
         allowed = ", ".join(FORMATS)
@@ -124,11 +126,27 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
         raise ConfigError(
             f"{source.setting}={list(source.paths)!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob."
         )
-    found: dict[Place, SourceFile] = {}
+    notes = [] if notes is None else notes
+    found, named_again = dict[Mark, SourceFile](), list[str]()
+    files: list[SourceFile] = []
     for path in source.paths:
-        for file in _find(path, source, [] if notes is None else notes):
-            found.setdefault(file.place, file)
-    return list(found.values())
+        for file in _find(path, source, notes):
+            before = next((found[mark] for mark in file.place.marks if mark in found), None)
+            if before is not None:
+                named_again.append(both_names(file, before))
+                continue
+            found |= dict.fromkeys(file.place.marks, file)
+            files.append(file)
+    if named_again:
+        more = f", and {len(named_again) - _MOST_NAMED} more" if len(named_again) > _MOST_NAMED else ""
+        shown = ", ".join(named_again[:_MOST_NAMED])
+        notes.append(f"{source.setting} {source} names files twice, and each is read once: {shown}{more}.")
+    return files
+
+
+def both_names(file: SourceFile, same: SourceFile) -> str:
+    """Return the name of a file, and the other one that it has in `same`, if that is spelled otherwise."""
+    return f"{file.place}" if str(file.place) == str(same.place) else f"{file.place} (the file {same.place})"
 
 
 def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:

@@ -20,6 +20,8 @@ from offload.errors import ConfigError, MissingLibraryError, errno_text
 
 PACKINGS = {".gz": "gunzip", ".zst": "zstd -d"}
 """Endings of packed files that are read, and what unpacks them."""
+Mark = tuple[int, int] | str
+"""Of bytes: device and inode of a file of this machine, or the name of what is elsewhere."""
 _BUFFER_BYTES = 1 << 18
 
 
@@ -61,6 +63,12 @@ class LocalFile:
         return (self.path,)
 
     @property
+    def marks(self) -> frozenset[Mark]:
+        """Device and inode: places with a mark in common hold the same bytes, however they are spelled or linked."""
+        found = self.path.stat()
+        return frozenset({(found.st_dev, found.st_ino)})
+
+    @property
     def stamp(self) -> str:
         """A text that changes when the contents do, as far as is known without reading them: place, size and times.
         A copy can be given the old modification time, but not the old change time.
@@ -92,6 +100,11 @@ class RemoteFile:
         return ()
 
     @property
+    def marks(self) -> frozenset[Mark]:
+        protocol, _, path = self.url.partition("://")
+        return LocalFile(Path(path)).marks if protocol in ("file", "local") else frozenset({self.url})
+
+    @property
     def stamp(self) -> str:
         """The URL, and all that the server says of it, such as size, time and ETag, but where it redirects to: that
         may be signed anew each time.
@@ -121,6 +134,11 @@ class DataSet:
     @property
     def name(self) -> PurePath:
         return PurePosixPath(self.where)
+
+    @property
+    def marks(self) -> frozenset[Mark]:
+        own = frozenset[Mark]().union(*(LocalFile(path).marks for path in self.files))
+        return own or frozenset({str(self.rows._fingerprint)})
 
     def open(self) -> BinaryIO:
         raise NotImplementedError(f"{self.where} is no file")

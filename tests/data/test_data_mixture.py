@@ -160,9 +160,23 @@ def test_eval_sources_have_names_and_are_apart_from_training(mix: Mix, write_lin
     held_out = [t for batch in dataset.eval_batches(4) for t in texts(dataset, batch["input_ids"])]
     assert by_source(held_out).keys() <= set(SIZES)
     assert not set(held_out) & {text for rows in epochs_of(dataset, 1) for text in rows}
-    both = Path(paths[0]).parent / "large.jsonl"
-    with pytest.raises(ConfigError, match=r"large\.jsonl, which is trained on too.*--data\.eval_share"):
-        mix(eval_sources=[source_of(str(both))])
+
+
+@pytest.mark.parametrize("other", ["large.jsonl", "sub/../large.jsonl", "link.jsonl", "hard.jsonl"])
+def test_a_file_that_is_trained_on_is_not_evaluated_on_by_another_name(mix: Mix, tmp_path: Path, other: str) -> None:
+    """Break: compare paths as they are spelled. A part that is held out of a file is trained on by no other name."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "large.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "large.jsonl")
+    with pytest.raises(ConfigError, match=r"large\.jsonl.*, which is trained on too.*--data\.eval_share"):
+        mix(eval_sources=[source_of(str(tmp_path / other))])
+    twice = [source_of(str(tmp_path / name)) for name in ("large.jsonl", other)]
+    assert len(mix(sources=twice, eval_share=0).source_rows) == 2
+    if "/" in other or other == "large.jsonl":
+        assert mix(sources=twice, eval_share=0.5).num_eval_rows, "the same rows are held out"
+    else:
+        with pytest.raises(ConfigError, match=r"data.eval_share=0.5 holds out in one, the other would train on a part"):
+            mix(sources=twice, eval_share=0.5)
 
 
 def test_names_tell_sources_apart() -> None:

@@ -98,6 +98,22 @@ def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
     assert not [word for word in words if word.format(folder=tmp_path) not in str(error.value)], str(error.value)
 
 
+def test_a_file_with_several_names_is_read_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: compare paths as they are spelled."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    Path("a.jsonl").write_text("{}\n")
+    Path("link.jsonl").symlink_to("a.jsonl")
+    Path("hard.jsonl").hardlink_to("a.jsonl")
+    other_names = [f"{tmp_path}/a.jsonl", "sub/../a.jsonl", "link.jsonl", "hard.jsonl", f"file://{tmp_path}/a.jsonl"]
+    for other in ["a.jsonl", *other_names, "*.jsonl"]:
+        notes: list[str] = []
+        assert names(files_of(["a.jsonl", other], notes=notes)) == ["a.jsonl"]
+        (note,) = notes
+        assert "names files twice, and each is read once: " in note
+        assert (f"{other} (the file a.jsonl)" in note) == (other in other_names)
+
+
 def test_sources_have_test_files(tmp_path: Path) -> None:
     for name in ("train.py", "test.py"):
         (tmp_path / name).write_text("")
