@@ -84,13 +84,16 @@ class LoraLayers:
         """Return the matrices as they begin, fp32, by their names: those of one layer are drawn after those of the one
         before, from a seed. The generator of the caller stays as it is.
         """
+        from peft.tuners.lora.layer import Linear
+
         found: dict[str, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for prefix, layer in self._layers.values():
                 own = {name: torch.empty(each.shape) for name, each in layer.named_parameters() if each.requires_grad}
                 layer = _filled(layer, own)
-                if self._init == "orthogonal":
+                # As in PEFT's own update_layer: the other kinds of layers have no orthogonal values.
+                if self._init == "orthogonal" and isinstance(layer, Linear):
                     layer.orthogonal_init(self._adapter)
                 else:
                     layer.reset_lora_parameters(self._adapter, self._init)

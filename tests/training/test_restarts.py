@@ -21,11 +21,12 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.export import main as export_command
 from offload.generate import main as generate_command
+from offload.hf.lora_layers import LoraLayers
 from offload.parity import main as parity_command
 from offload.training.restarts import seed_of
 from offload.verify import main as verify_command
 from tests import forks
-from tests.integrations.plain import SameBits, needs
+from tests.integrations.plain import SameBits, llama, needs
 from tests.matrix import quick
 from tests.training.test_adapters import base, environment, train_over_ranks, words  # noqa: F401
 
@@ -118,6 +119,26 @@ def assert_stored(folder: Path, model: Any, optimizer: Any, *, is_changed: bool 
         assert torch.equal(planes["weights"], own[name].detach().view(-1)), name
         for plane in planes.keys() - {"weights"}:
             assert torch.equal(planes[plane], optimizer.state[own[name]][plane].view(-1)), (name, plane)
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
+def test_every_kind_of_layer_begins_anew_as_it_began(init: Any) -> None:
+    """Break: give an embedding the orthogonal values of a linear layer, for which it has no matrices."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=init)
+    model: Any = get_peft_model(llama(), config)
+    layers = LoraLayers(model)
+    begun = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    anew, again = layers.anew(1), layers.anew(2)
+    assert anew.keys() == begun.keys()
+    assert len(layers.weights) == 3
+    for name, value in anew.items():
+        assert value.shape == begun[name].shape
+        assert value.any() == begun[name].any(), name
+        assert value.any() == (not torch.equal(value, again[name])), name
+    for weight in layers.weights:
+        shape = dict(model.named_parameters())[weight].shape
+        merged = layers.merge(weight, torch.zeros(shape), [anew[name] for name in layers.matrices(weight)])
+        assert merged.abs().max() < 1e-6, "it changes no output"
 
 
 @pytest.mark.parametrize(("place", "init"), quick([(p, True) for p in PLACES] + [("cpu", "gaussian")], [("cpu", True)]))
