@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ import psutil
 import torch
 
 from offload.accelerators import Accelerator, accelerators, device_of, own_accelerator
-from offload.files.directories import check_dirs, check_space, free_bytes
+from offload.files.directories import check_dirs, check_space, file_system, free_bytes
 from offload.files.scratch import open_nameless
-from offload.files.user_cache import default_cache_dir, keep_json, read_json
+from offload.files.user_cache import code_hash, default_cache_dir, keep_json, read_json
 from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
@@ -38,8 +38,8 @@ from offload.machine.rates import (
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.host import Arena
 
-_FORMAT = 1
-"""Of what is kept: measurements that are made otherwise are not believed."""
+LEFT_OUT: Mapping[str, str] = {"memory": "Free memory changes all the time; the total is in the key."}
+"""Items of the environment that are not in the key of kept rates, each with the reason."""
 _PAGE_BYTES = 4096
 LEAST_BYTES = 4 << 20
 """Of a disk, that are moved to measure it."""
@@ -89,7 +89,7 @@ def probe(
     folder, about = _user_cache() if cache_dir is None else cache_dir, _about_machine(accelerator)
 
     def rates_of(about: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
-        about = json.loads(json.dumps({"format": _FORMAT, **about}))
+        about = json.loads(json.dumps({"code": code_hash("machine"), "sizes": asdict(sizes), **about}))
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         path = None if folder is None else folder / f"rates-{digest[:16]}.json"
         kept = None if path is None or refresh else read_json(path)
@@ -112,8 +112,9 @@ def probe(
     free = least(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     said = f"measured on {found.pop('day')}"
+    told = about["cpu"] if accelerator is None else accelerator.describe()
     return Hardware(
-        name=about["cpu"] if accelerator is None else accelerator.describe()["name"],
+        name=told.get("name") or told["machine"],
         device=device_of(accelerator).type,
         num_devices=max(1, len(accelerators())) if accelerator is not None else 1,
         device_bytes=None if accelerator is None else accelerator.free_bytes,
@@ -146,25 +147,21 @@ def _user_cache() -> Path | None:
 
 
 def _about_machine(accelerator: Accelerator | None) -> dict[str, Any]:
-    """Return what the rates of memory and compute depend on."""
-    about = describe_environment()
-    cpu = about["cpu"]
+    """Return everything known that rates of memory and compute may depend on."""
     return {
-        "cpu": cpu.get("name") or cpu["machine"],
-        "cores": cpu.get("num_usable_cores", cpu["num_cores"]),
-        "threads": cpu["num_threads"],
-        "memory": psutil.virtual_memory().total,
+        **{key: value for key, value in describe_environment().items() if key not in LEFT_OUT},
+        "total_bytes": psutil.virtual_memory().total,
         "node": platform.node(),
-        "kernels": about["native"],
-        "gpus": [gpu["name"] for gpu in about["gpus"]],
         "device": str(device_of(accelerator)),
-        "torch": torch.__version__,
-        "offload": about["offload"],
     }
 
 
 def _about_disks(places: Sequence[Path]) -> dict[str, Any]:
-    return {"disks": [place.stat().st_dev for place in places], "node": platform.node()}
+    """Return what tells disks from others. The number of a device alone may be that of another one after a restart."""
+    status = [os.statvfs(place) for place in places]
+    sizes = [(each.f_blocks * each.f_frsize, each.f_fsid) for each in status]
+    numbers, kinds = [place.stat().st_dev for place in places], [file_system(place.resolve()) for place in places]
+    return {"disks": [numbers, sizes, kinds], "node": platform.node(), "platform": platform.platform()}
 
 
 def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from offload import __version__
 from offload.errors import ConfigError
 from offload.machine import probe as probing
+from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware
 from offload.machine.limits import Limit
 from offload.machine.probe import Sizes, probe
@@ -85,7 +87,7 @@ def test_the_disk_of_a_models_own_files_is_only_read(tmp_path: Path) -> None:
     assert found.rates.nvme_read_bytes_per_s is not None
     assert 0 < found.rates.nvme_read_bytes_per_s < math.inf
     assert (found.rates.nvme_write_bytes_per_s, found.rates.has_disk, found.disk_bytes) == (None, False, None)
-    again = probe("cpu", reads=file, measures=False, cache_dir=tmp_path / "cache")
+    again = probe("cpu", reads=file, sizes=SMALL, measures=False, cache_dir=tmp_path / "cache")
     assert again.rates == found.rates
     assert (file.stat().st_mtime_ns, file.read_bytes()) == (before.st_mtime_ns, bytes(4 << 20))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", file.name]
@@ -135,25 +137,38 @@ def test_rates_are_kept_and_memory_is_looked_at_anew(
     assert measured == ["machine", "disks"] * 2
 
 
-@pytest.mark.parametrize("changed", ["torch", "cores", "memory", "offload", "cpu"])
 def test_what_depends_on_something_else_is_measured_again(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, changed: str
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    about = probing._about_machine
-    assert about(None)["offload"] == __version__
-    assert about(None)["torch"] == torch.__version__
-    probe("cpu", cache_dir=tmp_path)
-    monkeypatch.setattr(probing, "_about_machine", lambda accelerator: about(accelerator) | {changed: "other"})
-    probe("cpu", cache_dir=tmp_path)
-    assert measured == ["machine"] * 2
-    assert len(list(tmp_path.iterdir())) == 2
+    """Break: name an item of the environment in LEFT_OUT, or know a disk by its number alone."""
+
+    def is_measured(**changes: Any) -> bool:
+        measured.clear()
+        with monkeypatch.context() as patch:
+            for name in changes.keys() - {"sizes"}:
+                patch.setattr(probing, name, lambda *_, name=name: changes[name])
+            probe("cpu", cache_dir=tmp_path, sizes=changes.get("sizes", Sizes()))
+        return bool(measured)
+
+    environment = describe_environment()
+    assert is_measured()
+    others = {key: environment | {key: {"name": "other"} if key == "cpu" else "other"} for key in environment}
+    found = {key for key, other in others.items() if not is_measured(describe_environment=other)}
+    assert found == set(probing.LEFT_OUT)
+    assert is_measured(code_hash="edited")
+    assert is_measured(sizes=SMALL)
+    assert not is_measured()
+    status, before = os.statvfs(tmp_path), probing._about_disks([tmp_path])
+    other = SimpleNamespace(f_blocks=status.f_blocks + 1, f_frsize=status.f_frsize, f_fsid=status.f_fsid)
+    monkeypatch.setattr(os, "statvfs", lambda _: other)
+    assert probing._about_disks([tmp_path]) != before
 
 
 DAMAGES: dict[str, Any] = {
     "half": lambda text: text[: len(text) // 2],
     "nothing": lambda _: "",
     "a list": lambda _: "[]",
-    "another machine's": lambda text: text.replace('"cores"', '"course"'),
+    "another machine's": lambda text: text.replace('"num_cores"', '"num_course"'),
     "no rates": lambda text: json.dumps(json.loads(text) | {"rates": {}}),
     "words": lambda text: text.replace("7.0", '"fast"'),
     "nan": lambda text: text.replace("7.0", "NaN"),
