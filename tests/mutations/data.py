@@ -1,0 +1,3 @@
+"""Data sets: order, rows, labels."""
+
+from __future__ import annotations

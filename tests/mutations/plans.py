@@ -1,0 +1,3 @@
+"""Plans and budgets."""
+
+from __future__ import annotations

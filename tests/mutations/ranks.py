@@ -1,0 +1,3 @@
+"""Ranks: shards, exchanges."""
+
+from __future__ import annotations

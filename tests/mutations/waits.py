@@ -1,0 +1,45 @@
+"""Waits that are left out, and memory that is lent twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offload.lanes.ticket import Fence
+from offload.tiers.ring import Ring, RingSlice
+from tests.mutations import enter_as, mutation, replaced
+
+# Nobody waits for what fills a buffer.
+enter_as(
+    "read-before-filled", replaced(Fence, "before_read", lambda self: ()), "tests/engine/test_races.py", fuzzed=True
+)
+# Who fills a buffer waits for whoever filled it before, and for none of its readers.
+enter_as(
+    "filled-before-read",
+    replaced(Fence, "before_fill", lambda self: self._filled),
+    "tests/engine/test_races.py",
+    fuzzed=True,
+)
+# What lies in the ring of updates is taken for what lay there.
+enter_as(
+    "weights-from-a-place-that-others-have",
+    replaced(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None)),
+    "tests/engine/test_early.py",
+    "tests/engine/test_device_updates.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/engine/test_races.py", fuzzed=True)
+def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
+    """A stretch is lent again while its last borrower uses it."""
+    take = Ring.take
+
+    def taken(self: Ring, num_bytes: int) -> Any:
+        stretch = take(self, num_bytes)
+        if stretch is not None:
+            stretch.fills.clear()
+        return stretch
+
+    patch.setattr(Ring, "take", taken)
