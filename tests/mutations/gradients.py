@@ -10,9 +10,13 @@ import pytest
 
 from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.landing import Landing
 from offload.engine.gradients.tile_updates import TileUpdates
 from offload.engine.loss import parts as losses
+from offload.engine.units import call
+from offload.engine.units.runner import UnitRunner
 from offload.lanes.ticket import Fence
+from offload.layout.codecs import WholeNumbers
 from offload.layout.regions import Piece
 from tests.mutations import enter_as, mutation, replaced
 
@@ -114,3 +118,64 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
         self._ragged = {index: [] for index in self._ragged}
 
     patch.setattr(GradientFlow, "begin_step", begun)
+
+
+@mutation("tests/engine/test_micro_batches.py", fuzzed=True)
+def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
+    rows_of = UnitRunner.rows_of
+
+    def early(self: UnitRunner, unit: Any) -> list[Any]:
+        return [rows and (rows[0] - (rows[0] > 0), rows[1] - (rows[0] > 0), rows[2]) for rows in rows_of(self, unit)]
+
+    patch.setattr(UnitRunner, "rows_of", early)
+
+
+@mutation("tests/engine/test_micro_batches.py", fuzzed=True)
+def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
+    backward = call.Call.backward
+
+    def reversed_(self: call.Call, gradients: Any, trains: bool) -> Any:
+        self._micro_batches.reverse()
+        return backward(self, gradients, trains)
+
+    patch.setattr(call.Call, "backward", reversed_)
+
+
+@mutation("tests/engine/test_placements.py", fuzzed=True)
+def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
+    total = updates.total_norm
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", lambda squares: total(list(squares)[::-1]))
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def gradient_of_a_unit_lost(patch: pytest.MonkeyPatch) -> None:
+    lands = Landing.lands
+    patch.setattr(Landing, "lands", lambda self, region: region.index != 1 and lands(self, region))
+
+
+@mutation("tests/engine/test_own_loops.py", fuzzed=True)
+def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
+    add = Landing._add
+
+    def added(self: Landing, *how: Any) -> None:
+        add(self, *how)
+        add(self, *how)
+
+    patch.setattr(Landing, "_add", added)
+
+
+@mutation("tests/engine/test_clipping.py", fuzzed=True)
+def clipping_forgotten_where_an_update_is_speculative(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TileUpdates, "correct", lambda self, landed, touched, scale: None)
+
+
+@mutation("tests/engine/test_link_gradients.py")
+def errors_of_coded_gradients_not_kept(patch: pytest.MonkeyPatch) -> None:
+    encode_rest = WholeNumbers.encode_rest
+
+    def forgotten(self: WholeNumbers, values: Any, error: Any, out: Any) -> None:
+        encode_rest(self, values, error, out)
+        error.zero_()
+
+    patch.setattr(WholeNumbers, "encode_rest", forgotten)

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.judge import Judge
-from offload.engine.units import call, condition, router
+from offload.engine.units import call, condition, router, tiles
+from offload.engine.units.streamed_experts import StreamedExperts
+from offload.hf import merge
+from offload.layout.codecs import WholeNumbers
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 
@@ -63,3 +67,57 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
             slot.begin, slot.end = own
 
     patch.setattr(Slots, "view", stale)
+
+
+@mutation("tests/engine/test_tiles.py")
+def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
+    """It gets the results of the first one."""
+    part = tiles._TiledCall._part
+
+    def lost(self: Any, tensor: torch.Tensor, span: Any) -> torch.Tensor:
+        is_last = span[1] == tensor.shape[self._rows.axis] and span[0] >= self._size
+        return part(self, tensor, (0, span[1] - span[0]) if is_last else span)
+
+    patch.setattr(tiles._TiledCall, "_part", lost)
+
+
+@mutation("tests/engine/test_streamed_experts.py")
+def tokens_of_another_expert(patch: pytest.MonkeyPatch) -> None:
+    """Each expert gets the tokens of its neighbour."""
+    checked = StreamedExperts._checked
+
+    def swapped(self: StreamedExperts, given: Any) -> Any:
+        hidden, index, weights = checked(self, given)
+        return hidden, index ^ 1, weights
+
+    patch.setattr(StreamedExperts, "_checked", swapped)
+
+
+@mutation("tests/engine/test_streamed_experts.py")
+def experts_without_tokens_not_updated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GradientFlow, "land_zeros", lambda self, regions, frozen: None)
+
+
+@mutation("tests/hf/test_merge.py")
+def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) -> None:
+    merged = merge._merged
+
+    def unscaled(target: Any) -> Any:
+        if hasattr(target, "scaling"):
+            target.scaling.update(dict.fromkeys(target.scaling, 1.0))
+        return merged(target)
+
+    patch.setattr(merge, "_merged", unscaled)
+
+
+@mutation("tests/engine/test_quantized.py", "tests/layout/test_quantized.py", "tests/layout/test_codecs.py")
+def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
+    """Each block of a frozen base with that of its neighbour."""
+    decode = WholeNumbers.decode
+
+    def shifted(self: WholeNumbers, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
+        own = records.clone().view(-1, self.record_bytes)
+        own[:, -4:] = own[:, -4:].roll(1, 0)
+        decode(self, own.view(-1), out, workspace)
+
+    patch.setattr(WholeNumbers, "decode", shifted)

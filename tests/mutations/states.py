@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from offload.engine.gradients import tile_updates
+from offload.engine.gradients.tile_updates import TileUpdates
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.unit import Unit
 from offload.optim import update
@@ -51,3 +53,47 @@ def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
                 yield slice(span.start, end), alike
 
     patch.setattr(update, "_runs", cut)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def corrections_of_biases_one_step_late(patch: pytest.MonkeyPatch) -> None:
+    step = update.UpdateStep
+    patch.setattr(update, "UpdateStep", lambda count, *rest, **more: step(count + 1, *rest, **more))
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
+    """Of those as well whose group has none."""
+    runs = update._runs
+
+    def decayed(state: Any, tile: Any, touched: Any, infos: Any, one_by_one: bool) -> Iterator[Any]:
+        most = max(info.weight_decay for info in infos)
+        for span, (steps, lr_scale, _, position) in runs(state, tile, touched, infos, one_by_one):
+            yield span, (steps, lr_scale, most, position)
+
+    patch.setattr(update, "_runs", decayed)
+
+
+@mutation("tests/engine/test_placements.py", fuzzed=True)
+def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
+    """The masters of weights in bf16 are no more than these."""
+    update_tile = tile_updates.update_tile
+
+    def rounded(state: Any, tile: Any, planes: Any, *rest: Any, **more: Any) -> Any:
+        num_wrong = update_tile(state, tile, planes, *rest, **more)
+        if "low" in planes:
+            planes["low"].zero_()
+        return num_wrong
+
+    patch.setattr(tile_updates, "update_tile", rounded)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    steer = TileUpdates.steer
+
+    def late(self: TileUpdates, lr: float) -> None:
+        steer(self, vars(self).get("_mutated", self.lr))
+        vars(self)["_mutated"] = lr
+
+    patch.setattr(TileUpdates, "steer", late)
