@@ -114,7 +114,7 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state_access, "load_states", without)
 
 
-@mutation("tests/engine/test_saving.py", fuzzed=True)
+@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was", fuzzed=True)
 def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load_states = state_access.load_states
 
@@ -127,7 +127,7 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state_access, "load_states", without)
 
 
-@mutation("tests/engine/test_saving.py", fuzzed=True)
+@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was", fuzzed=True)
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """Micro-batches and units draw by it."""
     patch.setattr(UnitRunner, "go_on_from", lambda self, step_number: None)
