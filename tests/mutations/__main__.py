@@ -4,7 +4,7 @@ make mutations                                    all of them: about ten minutes
 make mutations ARGS="NAME ..."                    these alone
 make mutations ARGS="--list"                      their names, and the tests that have to find them
 
-The named tests run once without a mutation before: all are part of the quick run, and pass.
+All named tests are part of the quick run, and those that failed pass without a mutation: both are checked.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ class Outcome:
 
     mutation: Mutation
     seconds: float
-    found: str
-    """The test that failed, and its error. Empty where the mutation was not found."""
-    trouble: str
-    """The end of the output where the mutation was not found."""
+    test: str = ""
+    """The node id of the test that failed. Empty where the mutation was not found."""
+    error: str = ""
+    """The error of that test, shortened by pytest."""
+    trouble: str = ""
+    """The reason where the mutation was not found, in lines."""
 
     def line(self) -> str:
-        verdict = f"{self.seconds:.0f} s" if self.found else "NOT FOUND"
-        return f"{self.mutation.name:<48}{verdict:>10}  {self.found[:130]}"
+        verdict = f"{self.seconds:.0f} s" if self.test else "NOT FOUND"
+        return f"{self.mutation.name:<48}{verdict:>10}  {self.test}  {self.error}".rstrip()
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -69,36 +71,35 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     forks.share()
     tests = tuple(arguments.tests.split(",")) if arguments.tests else ()
-    if not tests and (problem := check({test for each in chosen for test in each.found_by}, arguments.jobs)):
-        print(problem)
+    if not tests and (stranger := find_stranger({test for each in chosen for test in each.found_by})):
+        print(f"{stranger} is no part of the quick run")
         return 1
-    missed = []
+    outcomes = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for outcome in pool.map(lambda each: seek(each, tests or each.found_by), chosen):
             print(outcome.line(), flush=True)
-            if not outcome.found:
-                print(outcome.trouble, flush=True)
-                missed.append(outcome.mutation.name)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations found")
-    if missed:
+            print(outcome.trouble, end="", flush=True)
+            outcomes.append(outcome)
+    found = [each for each in outcomes if each.test]
+    code, out = (
+        run_tests(["-n", str(arguments.jobs), *{each.test for each in found}], forks.MINUTES) if found else (0, "")
+    )
+    if code:
+        print(f"Tests that failed with a mutation fail without one, too:\n{out[-4000:]}")
+        return 1
+    print(f"{len(found)} of {len(outcomes)} mutations found, by tests that pass without a mutation")
+    if missed := [each.mutation.name for each in outcomes if not each.test]:
         print("No test that is named for them fails with", *missed)
     return bool(missed)
 
 
-def check(tests: Iterable[str], jobs: int) -> str:
-    """Run the tests without a mutation; return the problem where one fails or is no part of the quick run, else ""."""
-    begin = time.monotonic()
-    ordered = sorted(tests)
-    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in ordered})])
+def find_stranger(tests: Iterable[str]) -> str:
+    """Return the first of the tests that is no part of the quick run, or ""."""
+    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})])
     collected = {line.partition("[")[0] for line in out.splitlines()}
-    for test in ordered:
-        if not any(f"{one}::".startswith(f"{test}::") for one in collected):
-            return f"{test} is no part of the quick run\n{out[-2000:]}"
-    code, out = run_tests(["-n", str(jobs), "--dist", "loadfile", *ordered], timeout=forks.MINUTES)
-    if code:
-        return f"Tests fail without a mutation:\n{out[-4000:]}"
-    print(f"{len(ordered)} tests or files pass without a mutation ({time.monotonic() - begin:.0f} s)", flush=True)
-    return ""
+    return next(
+        (test for test in sorted(tests) if not any(f"{one}::".startswith(f"{test}::") for one in collected)), ""
+    )
 
 
 def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
@@ -107,12 +108,13 @@ def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
     try:
         code, out = run_tests(["-x", "--mutation", mutation.name, *tests])
     except subprocess.TimeoutExpired:
-        return Outcome(mutation, time.monotonic() - begin, "", f"the tests hang, after {PATIENCE_S} s")
+        return Outcome(mutation, time.monotonic() - begin, trouble=f"the tests hang, after {PATIENCE_S} s\n")
+    seconds, failed = time.monotonic() - begin, _SUMMARY.search(out)
     if crash := _OWN_CRASH.search(out):
-        return Outcome(mutation, time.monotonic() - begin, "", f"the mutation itself fails: {crash[0]}")
-    failed = _SUMMARY.search(out)
-    found = f"{failed[1]}: {failed[2] or ''}" if code == _FAILED and failed else ""
-    return Outcome(mutation, time.monotonic() - begin, found, out[-2000:])
+        return Outcome(mutation, seconds, trouble=f"the mutation itself fails: {crash[0]}\n")
+    if code == _FAILED and failed:
+        return Outcome(mutation, seconds, failed[1], failed[2] or "")
+    return Outcome(mutation, seconds, trouble=f"{out[-2000:]}\n")
 
 
 def run_tests(words: Sequence[str], timeout: float = PATIENCE_S) -> tuple[int, str]:

@@ -179,3 +179,14 @@ def errors_of_coded_gradients_not_kept(patch: pytest.MonkeyPatch) -> None:
         error.zero_()
 
     patch.setattr(WholeNumbers, "encode_rest", forgotten)
+
+
+@mutation("tests/engine/test_head.py", fuzzed=True)
+def last_chunk_of_a_head_lost(patch: pytest.MonkeyPatch) -> None:
+    chunks_of = losses.chunks_of
+
+    def lossy(*how: Any) -> Any:
+        chunks = chunks_of(*how)
+        return chunks[:-1] if len(chunks) > 1 else chunks
+
+    patch.setattr(losses, "chunks_of", lossy)

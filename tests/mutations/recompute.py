@@ -10,6 +10,7 @@ import torch
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.judge import Judge
 from offload.engine.units import call, condition, router, tiles
+from offload.engine.units.activation_offload import OnHost
 from offload.engine.units.streamed_experts import StreamedExperts
 from offload.hf import merge
 from offload.layout.codecs import WholeNumbers
@@ -121,3 +122,9 @@ def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
         decode(self, own.view(-1), out, workspace)
 
     patch.setattr(WholeNumbers, "decode", shifted)
+
+
+@mutation("tests/engine/test_checkpoints.py::test_bit_equal", fuzzed=True)
+def inputs_of_units_lost_on_their_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
+    down = OnHost._down
+    patch.setattr(OnHost, "_down", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where))

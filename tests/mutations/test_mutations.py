@@ -33,7 +33,7 @@ def test_every_mutation_can_be_made_and_names_files() -> None:
         (True, 0, (2, "ERROR tests/engine/test_x.py"), "NOT FOUND"),
         (True, 0, (1, "/a/engine.py:3: TypeError: takes 2\nFAILED tests/engine/test_x.py::test_y"), "itself fails"),
         (True, 0, None, "hang"),
-        (True, 1, (1, ""), "without a mutation"),
+        (True, 1, (1, "FAILED tests/engine/test_x.py::test_y"), "without one, too"),
         (False, 0, (1, ""), "no part of the quick run"),
     ],
 )

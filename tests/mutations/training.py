@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from offload.engine.gradients.updates import Updates
 from offload.integrations.optimizer import OffloadOptimizer
 from offload.training import trainer
+from offload.training.objectives import Objective
 from tests.mutations import enter_as, mutation, replaced
 
 enter_as(
@@ -69,3 +71,14 @@ def saved_weights_from_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(OffloadOptimizer, "step", stepped)
     patch.setattr(transformers, "export_into", exported)
+
+
+@mutation("tests/training/test_trainer.py::test_a_run_whose_updates_are_late_ends_with_the_newest_weights")
+def late_updates_not_shown_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Updates, "catch_up", lambda self: None)
+
+
+@mutation("tests/training/test_evaluation.py::test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch")
+def evaluation_is_a_mean_over_batches(patch: pytest.MonkeyPatch) -> None:
+    """Of the losses of batches, whatever their targets."""
+    patch.setattr(Objective, "count", lambda self, batch: 1)
