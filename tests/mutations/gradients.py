@@ -120,7 +120,7 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientFlow, "begin_step", begun)
 
 
-@mutation("tests/engine/test_micro_batches.py", fuzzed=True)
+@mutation("tests/engine/test_micro_batches.py")
 def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
     rows_of = UnitRunner.rows_of
 
@@ -130,7 +130,7 @@ def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UnitRunner, "rows_of", early)
 
 
-@mutation("tests/engine/test_micro_batches.py", fuzzed=True)
+@mutation("tests/engine/test_micro_batches.py")
 def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
     backward = call.Call.backward
 
@@ -141,20 +141,20 @@ def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None
     patch.setattr(call.Call, "backward", reversed_)
 
 
-@mutation("tests/engine/test_placements.py", fuzzed=True)
+@mutation("tests/engine/test_placements.py")
 def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
     for module in (policies, updates):
         patch.setattr(module, "total_norm", lambda squares: total(list(squares)[::-1]))
 
 
-@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+@mutation("tests/engine/test_against_torch.py")
 def gradient_of_a_unit_lost(patch: pytest.MonkeyPatch) -> None:
     lands = Landing.lands
     patch.setattr(Landing, "lands", lambda self, region: region.index != 1 and lands(self, region))
 
 
-@mutation("tests/engine/test_own_loops.py", fuzzed=True)
+@mutation("tests/engine/test_own_loops.py")
 def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
     add = Landing._add
 
@@ -165,7 +165,7 @@ def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Landing, "_add", added)
 
 
-@mutation("tests/engine/test_clipping.py", fuzzed=True)
+@mutation("tests/engine/test_clipping.py")
 def clipping_forgotten_where_an_update_is_speculative(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TileUpdates, "correct", lambda self, landed, touched, scale: None)
 
@@ -181,7 +181,7 @@ def errors_of_coded_gradients_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WholeNumbers, "encode_rest", forgotten)
 
 
-@mutation("tests/engine/test_head.py", fuzzed=True)
+@mutation("tests/engine/test_head.py")
 def last_chunk_of_a_head_lost(patch: pytest.MonkeyPatch) -> None:
     chunks_of = losses.chunks_of
 

@@ -55,13 +55,13 @@ def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "_runs", cut)
 
 
-@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+@mutation("tests/engine/test_against_torch.py")
 def corrections_of_biases_one_step_late(patch: pytest.MonkeyPatch) -> None:
     step = update.UpdateStep
     patch.setattr(update, "UpdateStep", lambda count, *rest, **more: step(count + 1, *rest, **more))
 
 
-@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+@mutation("tests/engine/test_against_torch.py")
 def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
     """Of those as well whose group has none."""
     runs = update._runs
@@ -74,7 +74,7 @@ def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "_runs", decayed)
 
 
-@mutation("tests/engine/test_placements.py", fuzzed=True)
+@mutation("tests/engine/test_placements.py")
 def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
     """The masters of weights in bf16 are no more than these."""
     update_tile = tile_updates.update_tile
@@ -88,7 +88,7 @@ def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tile_updates, "update_tile", rounded)
 
 
-@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+@mutation("tests/engine/test_against_torch.py")
 def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     steer = TileUpdates.steer
 

@@ -51,13 +51,13 @@ def second_moments_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "read", without)
 
 
-@mutation("tests/engine/test_nvme.py", fuzzed=True)
+@mutation("tests/engine/test_nvme.py")
 def disk_read_at_the_wrong_offset(patch: pytest.MonkeyPatch) -> None:
     read = Stripes.read
     patch.setattr(Stripes, "read", lambda self, offset, memory: read(self, max(0, offset - 4096), memory))
 
 
-@mutation("tests/engine/test_nvme.py", fuzzed=True)
+@mutation("tests/engine/test_nvme.py")
 def every_third_write_to_disk_lost(patch: pytest.MonkeyPatch) -> None:
     write, numbers = Stripes.write, itertools.count(1)
 
@@ -89,7 +89,7 @@ def checksums_not_verified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "checksum", lambda data: AnyChecksum())
 
 
-@mutation("tests/checkpoint/test_slices.py", fuzzed=True)
+@mutation("tests/checkpoint/test_slices.py")
 def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
     """What several ranks wrote of a parameter is all taken from the file of the first one."""
     stretches = Reader._stretches
@@ -101,7 +101,7 @@ def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "_stretches", first)
 
 
-@mutation("tests/engine/test_saving.py", fuzzed=True)
+@mutation("tests/engine/test_saving.py")
 def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load_states = state_access.load_states
 
@@ -114,7 +114,7 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state_access, "load_states", without)
 
 
-@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was", fuzzed=True)
+@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load_states = state_access.load_states
 
@@ -127,7 +127,7 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state_access, "load_states", without)
 
 
-@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was", fuzzed=True)
+@mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """Micro-batches and units draw by it."""
     patch.setattr(UnitRunner, "go_on_from", lambda self, step_number: None)

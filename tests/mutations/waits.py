@@ -57,11 +57,10 @@ enter_as(
     "compute-does-not-wait-for-weights",
     replaced(Cargoes, "wait", lambda self, cargo, regions: None),
     "tests/engine/test_races.py",
-    fuzzed=True,
 )
 
 
-@mutation("tests/engine/test_races.py", fuzzed=True)
+@mutation("tests/engine/test_races.py")
 def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
     submit = InPlace.submit
 
@@ -71,13 +70,13 @@ def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InPlace, "submit", submitted)
 
 
-@mutation("tests/engine/test_races.py", fuzzed=True)
+@mutation("tests/engine/test_races.py")
 def weights_fetched_before_their_update(patch: pytest.MonkeyPatch) -> None:
     fetch = Tile.fetch
     patch.setattr(Tile, "fetch", lambda self, *how: replace(fetch(self, *how), reads=()))
 
 
-@mutation("tests/engine/test_placements.py", fuzzed=True)
+@mutation("tests/engine/test_placements.py")
 def weights_from_before_the_update_stay_in_a_slot(patch: pytest.MonkeyPatch) -> None:
     """A unit that was brought up ahead, or is still there, computes with them in the next step."""
     patch.setattr(Cargoes, "_retire", lambda self, slots: None)
