@@ -19,19 +19,19 @@ from tests.mutations import enter_as, mutation, replaced
 enter_as(
     "thresholds-of-what-was-called-alone",
     replaced(ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None),
-    "tests/engine/test_zeroth_order.py",
+    "tests/engine/test_zeroth_order.py::test_a_replay_knows_what_no_pass_used_and_what_was_frozen",
     fuzzed=True,
 )
 enter_as(
     "update-that-was-put-off-outlives-a-load",
     replaced(SlotUpdates, "forget", lambda self: None),
-    "tests/engine/test_zeroth_order.py",
+    "tests/engine/test_zeroth_order.py::test_who_looks_sees_updates_that_were_put_off",
     fuzzed=True,
 )
 enter_as(
     "weights-updated-in-a-slot-do-not-go-down",
     replaced(slot_updates, "copy_planes", lambda device, targets, sources: None),
-    "tests/engine/test_zeroth_order.py",
+    "tests/engine/test_zeroth_order.py::test_updates_in_slots_have_the_bits_of_those_on_the_host",
     fuzzed=True,
 )
 enter_as(
@@ -42,7 +42,7 @@ enter_as(
 )
 
 
-@mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
+@mutation("tests/engine/test_zeroth_order.py::test_what_is_frozen_keeps_every_bit", fuzzed=True)
 def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
     touched = ZerothOrderUpdate.touched
     patch.setattr(ZerothOrderUpdate, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
@@ -64,7 +64,7 @@ def update_along_the_directions_of_the_step_before(patch: pytest.MonkeyPatch) ->
     patch.setattr(zeroth_order_update, "ZerothOrderStep", lambda step, *rest: estimate(step - 1, *rest))
 
 
-@mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
+@mutation("tests/engine/test_zeroth_order.py::test_a_fraction_of_the_layers_takes_part", fuzzed=True)
 def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
     update_of = ZerothOrderUpdate.update
 
@@ -78,14 +78,14 @@ def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ZerothOrderUpdate, "update", updated)
 
 
-@mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
+@mutation("tests/engine/test_zeroth_order.py::test_directions_and_quantiles", fuzzed=True)
 def mask_by_weights_that_have_moved(patch: pytest.MonkeyPatch) -> None:
     """Which weights are small is found from one side of them."""
     threshold = MeZO.threshold
     patch.setattr(MeZO, "threshold", lambda self, weights: threshold(self, weights + self.eps))
 
 
-@mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
+@mutation("tests/engine/test_zeroth_order.py::test_directions_and_quantiles", fuzzed=True)
 def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
     """Of those along which the loss is measured."""
     fill = Perturbed._fill

@@ -70,7 +70,7 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "view", stale)
 
 
-@mutation("tests/engine/test_tiles.py")
+@mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")
 def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
     """It gets the results of the first one."""
     part = tiles._TiledCall._part
@@ -111,7 +111,7 @@ def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) ->
     patch.setattr(merge, "_merged", unscaled)
 
 
-@mutation("tests/engine/test_quantized.py", "tests/layout/test_quantized.py", "tests/layout/test_codecs.py")
+@mutation("tests/layout/test_codecs.py")
 def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
     """Each block of a frozen base with that of its neighbour."""
     decode = WholeNumbers.decode

@@ -41,7 +41,7 @@ def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RegionState, "count", counted)
 
 
-@mutation("tests/engine/test_tiles.py", "tests/engine/test_nvme.py", fuzzed=True)
+@mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch", "tests/engine/test_nvme.py", fuzzed=True)
 def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
     """Where a region is cut over ranks or in tiles, the last block of a piece that another follows is left out."""
     runs = update._runs

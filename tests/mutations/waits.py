@@ -32,7 +32,6 @@ enter_as(
 enter_as(
     "weights-from-a-place-that-others-have",
     replaced(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None)),
-    "tests/engine/test_early.py",
     "tests/engine/test_device_updates.py",
     fuzzed=True,
 )
