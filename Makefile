@@ -34,7 +34,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
-.PHONY: sanitize check clean offline upstream docs wheel
+.PHONY: mutations sanitize check clean offline upstream docs wheel
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -49,6 +49,7 @@ help:
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
+	@echo "make mutations break the engine on purpose, in each of many ways: tests of the quick run have to fail (ARGS=\"NAME ...\")"
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
@@ -158,6 +159,10 @@ soak: $(READY)
 
 fuzz: $(READY)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+# Every mutation in a process that is forked from one that has imported the engine: ten seconds each.
+mutations: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
 upstream: $(READY)
 	@set -e; for suite in transformers trl peft accelerate; do test ! -d $(SUITES)/$$suite || \

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import accelerator, forks
+from tests import accelerator, forks, mutations
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--slow-within", type=float, metavar="S", help="skip slow tests that would begin later; shuffle files"
     )
+    group.addoption("--mutation", metavar="NAME", help="break the engine on purpose (python -m tests.mutations --list)")
     group.addoption("--slow", choices=("all", "compute", "copies"), default="all", help="of which sides")
 
 
@@ -61,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _compare_bits_on_cuda()
     else:  # nor do engines find a GPU, of a machine that has one, by themselves
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    if config.option.mutation:
+        mutations.apply(config.option.mutation)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
 

@@ -31,7 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from tests import accelerator
+from tests import accelerator, mutations
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
@@ -327,6 +327,7 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
     os.environ.update(env)
     _show_environment()
     accelerator.load_if_told()
+    mutations.apply_if_told()
     if words[0] == "-u":
         words = words[1:]
         for out in (sys.stdout, sys.stderr):

@@ -26,7 +26,7 @@ ENDED_EARLY = (
 )
 
 
-@pytest.mark.parametrize("size", quick([1, 2, 3, 4], [2]))
+@pytest.mark.parametrize("size", quick([1, 2, 3, 4], [3]))
 def test_exchanges_give_the_bits_of_a_plain_loop_and_differences_are_named(tmp_path: Path, size: int):
     with ranks(tmp_path, size, "exchanges") as started:
         for rank in started:

@@ -20,8 +20,8 @@ from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
 from tests.disks import held_back
-from tests.engine.device import own_device
-from tests.engine.families import build, tokens
+from tests.engine.device import own_device, set_seed
+from tests.engine.families import build, gpt2, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import head_of, parts_of, settle, states, steps_of
 from tests.engine.test_departures import Sometimes, rare
@@ -273,6 +273,18 @@ def test_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
     assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
     assert len(buffers) > 2
     assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_dropout_goes_on_where_it_was(rows: int | None, tmp_path: Path) -> None:
+    """It is drawn from the generators as they are, and in micro-batches by the number of the step."""
+    whole, resumed = (Engine(build(gpt2), micro_batch_size=rows) for _ in range(2))
+    train(whole, 0)
+    whole.save_checkpoint(tmp_path / "saved")
+    wanted = train(whole, 1)
+    set_seed(7)
+    resumed.load_checkpoint(tmp_path / "saved")
+    assert train(resumed, 1) == wanted
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -152,10 +152,10 @@ def drawn(seed: int, kinds: Sequence[str], count: int | None = None, without: Co
 
 def find_mutations(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     """Look for each mutation until it is found; print how long that took."""
-    from tests.fuzz.mutations import MUTATIONS
+    from tests.mutations import list_mutations
 
     missed, lines = 0, []
-    for name in MUTATIONS:
+    for name in (name for name, each in list_mutations().items() if each.fuzzed):
         fuzzer = Fuzzer(arguments.jobs, mutation=name, stops=True)
         begin = time.monotonic()
         tally = fuzzer.run(drawn(arguments.seed, kinds, without=arguments.without), begin + 60 * arguments.minutes)

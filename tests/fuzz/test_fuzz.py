@@ -12,7 +12,6 @@ from tests.fuzz import shrink as shrinking
 from tests.fuzz.__main__ import drawn
 from tests.fuzz.cases import KINDS, Case, draw, parse
 from tests.fuzz.habits import HABITS
-from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.workers import Crew, signature
 from tests.matrix import quick
 
@@ -99,12 +98,6 @@ def test_a_broken_engine_is_found(crew: Crew, name: str) -> None:
     """All of them: make fuzz ARGS=--mutations."""
     cases = drawn(0, ["engine"], 60)
     assert any(crew.run(case.name, case.world, name).wrong for case in cases)
-
-
-def test_every_mutation_can_be_made() -> None:
-    for change in MUTATIONS.values():
-        with pytest.MonkeyPatch.context() as patch:
-            change(patch)
 
 
 def test_failures_of_one_cause_have_one_signature() -> None:

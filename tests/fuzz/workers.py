@@ -160,7 +160,7 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
     """Run a case in this process, as one of its ranks; return its Outcome. Whatever goes wrong is one."""
     from contextlib import ExitStack
 
-    from tests.fuzz import mutations
+    from tests import mutations
     from tests.fuzz.cases import parse
     from tests.fuzz.runner import Outcome, run_case
 

@@ -1,0 +1,128 @@
+"""Runs the tests that have to find each mutation, and tells of mutations that no test finds.
+
+make mutations                                    all of them: about ten minutes on two cores
+make mutations ARGS="NAME ..."                    these alone
+make mutations ARGS="--list"                      their names, and the tests that have to find them
+
+All named tests are part of the quick run, and those that failed pass without a mutation: both are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests import forks
+from tests.mutations import Mutation, list_mutations
+
+PATIENCE_S = 600
+"""For the tests of one mutation, which take seconds. A mutation that makes them hang is not found."""
+_FAILED = 1
+"""An exit code of pytest. A mutation that cannot be made, and tests that cannot be collected, end it with others."""
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
+
+_OWN_CRASH = re.compile(
+    r"^/\S+:\d+: (?:TypeError|AttributeError|NameError)\b.*|^/\S*/tests/mutations/.*$", re.MULTILINE
+)
+"""The line of an error that shows a mutation to be out of date: the code that it changes takes other arguments now."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of the tests of one mutation."""
+
+    mutation: Mutation
+    seconds: float
+    test: str = ""
+    """The node id of the test that failed. Empty where the mutation was not found."""
+    error: str = ""
+    """The error of that test, shortened by pytest."""
+    trouble: str = ""
+    """The reason where the mutation was not found, in lines."""
+
+    def line(self) -> str:
+        verdict = f"{self.seconds:.0f} s" if self.test else "NOT FOUND"
+        return f"{self.mutation.name:<48}{verdict:>10}  {self.test}  {self.error}".rstrip()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="make mutations", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of mutations (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutations at a time (default: 2)")
+    parser.add_argument("--tests", default=None, help="tests to run in place of the named ones, separated by commas")
+    parser.add_argument("--list", action="store_true", help="print names and tests, and run nothing")
+    arguments = parser.parse_args(words)
+    known = list_mutations()
+    for name in arguments.names:
+        if name not in known:
+            parser.error(f"{name!r} is none of {', '.join(known)}")
+    chosen = [known[name] for name in arguments.names or known]
+    if arguments.list:
+        print("\n".join(f"{each.name:<48}{' '.join(each.found_by)}" for each in chosen))
+        return 0
+    forks.share()
+    tests = tuple(arguments.tests.split(",")) if arguments.tests else ()
+    if not tests and (stranger := find_stranger({test for each in chosen for test in each.found_by})):
+        print(f"{stranger} is no part of the quick run")
+        return 1
+    outcomes = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for outcome in pool.map(lambda each: seek(each, tests or each.found_by), chosen):
+            print(outcome.line(), flush=True)
+            print(outcome.trouble, end="", flush=True)
+            outcomes.append(outcome)
+    found = [each for each in outcomes if each.test]
+    code, out = (
+        run_tests(["-n", str(arguments.jobs), *{each.test for each in found}], forks.MINUTES) if found else (0, "")
+    )
+    if code:
+        print(f"Tests that failed with a mutation fail without one, too:\n{out[-4000:]}")
+        return 1
+    print(f"{len(found)} of {len(outcomes)} mutations found, by tests that pass without a mutation")
+    if missed := [each.mutation.name for each in outcomes if not each.test]:
+        print("No test that is named for them fails with", *missed)
+    return bool(missed)
+
+
+def find_stranger(tests: Iterable[str]) -> str:
+    """Return the first of the tests that is no part of the quick run, or ""."""
+    _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})])
+    collected = {line.partition("[")[0] for line in out.splitlines()}
+    return next(
+        (test for test in sorted(tests) if not any(f"{one}::".startswith(f"{test}::") for one in collected)), ""
+    )
+
+
+def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
+    """Run the tests with the mutation until one fails."""
+    begin = time.monotonic()
+    try:
+        code, out = run_tests(["-x", "--mutation", mutation.name, *tests])
+    except subprocess.TimeoutExpired:
+        return Outcome(mutation, time.monotonic() - begin, trouble=f"the tests hang, after {PATIENCE_S} s\n")
+    seconds, failed = time.monotonic() - begin, _SUMMARY.search(out)
+    if crash := _OWN_CRASH.search(out):
+        return Outcome(mutation, seconds, trouble=f"the mutation itself fails: {crash[0]}\n")
+    if code == _FAILED and failed:
+        return Outcome(mutation, seconds, failed[1], failed[2] or "")
+    return Outcome(mutation, seconds, trouble=f"{out[-2000:]}\n")
+
+
+def run_tests(words: Sequence[str], timeout: float = PATIENCE_S) -> tuple[int, str]:
+    """Run pytest on words, in a process that is forked; return the exit code and the output."""
+    how = ["--tb=line", "-rfE", "-p", "no:cacheprovider", "-W", "ignore"]
+    done = forks.run(["-m", "pytest", *how, *words], timeout=timeout, env={**os.environ, "COLUMNS": "200"})
+    return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

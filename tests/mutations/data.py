@@ -1,0 +1,129 @@
+"""Data sets: the order of rows, labels, what a batch is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.data import dataset, order
+from offload.data.chat import ChatRenderer
+from offload.data.dataset import Dataset
+from offload.data.isolated import IsolatedRows
+from offload.data.packing import IGNORE, Rows
+from offload.training.objectives import MaskedTokens
+from offload.training.preferences import DPO
+from tests.mutations import mutation
+
+
+@mutation("tests/data/test_data_order.py")
+def rows_of_each_epoch_in_the_order_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    shuffled = order.shuffled
+    patch.setattr(order, "shuffled", lambda positions, num_rows, seed, _: shuffled(positions, num_rows, seed, 0))
+
+
+@mutation("tests/data/test_data_dataset.py::test_an_epoch_is_every_row_once_and_the_next_follows_at_once")
+def rows_not_shuffled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(order, "shuffled", lambda positions, num_rows, seed, epoch: np.asarray(positions, np.int64))
+
+
+@mutation("tests/data/test_data_packing.py")
+def labels_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
+    read = Rows.read
+
+    def shifted(self: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, labels = read(self, rows)
+        return ids, np.roll(labels, -1, axis=1)
+
+    patch.setattr(Rows, "read", shifted)
+
+
+@mutation("tests/data/test_data_packing.py")
+def mask_of_the_loss_ignored(patch: pytest.MonkeyPatch) -> None:
+    """All tokens of a row are targets, the prompts too."""
+    read = Rows.read
+
+    def unmasked(self: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, _ = read(self, rows)
+        return ids, np.where(np.arange(ids.shape[1]) < self.lengths(rows)[:, None], ids, IGNORE)
+
+    patch.setattr(Rows, "read", unmasked)
+
+
+@mutation("tests/data/test_data_isolated.py")
+def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
+    """Positions run on from one to the next, by which attention keeps them apart."""
+    patch.setattr(
+        IsolatedRows, "positions", lambda self, rows: np.tile(np.arange(self.sequence_length), (len(rows), 1))
+    )
+
+
+@mutation("tests/data/test_data_isolated.py")
+def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
+    """Of the last token of the document before."""
+    read = IsolatedRows.read
+
+    def targeted(self: IsolatedRows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, labels = read(self, rows)
+        for place, _, _ in self._placed(rows):
+            labels[place][:1] = ids[place][:1]
+        return ids, labels
+
+    patch.setattr(IsolatedRows, "read", targeted)
+
+
+@mutation("tests/training/test_resume.py::test_a_resumed_run_is_one_that_never_stopped")
+def position_in_the_data_not_restored(patch: pytest.MonkeyPatch) -> None:
+    """A process begins with the first batch, whatever the step."""
+    batch, first = Dataset.batch, dict[int, int]()
+
+    def anew(self: Dataset, step: int, *whose: int) -> Any:
+        return batch(self, step - first.setdefault(id(self), step), *whose)
+
+    patch.setattr(Dataset, "batch", anew)
+
+
+@mutation("tests/data/test_data_dataset.py")
+def ranks_share_a_row(patch: pytest.MonkeyPatch) -> None:
+    share = dataset.share
+
+    def wider(num_rows: int, *whose: int) -> slice:
+        own = share(num_rows, *whose)
+        return slice(own.start, min(num_rows, own.stop + 1))
+
+    patch.setattr(dataset, "share", wider)
+
+
+@mutation("tests/data/test_data_dataset.py")
+def rows_of_ranks_without_any_are_counted(patch: pytest.MonkeyPatch) -> None:
+    """A rank without rows gets one of another rank, whose labels it is not to have."""
+    patch.setattr(dataset, "IGNORE", 0)
+
+
+@mutation("tests/data/test_data_mixture.py")
+def weights_of_sources_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dataset, "quotas", lambda num_rows, weights, strategy: list(num_rows))
+
+
+@mutation("tests/data/test_data_chat.py")
+def prompts_of_chats_are_targets(patch: pytest.MonkeyPatch) -> None:
+    begin = ChatRenderer.__init__
+    patch.setattr(ChatRenderer, "__init__", lambda self, tokenizer, train_on_prompt: begin(self, tokenizer, True))
+
+
+@mutation("tests/training/test_objectives.py")
+def same_tokens_masked_in_every_step(patch: pytest.MonkeyPatch) -> None:
+    apply = MaskedTokens.apply
+    patch.setattr(MaskedTokens, "apply", lambda self, batch, step, *rows: apply(self, batch, 0, *rows))
+
+
+@mutation("tests/training/test_preferences.py")
+def reference_of_preferences_not_subtracted(patch: pytest.MonkeyPatch) -> None:
+    of = DPO.of
+
+    def alone(self: DPO, found: torch.Tensor, batch: Any) -> torch.Tensor:
+        return of(self, found, {**batch, "reference": torch.zeros_like(batch["reference"])})
+
+    patch.setattr(DPO, "of", alone)

@@ -1,0 +1,192 @@
+"""Gradients, from autograd to the update: sums, the norm, clipping."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from offload.engine.gradients import policies, updates
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.landing import Landing
+from offload.engine.gradients.tile_updates import TileUpdates
+from offload.engine.loss import parts as losses
+from offload.engine.units import call
+from offload.engine.units.runner import UnitRunner
+from offload.lanes.ticket import Fence
+from offload.layout.codecs import WholeNumbers
+from offload.layout.regions import Piece
+from tests.mutations import enter_as, mutation, replaced
+
+# Of a batch's parts, and of ranks, all count the same, whatever their targets.
+enter_as(
+    "micro-batches-weighted-alike",
+    replaced(losses, "_scaled", lambda loss, share, _: loss * (0.5 if share != 1.0 else 1.0)),
+    "tests/engine/test_ranks.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
+    total = updates.total_norm
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", lambda squares: total(list(squares)[:-1] if len(squares) > 1 else squares))
+
+
+@mutation("tests/engine/test_placements.py", fuzzed=True)
+def norm_in_single_precision(patch: pytest.MonkeyPatch) -> None:
+    def total(squares: Sequence[float]) -> float:
+        found = 0.0
+        for value in squares:
+            found = struct.unpack("f", struct.pack("f", found + value))[0]
+        return float(found**0.5)
+
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", total)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    coefficient, last = policies.clip_coefficient, [1.0]
+
+    def stale(norm: float, limit: float | None) -> float:
+        last.append(coefficient(norm, limit))
+        return last.pop(0)
+
+    patch.setattr(policies, "clip_coefficient", stale)
+
+
+@mutation("tests/engine/test_clipping.py", fuzzed=True)
+def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
+    """Of the speculative updates of a step, the one of region 1 stays as it was."""
+    correct = TileUpdates.correct
+
+    def corrected(self: TileUpdates, landed: Any, touched: Sequence[bool], scale: float) -> None:
+        if landed.region.index != 1:
+            correct(self, landed, touched, scale)
+
+    patch.setattr(TileUpdates, "correct", corrected)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
+    take = GradientFlow.take
+
+    def taken(self: GradientFlow, piece: Piece, parameter: Any) -> None:
+        region, position, _ = self._places[piece]
+        if parameter.grad is not None and self.measures.touched[region.index][position]:
+            parameter.grad = parameter.grad * 2
+        take(self, piece, parameter)
+
+    patch.setattr(GradientFlow, "take", taken)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
+    """Gradients with several contributions land after the first one; the others come too late."""
+    close, rest = GradientFlow.close, GradientFlow.land_rest
+
+    def closed(self: GradientFlow, regions: Any) -> None:
+        close(self, regions)
+        for region in regions:
+            early = region.index in self._lasting and region.index not in self.landing._landed and not self.accumulates
+            if early and any(self.measures.touched[region.index]):
+                lasting = self._lasting[region.index].clone()
+                self.landing.land(region, lasting, Fence("lasting gradients"), is_final=True)
+
+    def landed_rest(self: GradientFlow) -> None:
+        kept = dict(self._lasting)
+        for index in self.landing._landed:
+            if not self.accumulates:
+                self._lasting.pop(index, None)
+        rest(self)
+        self._lasting = kept
+
+    patch.setattr(GradientFlow, "close", closed)
+    patch.setattr(GradientFlow, "land_rest", landed_rest)
+
+
+@mutation("tests/engine/test_placements.py", fuzzed=True)
+def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
+    begin = GradientFlow.begin_step
+
+    def begun(self: GradientFlow) -> None:
+        begin(self)
+        self._ragged = {index: [] for index in self._ragged}
+
+    patch.setattr(GradientFlow, "begin_step", begun)
+
+
+@mutation("tests/engine/test_micro_batches.py")
+def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
+    rows_of = UnitRunner.rows_of
+
+    def early(self: UnitRunner, unit: Any) -> list[Any]:
+        return [rows and (rows[0] - (rows[0] > 0), rows[1] - (rows[0] > 0), rows[2]) for rows in rows_of(self, unit)]
+
+    patch.setattr(UnitRunner, "rows_of", early)
+
+
+@mutation("tests/engine/test_micro_batches.py")
+def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
+    backward = call.Call.backward
+
+    def reversed_(self: call.Call, gradients: Any, trains: bool) -> Any:
+        self._micro_batches.reverse()
+        return backward(self, gradients, trains)
+
+    patch.setattr(call.Call, "backward", reversed_)
+
+
+@mutation("tests/engine/test_placements.py")
+def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
+    total = updates.total_norm
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", lambda squares: total(list(squares)[::-1]))
+
+
+@mutation("tests/engine/test_against_torch.py")
+def gradient_of_a_unit_lost(patch: pytest.MonkeyPatch) -> None:
+    lands = Landing.lands
+    patch.setattr(Landing, "lands", lambda self, region: region.index != 1 and lands(self, region))
+
+
+@mutation("tests/engine/test_own_loops.py")
+def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
+    add = Landing._add
+
+    def added(self: Landing, *how: Any) -> None:
+        add(self, *how)
+        add(self, *how)
+
+    patch.setattr(Landing, "_add", added)
+
+
+@mutation("tests/engine/test_clipping.py")
+def clipping_forgotten_where_an_update_is_speculative(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TileUpdates, "correct", lambda self, landed, touched, scale: None)
+
+
+@mutation("tests/engine/test_link_gradients.py")
+def errors_of_coded_gradients_not_kept(patch: pytest.MonkeyPatch) -> None:
+    encode_rest = WholeNumbers.encode_rest
+
+    def forgotten(self: WholeNumbers, values: Any, error: Any, out: Any) -> None:
+        encode_rest(self, values, error, out)
+        error.zero_()
+
+    patch.setattr(WholeNumbers, "encode_rest", forgotten)
+
+
+@mutation("tests/engine/test_head.py")
+def last_chunk_of_a_head_lost(patch: pytest.MonkeyPatch) -> None:
+    chunks_of = losses.chunks_of
+
+    def lossy(*how: Any) -> Any:
+        chunks = chunks_of(*how)
+        return chunks[:-1] if len(chunks) > 1 else chunks
+
+    patch.setattr(losses, "chunks_of", lossy)

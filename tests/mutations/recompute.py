@@ -1,0 +1,130 @@
+"""Recompute, kept graphs, and the habits of units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.recording.judge import Judge
+from offload.engine.units import call, condition, router, tiles
+from offload.engine.units.activation_offload import OnHost
+from offload.engine.units.streamed_experts import StreamedExperts
+from offload.hf import merge
+from offload.layout.codecs import WholeNumbers
+from offload.tiers.slots import Slots
+from tests.mutations import as_it_is, enter_as, mutation, replaced
+
+# A recompute begins from what the forward has left in attributes.
+enter_as(
+    "kept-numbers-counted-twice",
+    replaced(condition.Condition, "attributes_again", as_it_is),
+    "tests/engine/test_condition.py",
+    fuzzed=True,
+)
+# What a unit puts into a mapping of its caller's stays in a copy.
+enter_as(
+    "results-written-into-arguments-lost",
+    replaced(router, "deliver", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
+    "tests/engine/test_handmade.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
+def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
+    """The judge would find it, and have graphs kept."""
+    patch.setattr(Judge, "_compare", lambda *_, **__: "")
+    patch.setattr(condition.Condition, "values_again", as_it_is)
+
+
+@mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
+def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
+    recompute = call.Call._recompute
+
+    def without(self: call.Call, number: int) -> Any:
+        self._micro_batches[number].before.random = self._runner.device.random_state()
+        return recompute(self, number)
+
+    patch.setattr(call.Call, "_recompute", without)
+
+
+@mutation("tests/engine/test_kept.py", fuzzed=True)
+def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
+    """Weights that a kept graph saved are looked for where the unit lay when it was first asked for."""
+    view = Slots.view
+
+    def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
+        places = self.__dict__.setdefault("_mutated", {})
+        slot = self._lying.get(cargo)
+        assert slot is not None
+        begin = min(places.setdefault(cargo, slot.begin), self._memory.nbytes - (slot.end - slot.begin))
+        own, slot.begin, slot.end = (slot.begin, slot.end), begin, begin + slot.end - slot.begin
+        try:
+            return view(self, cargo, dtype, distance, shape, stride)
+        finally:
+            slot.begin, slot.end = own
+
+    patch.setattr(Slots, "view", stale)
+
+
+@mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")
+def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
+    """It gets the results of the first one."""
+    part = tiles._TiledCall._part
+
+    def lost(self: Any, tensor: torch.Tensor, span: Any) -> torch.Tensor:
+        is_last = span[1] == tensor.shape[self._rows.axis] and span[0] >= self._size
+        return part(self, tensor, (0, span[1] - span[0]) if is_last else span)
+
+    patch.setattr(tiles._TiledCall, "_part", lost)
+
+
+@mutation("tests/engine/test_streamed_experts.py")
+def tokens_of_another_expert(patch: pytest.MonkeyPatch) -> None:
+    """Each expert gets the tokens of its neighbour."""
+    checked = StreamedExperts._checked
+
+    def swapped(self: StreamedExperts, given: Any) -> Any:
+        hidden, index, weights = checked(self, given)
+        return hidden, index ^ 1, weights
+
+    patch.setattr(StreamedExperts, "_checked", swapped)
+
+
+@mutation("tests/engine/test_streamed_experts.py")
+def experts_without_tokens_not_updated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GradientFlow, "land_zeros", lambda self, regions, frozen: None)
+
+
+@mutation("tests/hf/test_merge.py")
+def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) -> None:
+    merged = merge._merged
+
+    def unscaled(target: Any) -> Any:
+        if hasattr(target, "scaling"):
+            target.scaling.update(dict.fromkeys(target.scaling, 1.0))
+        return merged(target)
+
+    patch.setattr(merge, "_merged", unscaled)
+
+
+@mutation("tests/layout/test_codecs.py")
+def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
+    """Each block of a frozen base with that of its neighbour."""
+    decode = WholeNumbers.decode
+
+    def shifted(self: WholeNumbers, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
+        own = records.clone().view(-1, self.record_bytes)
+        own[:, -4:] = own[:, -4:].roll(1, 0)
+        decode(self, own.view(-1), out, workspace)
+
+    patch.setattr(WholeNumbers, "decode", shifted)
+
+
+@mutation("tests/engine/test_checkpoints.py::test_bit_equal")
+def inputs_of_units_lost_on_their_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
+    down = OnHost._down
+    patch.setattr(OnHost, "_down", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where))

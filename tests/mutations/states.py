@@ -1,0 +1,99 @@
+"""States of parameters, and the rules that update them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from offload.engine.gradients import tile_updates
+from offload.engine.gradients.tile_updates import TileUpdates
+from offload.engine.gradients.updates import Updates
+from offload.engine.units.unit import Unit
+from offload.optim import update
+from offload.tiers.tile import RegionState
+from tests.mutations import enter_as, mutation, replaced
+
+# What is frozen or thawed between steps is trained as at first.
+enter_as(
+    "frozen-parameters-not-seen",
+    replaced(Unit, "freeze", lambda self, frozen: None),
+    "tests/engine/test_parameters.py",
+    fuzzed=True,
+)
+# Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one.
+enter_as(
+    "update-that-was-put-off-dropped",
+    replaced(Updates, "flush", lambda self: self._due.in_slot.clear()),
+    "tests/engine/test_zeroth_order.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/engine/test_against_torch.py", fuzzed=True)
+def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
+    count = RegionState.count
+
+    def counted(self: RegionState, touched: Sequence[bool]) -> None:
+        count(self, [False, *touched[1:]] if len(touched) > 1 else touched)
+
+    patch.setattr(RegionState, "count", counted)
+
+
+@mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch", "tests/engine/test_nvme.py", fuzzed=True)
+def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
+    """Where a region is cut over ranks or in tiles, the last block of a piece that another follows is left out."""
+    runs = update._runs
+
+    def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any, one_by_one: bool) -> Iterator[Any]:
+        for span, alike in runs(state, part, touched, infos, one_by_one):
+            end = min(span.stop, part.end - part.begin - 8) if part.end < state.region.numel else span.stop
+            if span.start < end:
+                yield slice(span.start, end), alike
+
+    patch.setattr(update, "_runs", cut)
+
+
+@mutation("tests/engine/test_against_torch.py")
+def corrections_of_biases_one_step_late(patch: pytest.MonkeyPatch) -> None:
+    step = update.UpdateStep
+    patch.setattr(update, "UpdateStep", lambda count, *rest, **more: step(count + 1, *rest, **more))
+
+
+@mutation("tests/engine/test_against_torch.py")
+def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
+    """Of those as well whose group has none."""
+    runs = update._runs
+
+    def decayed(state: Any, tile: Any, touched: Any, infos: Any, one_by_one: bool) -> Iterator[Any]:
+        most = max(info.weight_decay for info in infos)
+        for span, (steps, lr_scale, _, position) in runs(state, tile, touched, infos, one_by_one):
+            yield span, (steps, lr_scale, most, position)
+
+    patch.setattr(update, "_runs", decayed)
+
+
+@mutation("tests/engine/test_placements.py")
+def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
+    """The masters of weights in bf16 are no more than these."""
+    update_tile = tile_updates.update_tile
+
+    def rounded(state: Any, tile: Any, planes: Any, *rest: Any, **more: Any) -> Any:
+        num_wrong = update_tile(state, tile, planes, *rest, **more)
+        if "low" in planes:
+            planes["low"].zero_()
+        return num_wrong
+
+    patch.setattr(tile_updates, "update_tile", rounded)
+
+
+@mutation("tests/engine/test_against_torch.py")
+def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    steer = TileUpdates.steer
+
+    def late(self: TileUpdates, lr: float) -> None:
+        steer(self, vars(self).get("_mutated", self.lr))
+        vars(self)["_mutated"] = lr
+
+    patch.setattr(TileUpdates, "steer", late)

@@ -1,0 +1,84 @@
+"""Other trainers over engines, and the trainer of the command line."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.engine.gradients.updates import Updates
+from offload.integrations.optimizer import OffloadOptimizer
+from offload.training import trainer
+from offload.training.objectives import Objective
+from tests.mutations import enter_as, mutation, replaced
+
+enter_as(
+    "rates-of-schedulers-not-followed",
+    replaced(OffloadOptimizer, "_prepare", lambda self: None),
+    "tests/integrations/test_trainer.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/training/test_trainer.py::test_the_learning_rate_follows_the_schedule")
+def schedule_one_step_late(patch: pytest.MonkeyPatch) -> None:
+    rate_at = trainer.rate_at
+    patch.setattr(trainer, "rate_at", lambda step, config: rate_at(max(0, step - 1), config))
+
+
+@mutation("tests/integrations/test_trainer.py::test_a_run_is_that_of_the_plain_trainer")
+def gradients_of_the_last_accumulated_batch_alone(patch: pytest.MonkeyPatch) -> None:
+    mixin: Any = importlib.import_module("offload.integrations.transformers").OffloadMixin
+    training_step = mixin.training_step
+
+    def alone(self: Any, *how: Any, **more: Any) -> Any:
+        self.engine.zero_grad()
+        return training_step(self, *how, **more)
+
+    patch.setattr(mixin, "training_step", alone)
+
+
+@mutation("tests/integrations/test_accelerate.py")
+def accumulated_batches_not_averaged(patch: pytest.MonkeyPatch) -> None:
+    accelerate: Any = importlib.import_module("offload.integrations.accelerate")
+    backward = accelerate.OffloadAccelerator.backward
+
+    def summed(self: Any, loss: Any, **more: Any) -> None:
+        backward(self, loss * self.gradient_accumulation_steps, **more)
+
+    patch.setattr(accelerate.OffloadAccelerator, "backward", summed)
+
+
+@mutation("tests/integrations/test_trainer.py::test_what_is_saved_is_what_the_plain_trainer_saves")
+def saved_weights_from_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file, save_file
+
+    transformers: Any = importlib.import_module("offload.integrations.transformers")
+    export_into, step, before = transformers.export_into, OffloadOptimizer.step, dict[str, Any]()
+
+    def stepped(self: OffloadOptimizer, closure: Any = None) -> None:
+        before.update((name, value.clone()) for name, value in self.engine.named_parameters())
+        step(self, closure)
+
+    def exported(engine: Any, folder: Path, dtype: Any) -> None:
+        export_into(engine, folder, dtype)
+        for file in folder.glob("*.safetensors"):
+            own = load_file(file)
+            stale = {name: before[name].to(value.dtype) for name, value in own.items() if name in before}
+            save_file({**own, **stale}, file, metadata={"format": "pt"})
+
+    patch.setattr(OffloadOptimizer, "step", stepped)
+    patch.setattr(transformers, "export_into", exported)
+
+
+@mutation("tests/training/test_trainer.py::test_a_run_whose_updates_are_late_ends_with_the_newest_weights")
+def late_updates_not_shown_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Updates, "catch_up", lambda self: None)
+
+
+@mutation("tests/training/test_evaluation.py::test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch")
+def evaluation_is_a_mean_over_batches(patch: pytest.MonkeyPatch) -> None:
+    """Of the losses of batches, whatever their targets."""
+    patch.setattr(Objective, "count", lambda self, batch: 1)

@@ -1,0 +1,81 @@
+"""Waits that are left out, and memory that is lent twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.engine.gradients.update_place import InPlace, TileUpdate
+from offload.lanes.ticket import Fence
+from offload.tiers.cargoes import Cargoes
+from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.tile import Tile
+from tests.mutations import enter_as, mutation, replaced
+
+# Nobody waits for what fills a buffer.
+enter_as(
+    "read-before-filled",
+    replaced(Fence, "before_read", lambda self: ()),
+    "tests/engine/test_races.py",
+    fuzzed=True,
+)
+# Who fills a buffer waits for whoever filled it before, and for none of its readers.
+enter_as(
+    "filled-before-read",
+    replaced(Fence, "before_fill", lambda self: self._filled),
+    "tests/engine/test_races.py",
+    fuzzed=True,
+)
+# What lies in the ring of updates is taken for what lay there.
+enter_as(
+    "weights-from-a-place-that-others-have",
+    replaced(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None)),
+    "tests/engine/test_device_updates.py",
+    fuzzed=True,
+)
+
+
+@mutation("tests/engine/test_races.py", fuzzed=True)
+def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
+    """A stretch is lent again while its last borrower uses it."""
+    take = Ring.take
+
+    def taken(self: Ring, num_bytes: int) -> Any:
+        stretch = take(self, num_bytes)
+        if stretch is not None:
+            stretch.fills.clear()
+        return stretch
+
+    patch.setattr(Ring, "take", taken)
+
+
+# Compute begins with a unit before its weights are up.
+enter_as(
+    "compute-does-not-wait-for-weights",
+    replaced(Cargoes, "wait", lambda self, cargo, regions: None),
+    "tests/engine/test_races.py",
+)
+
+
+@mutation("tests/engine/test_races.py")
+def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
+    submit = InPlace.submit
+
+    def submitted(self: InPlace, tile: TileUpdate) -> Any:
+        return submit(self, replace(tile, fence=Fence(tile.fence.kind)))
+
+    patch.setattr(InPlace, "submit", submitted)
+
+
+@mutation("tests/engine/test_races.py")
+def weights_fetched_before_their_update(patch: pytest.MonkeyPatch) -> None:
+    fetch = Tile.fetch
+    patch.setattr(Tile, "fetch", lambda self, *how: replace(fetch(self, *how), reads=()))
+
+
+@mutation("tests/engine/test_placements.py")
+def weights_from_before_the_update_stay_in_a_slot(patch: pytest.MonkeyPatch) -> None:
+    """A unit that was brought up ahead, or is still there, computes with them in the next step."""
+    patch.setattr(Cargoes, "_retire", lambda self, slots: None)
