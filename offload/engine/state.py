@@ -312,7 +312,8 @@ class EngineState:
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory beside the states for the gradients of these regions on their way."""
         neighbours = 2 if self.lanes.overlap else 1
-        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, self._splits)
+        splits = self._splits or self.plan.adds_up
+        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, splits)
         return self.store.stage("gradient staging", num_bytes)
 
     def end_lanes(self) -> None:

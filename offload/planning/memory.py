@@ -121,7 +121,7 @@ def staging_bytes(
     splits: bool = False,
 ) -> int:
     """Bytes through which the gradients of `stagings` neighbours pass that do not wait, or are added to what waits:
-    those that micro-batches (`splits`) or ranks have summed in fp32.
+    those that micro-batches, chunks of a head that is cut in rows (`splits`) or ranks have summed in fp32.
     """
     wide = accumulates and (splits or sharding.size > 1)
     own = sharding.size if accumulates and sharding.size > 1 else sharding.num_ranges
@@ -223,7 +223,11 @@ def plan_memory(
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if (sums_on_host or not keeps_gradients) and not num_directions:
         staged = [region for region in regions if sums_on_host or "gradients" not in layout.of(region)]
-        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits)))
+        plan.append(
+            Allocation(
+                states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits or sums_on_host)
+            )
+        )
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
     plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
     plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))

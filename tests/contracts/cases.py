@@ -1,0 +1,129 @@
+"""Features as rows of a table: a model, batches, and the settings of an engine. A new feature gets a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
+from offload.engine.units import cut_experts
+from tests.engine.families import bert, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.ranks_child import first_row
+from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted, fake_quantised, sum_by_layer
+from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, tied
+from tests.engine.test_streamed_experts import mixture
+
+
+@dataclass(frozen=True)
+class Case:
+    """A feature of the engine.
+
+    settings: keywords of `Engine`; they overrule the drawn ones (precision, clipping).
+    placement: keywords of `Placement`; they overrule the drawn ones.
+    batch: returns the batch of a seed and a number of rows.
+    reference: keywords of `train_both` for plain PyTorch with the same approximation, None where a test of the feature
+        has a reference of its own.
+    within: distance from plain PyTorch, as a share of the scale of a layer; None for equal bits.
+    without: contracts that do not apply, each with the reason.
+    """
+
+    make: Callable[[], nn.Module] = llama
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    batch: Callable[[int, int], Mapping[str, Tensor]] = tokens
+    loss_fn: LossFunction | None = None
+    count: Callable[[Batch], int] = count_shifted
+    reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
+    within: float | None = None
+    without: Mapping[str, str] = field(default_factory=dict)
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make limits small enough for a small model to reach them."""
+        for change in self.patches:
+            monkeypatch.setattr(*change)
+
+
+def _t5_groups(precision: str) -> Mapping[str, Any]:
+    """Each layer sums gradients of the encoder's output; the family keeps one projection in fp32."""
+    return {"group": sum_by_layer, "kept": lambda name: name.endswith("DenseReluDense.wo.weight")}
+
+
+def _quantised(precision: str) -> Mapping[str, Any]:
+    return {"shown": partial(fake_quantised, precision=precision)}
+
+
+_AXIS = "the rule reads a parameter as a whole, so another order of sums is another step"
+_OWN = "tests/engine/{}: the reference of the feature"
+_MATRIX = {"ranks_are_one": _AXIS}
+_MASKS = "parts of a batch draw dropout masks of their own"
+_DROPOUT = {"ranks_are_one": _MASKS, "micro_batches_add_up": _MASKS}
+_LINKS = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4}
+
+CASES: dict[str, Case] = {
+    "llama": Case(),
+    "tied and dropout": Case(gpt2, without=_DROPOUT),
+    "gemma2, kept graphs": Case(gemma2, {"recompute": "never"}),
+    "mixtral": Case(mixtral),
+    "mamba": Case(mamba),
+    "bert": Case(bert, count=count_labels, without=_DROPOUT),
+    "t5": Case(t5, count=count_labels, reference=_t5_groups, without=_DROPOUT),
+    "own blocks and loss": Case(Stack, batch=words, loss_fn=cross_entropy, count=count_labels),
+    "streamed experts": Case(
+        mixture("qwen3_moe"),
+        placement={"experts": "streamed"},
+        patches=((cut_experts, "RECORD_BYTES", 1),),
+        reference=None,
+        without={"equals_reference": _OWN.format("test_streamed_experts.py")},
+    ),
+    "stacked experts": Case(qwen3_moe),
+    "tiles": Case(llama, {"sequence_tile": 5}, within=1e-6, without={"equals_reference": _OWN.format("test_tiles.py")}),
+    "row blocks": Case(
+        tied,
+        {"head_chunk_bytes": CHUNK_BYTES, "clip": "deferred", "max_grad_norm": 0.1},
+        {"device_memory": LAYER_BYTES // 4, "parameters": "cpu", "optimizer": "cpu", "gradients": "cpu"},
+        within=1e-5,
+        without={
+            "equals_reference": _OWN.format("test_row_blocks.py"),
+            "ranks_are_one": _OWN.format("test_row_blocks.py"),
+        },
+    ),
+    "graphs on the host": Case(llama, {"recompute": "never"}, {"graphs": "cpu"}),
+    "int8 links": Case(
+        partial(llama, **_LINKS),
+        {"link_weights": "int8"},
+        batch=first_row,
+        reference=_quantised,
+        without={"ranks_are_one": "one row has all targets"},
+    ),
+    "sgd": Case(settings={"optimizer": SGD(lr=0.1, momentum=0.9, weight_decay=0.1)}),
+    "lion": Case(settings={"optimizer": Lion(lr=3e-3)}, without=_MATRIX),
+    "8-bit moments": Case(settings={"optimizer": AdamW(lr=3e-3, states="int8")}, without=_MATRIX),
+    "adafactor": Case(settings={"optimizer": Adafactor(lr=0.03)}, without=_MATRIX),
+    "muon": Case(settings={"optimizer": Muon(lr=0.02, rest=AdamW(lr=1e-3))}, without=_MATRIX),
+    "lomo": Case(
+        settings={"optimizer": LOMO(lr=0.3), "max_grad_norm": None},
+        reference=None,
+        without={"equals_reference": _OWN.format("test_lomo.py")},
+    ),
+    "late updates": Case(
+        settings={"delay": 1},
+        placement={"parameters": "cpu", "optimizer": "cpu"},
+        reference=None,
+        without={"equals_reference": _OWN.format("test_delay.py")},
+    ),
+    "mezo": Case(
+        settings={"optimizer": MeZO(lr=1e-3), "max_grad_norm": None},
+        reference=None,
+        without={
+            "equals_reference": _OWN.format("test_zeroth_order.py"),
+            "ranks_are_one": "tests/engine/test_zeroth_order.py",
+        },
+    ),
+}

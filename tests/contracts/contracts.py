@@ -1,0 +1,329 @@
+"""Promises that hold for every feature. A contract takes a cell of the table and raises AssertionError."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import Engine, Placement
+from offload.distributed.joining import open_comm
+from tests.contracts.cases import CASES, Case
+from tests.disks import nameless
+from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.device import own_device, set_seed
+from tests.engine.families import build
+from tests.engine.inside import lane_threads, parts_of, states, steps_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import share
+from tests.engine.sizes import tier_bytes
+
+PLACES: dict[str, dict[str, str]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "moments on nvme": {"parameters": "cpu", "optimizer": "nvme"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"},
+}
+CLIPS: dict[str, dict[str, Any]] = {
+    "deferred": {"clip": "deferred", "max_grad_norm": 0.2},
+    "speculative": {"clip": "speculative", "max_grad_norm": 1e6},
+    "none": {"max_grad_norm": None},
+}
+_VERDICTS: dict[tuple[str, str], dict[str, list[str]]] = {}
+"""Passes that were judged equal to the plain ones, by case and precision."""
+ROWS = 4
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses and norms of each step, weights and optimizer states (flat, by parameter) after the last."""
+
+    numbers: list[float]
+    weights: dict[str, Tensor]
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A case at one place, precision and way of clipping."""
+
+    name: str
+    place: str
+    precision: str
+    clip: str
+    folder: Path
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.name]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `Engine` other than the placement."""
+        clip = dict(CLIPS[self.clip])
+        if self.clip == "speculative" and not self._speculates:
+            clip["clip"] = "auto"
+        return {"precision": self.precision, **clip, **self.case.settings}
+
+    @property
+    def _speculates(self) -> bool:
+        return self.place == "cpu" and "optimizer" not in self.case.settings and "delay" not in self.case.settings
+
+    def placement(self, place: str | None = None) -> Placement:
+        tiers = {**PLACES[place or self.place], **self.case.placement}
+        return Placement(**tiers, nvme_dir=str(self.folder) if "nvme" in tiers.values() else None)
+
+    @contextmanager
+    def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
+        """Open an engine on a new model of the case. Engines of one case share verdicts on passes in one process."""
+        told = {**self.settings, **settings}
+        known = _VERDICTS.setdefault((self.name, told["precision"]), {}) if "comm" not in told else {}
+        with Engine(build(self.case.make), placement=self.placement(place), **told) as engine:
+            steps_of(engine).judging.begin_again(known)
+            yield engine
+            for passes, numbers in steps_of(engine).judging.judged.items():
+                known.setdefault(passes, []).extend(number for number in numbers if number not in known[passes])
+
+    def batch(self, seed: int) -> Mapping[str, Tensor]:
+        return self.case.batch(seed, ROWS)
+
+    def step(self, engine: Engine, seed: int) -> list[float]:
+        """Take a step on the batch of a seed; return loss and norm."""
+        set_seed(100 + seed)
+        result = engine.step(self.batch(seed), loss_fn=self.case.loss_fn)
+        return [float(result.loss), float(result.grad_norm or 0)]
+
+    def train(self, engine: Engine, seeds: Sequence[int] = range(NUM_STEPS)) -> Run:
+        return self.concluded(engine, [number for seed in seeds for number in self.step(engine, seed)])
+
+    def concluded(self, engine: Engine, numbers: list[float]) -> Run:
+        return Run(numbers, weights(engine), states(engine))
+
+    @property
+    def undisturbed(self) -> Run:
+        """Three steps with everything in the host's memory, taken once for all contracts of a case."""
+        return _undisturbed(self.name, self.precision, self.clip)
+
+
+@cache
+def _undisturbed(name: str, precision: str, clip: str) -> Run:
+    place = "cpu" if own_device().type == "cpu" else "device"  # an accelerator's update has bits of its own
+    with pytest.MonkeyPatch.context() as patch:
+        CASES[name].patch(patch)
+        cell = Cell(name, place, precision, clip, Path())
+        with cell.engine() as engine:
+            return cell.train(engine)
+
+
+def assert_equal(found: Run, wanted: Run) -> None:
+    """Compare runs bit for bit: losses, norms, weights, optimizer states."""
+    assert found.numbers == wanted.numbers
+    assert_same(found.weights, wanted.weights)
+    assert {name: state.num_steps for name, state in found.states.items()} == {
+        name: state.num_steps for name, state in wanted.states.items()
+    }
+    for name, state in wanted.states.items():
+        other = found.states[name]
+        for mine, theirs in zip(
+            (state.exp_avg, state.exp_avg_sq, *state.others.values()),
+            (other.exp_avg, other.exp_avg_sq, *other.others.values()),
+            strict=True,
+        ):
+            assert (mine is None) == (theirs is None), name
+            assert mine is None or torch.equal(mine, theirs), name
+
+
+# -- the contracts ---------------------------------------------------------------------------------------------------
+
+
+def equals_reference(cell: Cell) -> None:
+    """Losses, norms and weights are those of plain PyTorch."""
+    case = cell.case
+    assert case.reference is not None
+    settings = {**cell.settings, **case.reference(cell.precision)}
+    train_both(
+        build(case.make),
+        [cell.batch(seed) for seed in range(2)],
+        loss_fn=case.loss_fn,
+        count=case.count,
+        within=case.within,
+        placement=cell.placement(),
+        **settings,
+    )[0].close()
+
+
+def place_changes_no_bit(cell: Cell) -> None:
+    """Tiers, timing and poisoned buffers change nothing."""
+    with cell.engine(debug=3, prefetch=0) as engine:
+        assert_equal(cell.train(engine), cell.undisturbed)
+
+
+def resumes_as_if_never_stopped(cell: Cell) -> None:
+    """A checkpoint taken at one place goes on at another."""
+    other = "cpu" if cell.place != "cpu" and own_device().type == "cpu" else cell.place
+    with cell.engine() as engine:
+        numbers = cell.step(engine, 0) + cell.step(engine, 1)
+        engine.save_checkpoint(cell.folder / "saved")
+    with cell.engine(other) as engine:
+        engine.load_checkpoint(cell.folder / "saved")
+        assert_equal(cell.concluded(engine, numbers + cell.step(engine, 2)), cell.undisturbed)
+
+
+def ranks_are_one(cell: Cell) -> None:
+    """Two ranks with uneven shares of a batch are one process on the whole, but for the order of sums."""
+    rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
+    settings = {"precision": "fp32", "max_grad_norm": 0.2, **rule}
+    place = "cpu" if cell.clip == "speculative" else cell.place
+    job = {"name": cell.name, "place": place, "folder": str(cell.folder), "settings": settings}
+    one = train_on_rank(1, **job)
+    for found in run(2, train_on_rank, num_ranks=2, **job):
+        assert found.numbers == pytest.approx(one.numbers, rel=1e-4)
+        assert_same(found.weights, one.weights, within=2e-5)
+
+
+def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
+    """A job of one of `num_ranks` ranks, which has the first 3 or the last row of each batch."""
+    cell = Cell(name, place, "fp32", "deferred", Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        cell.case.patch(patch)
+        if num_ranks == 1:
+            with cell.engine(**settings) as engine:
+                return _shared(cell, engine, 0, [ROWS])
+        with open_comm() as comm, cell.engine(comm=comm, **settings) as engine:
+            return _shared(cell, engine, comm.rank, [ROWS - 1, 1])
+
+
+def _shared(cell: Cell, engine: Engine, rank: int, rows: Sequence[int]) -> Run:
+    numbers = []
+    for seed in range(2):
+        result = engine.step(share(cell.batch(seed), rows, rank), loss_fn=cell.case.loss_fn)
+        numbers += [float(result.loss), float(result.grad_norm or 0)]
+    return Run(numbers, weights(engine), {})
+
+
+def micro_batches_add_up(cell: Cell) -> None:
+    """A batch in parts is the whole batch, but for the order of sums."""
+    found = []
+    rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
+    for rows in (None, 3):
+        with cell.engine(micro_batch_size=rows, **rule) as engine:
+            found.append(cell.train(engine, range(1)))
+    one, other = found
+    is_coarse = cell.precision == "bf16" or "optimizer" in cell.case.settings
+    assert other.numbers == pytest.approx(one.numbers, rel=2e-2 if is_coarse else 1e-5)
+    if "optimizer" not in cell.case.settings:
+        assert_same(other.weights, one.weights, within=2e-2 if is_coarse else 1e-5)
+
+
+def bytes_are_as_planned(cell: Cell) -> None:
+    """Tiers hold what the plan lists, before and after a step, and peaks cover them; steps move equal bytes."""
+    with cell.engine(prefetch=0) as engine:
+        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        cell.step(engine, 0)
+        moved = []
+        for seed in range(1, 4):  # the first one still fetches for the recording
+            cell.step(engine, seed)
+            counters = engine.counters
+            moved.append((counters.h2d_bytes, counters.d2h_bytes))
+        if "experts" not in cell.case.placement:  # which experts come up is the router's choice
+            assert moved[1] == moved[2]
+        planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
+        for where, name, num_bytes in engine.allocations:
+            assert where == "device" or num_bytes == planned.get((where, name), num_bytes), name
+        assert engine.counters.peak_host_bytes >= sum(tier_bytes(engine, "cpu").values())
+        if cell.place == "device" and not cell.case.placement:
+            assert moved[1] == (0, 0)
+
+
+def reads_are_true(cell: Cell) -> None:
+    """What a script reads of the model between steps is what the engine has, and reading changes nothing."""
+    with cell.engine() as engine:
+        model = parts_of(engine).model
+        numbers: list[float] = []
+        for seed in range(NUM_STEPS):
+            numbers += cell.step(engine, seed)
+            masters = weights(engine)
+            for name, value in list(model.state_dict(keep_vars=True).items())[:3]:
+                if name in masters and value.requires_grad:
+                    shown = value.detach().float().cpu()
+                    assert shown.shape == masters[name].shape, name
+                    if cell.precision == "fp32" and "link_weights" not in cell.case.settings:
+                        assert torch.equal(shown, masters[name]), name
+        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+
+
+def leaves_nothing_after_failure(cell: Cell) -> None:
+    """A step that raises leaves the engine as it was; after its end no thread and no file is left."""
+
+    class Failure(Exception):
+        pass
+
+    _disturbed(cell, Failure)
+
+
+def interrupt_tears_or_completes(cell: Cell) -> None:
+    """Ctrl-C in a step leaves the engine as it was before, or as it is after the step."""
+    _disturbed(cell, KeyboardInterrupt)
+
+
+def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
+    with cell.engine() as engine:
+        model = parts_of(engine).model
+        own = model.forward
+        numbers = cell.step(engine, 0)
+
+        @wraps(own)  # the signature says which tensors of a batch are inputs
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            own(*args, **kwargs)
+            if kind is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            raise kind("on purpose")
+
+        model.forward = fail
+        with pytest.raises(kind):
+            cell.step(engine, 1)
+        del model.forward
+        numbers += [number for seed in range(1, NUM_STEPS) for number in cell.step(engine, seed)]
+        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+        threads = lane_threads(engine)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not nameless(cell.folder)
+
+
+def evaluation_leaves_no_trace(cell: Cell) -> None:
+    """An evaluation between steps changes no bit and no generator, and gives the same loss twice."""
+    with cell.engine() as engine:
+        numbers: list[float] = []
+        for seed in range(NUM_STEPS):
+            numbers += cell.step(engine, seed)
+            before = torch.get_rng_state()
+            losses = [float(engine.evaluate(cell.batch(9), cell.case.loss_fn)) for _ in range(2)]
+            assert losses[0] == losses[1]
+            assert torch.equal(before, torch.get_rng_state())
+        assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
+
+
+CONTRACTS: dict[str, Callable[[Cell], None]] = {
+    contract.__name__: contract
+    for contract in (
+        equals_reference,
+        place_changes_no_bit,
+        resumes_as_if_never_stopped,
+        ranks_are_one,
+        micro_batches_add_up,
+        bytes_are_as_planned,
+        reads_are_true,
+        leaves_nothing_after_failure,
+        interrupt_tears_or_completes,
+        evaluation_leaves_no_trace,
+    )
+}

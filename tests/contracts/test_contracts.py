@@ -1,0 +1,44 @@
+"""Each feature holds each contract: at one place in the quick run, at three more in the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.planning import disk
+
+pytest.register_assert_rewrite("tests.contracts.contracts")
+from tests.contracts.cases import CASES  # noqa: E402
+from tests.contracts.contracts import CLIPS, CONTRACTS, PLACES, Cell  # noqa: E402
+
+SETTINGS = list(product(PLACES, ("fp32", "bf16"), CLIPS))
+STRIDES = (7, 5, 11)
+"""Of a case, of a contract, and of a repetition; without a common divisor with the number of settings (24), so that
+neighbours differ in place, precision and clipping."""
+
+
+def cells() -> Iterator[Any]:
+    """Yield the cells of the table."""
+    for (row, (name, case)), (column, contract) in product(enumerate(CASES.items()), enumerate(CONTRACTS)):
+        for turn in range(4):
+            place, precision, clip = SETTINGS[
+                (row * STRIDES[0] + column * STRIDES[1] + turn * STRIDES[2]) % len(SETTINGS)
+            ]
+            marks = [pytest.mark.slow] if turn else []
+            if contract in case.without:
+                marks.append(pytest.mark.skip(reason=case.without[contract]))
+            if turn == 0 or contract not in case.without:
+                yield pytest.param(name, contract, place, precision, clip, marks=marks, id=f"{name}-{contract}-{turn}")
+
+
+@pytest.mark.parametrize(("name", "contract", "place", "precision", "clip"), list(cells()))
+def test_a_feature_holds_a_contract(
+    name: str, contract: str, place: str, precision: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    CASES[name].patch(monkeypatch)
+    CONTRACTS[contract](Cell(name, place, precision, clip, tmp_path))
