@@ -39,9 +39,9 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
-	@echo "make test      pytest, about six minutes   (ARGS=...)"
-	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
-	@echo "make test-slow of these the slow ones alone; with a limit of seconds  (ARGS=\"--slow-within 600\")"
+	@echo "make test      pytest without slow tests, at most six minutes   (ARGS=...)"
+	@echo "make test-all  pytest with all combinations and every causal LM family; about forty minutes"
+	@echo "make test-slow of these the slow ones alone; a share of them, within a limit of seconds  (ARGS=\"--slow-turn 3 --slow-within 600\")"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported:
 
 MOST_JITTER_US = 300
 BEGIN_S = time.monotonic()
+SLOW_SHARES = 16
+"""Shares of the slow tests, of which a commit runs one in CI: all have run after as many commits."""
 SPLIT = {
     "tests/accelerator/test_engine.py",
     "tests/test_docs.py",
@@ -43,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-within", type=float, metavar="S", help="skip slow tests that would begin later; shuffle files"
     )
     group.addoption("--mutation", metavar="NAME", help="break the engine on purpose (python -m tests.mutations --list)")
+    group.addoption(
+        "--slow-turn", type=int, metavar="N", help=f"of slow tests only share N, of {SLOW_SHARES}: N may be any number"
+    )
     group.addoption("--slow", choices=("all", "compute", "copies"), default="all", help="of which sides")
 
 
@@ -104,6 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = list(dict.fromkeys(item.path for item in items))
         random.Random(getattr(config, "workerinput", {}).get("testrunuid")).shuffle(files)  # all workers alike
         items.sort(key=lambda item: files.index(item.path))
+    turn = config.option.slow_turn
+    if turn is not None:
+        others = [item for item in items if item.get_closest_marker("slow") and not _is_share(item, turn)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     if config.option.device != "cuda":
         return
     import torch
@@ -113,6 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="asks and tells the simulated accelerator"))
         if item.path.name.startswith("test_ranks") and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="ranks have a GPU each, and there is one"))
+
+
+def _is_share(item: pytest.Item, turn: int) -> bool:
+    return zlib.crc32(item.nodeid.encode()) % SLOW_SHARES == turn % SLOW_SHARES
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,6 +36,7 @@ def dry_run(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
     return forks.run(words, timeout=len(parts) * forks.MINUTES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [("", "passed"), (f"sys.exit({gpu_check.SKIPPED})", "skipped"), ("sys.exit(1)", "failed"), ("1 / 0", "failed")],

@@ -105,6 +105,7 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_kill_at_any_moment(tmp_path, killer, num_kills):
     checkpoints, rng, step = Checkpoints(tmp_path / "checkpoints"), random.Random(7), 0
@@ -119,6 +120,7 @@ def test_kill_at_any_moment(tmp_path, killer, num_kills):
     assert not any("." in name[1:] for name in names(checkpoints.path) if name != ".latest.new")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [15, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_kill_before_each_system_call(tmp_path, killer, exchanges, stride):

@@ -65,6 +65,7 @@ def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
     return slices
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32),
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=5),

@@ -39,6 +39,7 @@ def made(name: str, folder: Path, precision: str):
     return train(family.build(calm=True), family.batch(), folder, precision=precision)
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], name=list(FAMILIES))
 def test_an_export_is_that_of_the_engine_byte_for_byte(name: str, precision: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, precision)
@@ -48,6 +49,7 @@ def test_an_export_is_that_of_the_engine_byte_for_byte(name: str, precision: str
     assert contents(tmp_path / "ours") == contents(trained.export) | tokenizer
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], name=["llama", "mixtral", "gpt2"])
 def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precision: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, precision)
@@ -119,6 +121,7 @@ def test_buffers_that_are_in_no_file_are_those_of_from_pretrained(tmp_path: Path
     assert all(same(value, expected[name]) for name, value in found.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["good", "damaged", "none"])
 def test_a_damaged_checkpoint_is_one_error_that_offers_another_and_leaves_nothing(others: str, tmp_path: Path) -> None:
     trained = made("llama", tmp_path, "bf16")

@@ -102,6 +102,7 @@ def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -
     return (labels != -100) & ((np.arange(width) > 0) | (objective.name != "next token"))  # the first has none before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -289,6 +290,7 @@ def test_a_blank_that_a_tokenizer_leaves_out_in_front_stays() -> None:
     assert [_text(tokenizer, ids, *span) for span in ((0, 1), (1, 3), (3, 4))] == ["a", " bc", " b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "said"),
     [

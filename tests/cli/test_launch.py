@@ -147,6 +147,7 @@ def test_two_ranks_train_one_model(
     assert {file.name for file in run.iterdir()} == {file.name for file in (folder / "one").iterdir()}
 
 
+@pytest.mark.slow
 @no_gpu
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
@@ -186,6 +187,7 @@ def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list
         process.close()
 
 
+@pytest.mark.slow
 @no_gpu
 @pytest.mark.parametrize(
     ("number", "to"),
@@ -246,6 +248,7 @@ def test_a_second_signal_leaves_at_once(
     assert not (folder / "ranks-twice/hf").exists()
 
 
+@pytest.mark.slow
 @no_gpu
 @pytest.mark.parametrize("victim", quick([0, 1], [1]))
 def test_a_killed_rank_ends_the_others_with_one_message(

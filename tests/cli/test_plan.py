@@ -43,6 +43,7 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert found["hides_from_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
     host = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.recompute", "always")
@@ -74,6 +75,7 @@ def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixtu
     assert "32 GiB more host memory" in [each["change"] for each in found["alternatives"]]
 
 
+@pytest.mark.slow
 def test_where_it_does_not_fit_alternatives_are_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.host_memory", "400MiB")
     code, found = told(capsys, *SMALL, *where)
@@ -108,6 +110,7 @@ def test_a_flag_and_its_value_are_on_one_line(capsys: pytest.CaptureFixture[str]
     assert all(len(line.split(": ")) == 3 for line in each), "one a line"
 
 
+@pytest.mark.slow
 def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -129,6 +132,7 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
     assert four == pytest.approx(one / 4, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "fix"),
     [
@@ -159,6 +163,7 @@ def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(
     assert (code, fixed["fits"]) == (0, True), found["fix"]
 
 
+@pytest.mark.slow
 def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
     _, found = told(capsys, "--model.preset", "1b", "--hardware", "rtx-4090", *where)
@@ -168,6 +173,7 @@ def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.Captu
     assert found["nvme_endurance_days"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["3"])
 def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str) -> None:
     where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
@@ -178,6 +184,7 @@ def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert found["nvme_written_bytes_per_step"] <= most_bytes * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     described = yaml.safe_load(_find("rtx-4090").read_text())
     for figures in (described["rates"], described["sources"]):
@@ -201,6 +208,7 @@ def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.Captur
     assert 4 << 30 < kept < device["bytes"]
 
 
+@pytest.mark.slow
 def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaConfig(**shape, vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
@@ -210,6 +218,7 @@ def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], t
     assert found["step_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL[:4]]) == 0
     shown = capsys.readouterr().out
@@ -240,6 +249,7 @@ def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str
     assert "--offload.host_memory" in shown
 
 
+@pytest.mark.slow
 def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest that the search finds, be it that it alone fits."""
     slow = (*SMALL, "--offload.device_memory", "600MiB", "--offload.throttle", "{h2d: 100MiB}")
@@ -256,6 +266,7 @@ def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture
     assert f"placement, by search: {given['placement']}, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_all_fits_the_device_nothing_is_searched_as_in_train(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model.preset", "small", "--hardware", "h100", "--data.sequence_length", "256", "--gpus", "4")
     _, found = told(capsys, *words)
@@ -269,11 +280,13 @@ WITHOUT_AUTO = [
 ]
 
 
+@pytest.mark.slow
 def test_without_auto_nothing_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = told(capsys, *SMALL, *WITHOUT_AUTO)
     assert found["placement"] is None
 
 
+@pytest.mark.slow
 def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
     """A replica on each machine where they have room for it and a slow link; on more tokens a step the link hides.
 

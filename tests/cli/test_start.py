@@ -50,6 +50,7 @@ def test_training_says_something_before_it_imports_torch(
     assert done.returncode == ENDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "launcher"), [("1", {}), ("0", {"OFFLOAD_LAUNCHER": str(os.getpid())})])
 def test_of_several_ranks_the_first_says_it_or_who_started_them(
     rank: str, launcher: dict[str, str], without_torch: dict[str, str], tmp_path: Path

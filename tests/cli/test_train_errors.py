@@ -134,6 +134,7 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
         assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ours"),
     quick(
@@ -185,6 +186,7 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
     assert "did you mean train.steps?" in paragraph(train("--config", "wrong.yaml"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -51,6 +51,7 @@ def test_it_is_measured_once_and_the_fastest_placement_is_taken(train: Train, fo
     assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
 
 
+@pytest.mark.slow
 def test_what_fits_the_device_stays_there_and_nothing_is_measured(train: Train, folder: Path, tiny: list[str]) -> None:
     result = train(*tiny, "--offload.device_memory", "1GiB", "--run.dir", "run")
     assert result.returncode == 0, result.stderr

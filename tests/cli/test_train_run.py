@@ -183,6 +183,7 @@ def training(
         process.close()
 
 
+@pytest.mark.slow
 @EITHER
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_signal_saves_all_states_and_the_same_command_goes_on(
@@ -217,6 +218,7 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     )
 
 
+@pytest.mark.slow
 def test_another_signal_saves_and_training_goes_on(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
@@ -238,6 +240,7 @@ def test_another_signal_saves_and_training_goes_on(
     assert next(line["step"] for line in lines if "checkpoint_seconds" in line) == step + 1
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_train_in_one_folder(
     train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:

@@ -448,6 +448,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path(sysconfig.get_paths()["stdlib"])
     for name in (

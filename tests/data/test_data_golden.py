@@ -232,6 +232,7 @@ def rows_of(dataset: Dataset) -> list[list[list[int]]]:
     return [each.tolist() for each in dataset.train.read(np.arange(dataset.num_train_rows))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_same_rows_in_any_format_are_the_same_tokens_and_labels(kind: str, load: Load, tmp_path: Path) -> None:
     rows = ROWS[kind]
@@ -258,6 +259,7 @@ def documents_of(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "ends"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (LAST_THOUGHT, "<|im_end|>")]
 )

@@ -46,6 +46,7 @@ def test_an_epoch_has_each_row_once(sizes: list[int], batch_size: int, seed: int
         assert longest <= ByLength().width(lengths[batch], 16) <= min(longest + 8, 16)
 
 
+@pytest.mark.slow
 def test_batches_have_little_padding_and_come_in_another_order_each_epoch() -> None:
     draw = np.random.default_rng(0)
     sizes = np.minimum(draw.lognormal(5, 1, 2400).astype(int) + 2, 4000)

@@ -100,6 +100,7 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> N
     assert len(large[2] | large[3]) < 28, "then all are mixed anew"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"group_by_length": True}, {"packing": True}, {"packing": True, "isolated": True}])
 @pytest.mark.parametrize("strategy", ["all_exhausted", "first_exhausted"])
 def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str, cut: dict[str, bool]) -> None:

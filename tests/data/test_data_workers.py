@@ -38,6 +38,7 @@ class Squares:
         return number**2, os.getpid()
 
 
+@pytest.mark.slow
 def test_processes_give_what_this_one_gives_in_order() -> None:
     expected = [number**2 for number in range(40)]
     here = list(made_ahead(Squares(), range(40), 0))
@@ -55,6 +56,7 @@ def test_no_more_batches_are_read_than_are_made_and_one() -> None:
         assert len(read) <= number + 2
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
     with pytest.raises(ConfigError, match=r"exit code -9 .*--data\.num_workers"):
         list(made_ahead(Squares(dies_at=3), range(40), 1))
@@ -64,6 +66,7 @@ def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
     assert subprocess.run(["ps", "-p", str(process)], capture_output=True, check=False).returncode != 0
 
 
+@pytest.mark.slow
 def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents, masks, counts, and what is wrong, of every kind of record."""
     monkeypatch.setattr("offload.data.encode._BATCH_RECORDS", 3)

@@ -40,6 +40,7 @@ def test_a_group_of_the_caller_is_used_and_kept(tmp_path: Path):
             assert rank.end() == 0, rank.output
 
 
+@pytest.mark.slow
 def test_groups_may_be_made_again_and_ended_early(tmp_path: Path):
     """Under torchrun all of them meet at one store, which the agent keeps: a second group must not find the addresses
     of the first."""

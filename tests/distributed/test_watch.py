@@ -63,6 +63,7 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
     assert not list(tmp_path.glob("file-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "code", "message"),
     [
@@ -93,6 +94,7 @@ def test_a_rank_that_is_alive_and_never_comes_ends_with_all_others_and_shows_whe
     assert not list(tmp_path.glob("file-*"))
 
 
+@pytest.mark.slow
 def test_ranks_that_do_different_things_are_told(tmp_path: Path):
     with ranks(tmp_path, 2, "losing", "diverged", str(tmp_path)) as started:
         text = "".join(lost(rank) for rank in started)
@@ -100,6 +102,7 @@ def test_ranks_that_do_different_things_are_told(tmp_path: Path):
     assert "all-gather of unit head (2048 elements)" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_back_from_its_own_work_is_ended_by_force(tmp_path: Path):
     with ranks(tmp_path, 2, "losing", "deaf", str(tmp_path)) as (deaf, killed):
         in_steady_state([deaf, killed])

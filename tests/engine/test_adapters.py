@@ -79,6 +79,7 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
         return get_peft_model(model, copy.deepcopy(adapter.config))
 
 
+@pytest.mark.slow
 @matrix(strength=1, long=2, case=CASES, place=PLACES)
 def test_it_trains_as_over_a_base_in_memory(
     base: Path, case: dict[str, Any], place: dict[str, Any], tmp_path: Path
@@ -93,6 +94,7 @@ def test_it_trains_as_over_a_base_in_memory(
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_base_goes_up_twice_at_most_for_any_number_of_micro_batches(base: Path, tmp_path: Path) -> None:
     adapter, moved = adaptation(tmp_path, CASES["lora"]), []
     for rows in (4, 2, 1):
@@ -127,6 +129,7 @@ def test_micro_batches_sum_to_the_whole(base: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"init": "pissa"}, {"init": "olora"}], ids=str)
 def test_first_values_are_read_a_parameter_at_a_time(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
@@ -209,6 +212,7 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
         adaptation(tmp_path, case).over(load(base), seed=7)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     make={make.__name__: make for make in (families.mixtral, families.qwen3_moe, families.gpt_oss)},
@@ -244,6 +248,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         Adaptation.of(LoraSection(rank=4), "causal")
 
 
+@pytest.mark.slow
 def test_the_head_runs_in_chunks_beneath_an_adapter(base: Path, tmp_path: Path) -> None:
     """Logits are as large as those of a model without one."""
     adapter = adaptation(tmp_path, CASES["lora"])
@@ -294,6 +299,7 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
     assert_same(dict(engine.named_parameters()), one)
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["always", "never", "auto"], call=["step", "own", "micro"], checkpoints=[False, True])
 def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, checkpoints: bool) -> None:
     """Below an adapter weights come up once a step; from there on twice, but for the last one's, which are still there.

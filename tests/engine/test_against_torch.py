@@ -28,6 +28,7 @@ def torch_optimizer(model: nn.Module, rule: AdamW) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps, foreach=False, fused=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2, gpt_neox, mixtral])
 def test_each_step_is_torchs(make: Callable[[], nn.Module]) -> None:
     """torch is put back to the engine's weights before every step, so that only one step lies between them. Its

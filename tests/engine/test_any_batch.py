@@ -45,12 +45,14 @@ MIXING = ("CLIP", "masked ViT")
 """Whose loss is no mean over rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_equals_plain_pytorch(name: str) -> None:
     kind = KINDS[name]
     train_both(build(kind.make), [made(name, seed) for seed in range(3)], loss_fn=kind.loss_fn, group=kind.group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(KINDS, ("Qwen2-VL", "Whisper", "masked ViT", "denoiser")))
 def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
     kind = KINDS[name]
@@ -84,6 +86,7 @@ def beside_whole(
     return engine
 
 
+@pytest.mark.slow
 @matrix(strength=1, is_plain={"units are cut": False, "batches are cut": True}, name=list(KINDS))
 def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
     """What cannot be cut, by its shapes or by its loss, stays whole, and this is said."""
@@ -107,6 +110,7 @@ def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:
     return torch.cat([batch[key][image * per_image : (image + 1) * per_image] for image in images])
 
 
+@pytest.mark.slow
 def test_what_rows_have_is_told_by_functions() -> None:
     rows = {key: partial(images_of, key) for key in ("pixel_values", "image_grid_thw")}
     engine = in_parts("Qwen2-VL", 2, [made("Qwen2-VL", seed, rows=5) for seed in range(2)], rows=rows)
@@ -114,6 +118,7 @@ def test_what_rows_have_is_told_by_functions() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_rows_have_is_told_by_another_tensor() -> None:
     batches = [made("Qwen2-VL", seed, rows=5) for seed in range(2)]
     for batch in batches:  # without the second image of the first row
@@ -135,6 +140,7 @@ def test_what_rows_have_is_told_by_another_tensor() -> None:
 # -- what looks like rows ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, is_plain=[False, True], num_rows=[(16, 5, 16), (5, 16)])
 def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     """They are no rows if this is said; else no few rows run, and the batch stays whole."""
@@ -147,6 +153,7 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
 
 
+@pytest.mark.slow
 @matrix(strength=1, is_plain=[False, True], num_rows=[(6, 4, 6), (4, 6)])
 def test_as_many_tokens_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     batches = [on_device(square(seed, rows)) for seed, rows in enumerate(num_rows)]
@@ -358,6 +365,7 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
 # -- one kind of batch after another -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, is_frozen={"": False, "a frozen tower": True}, first=["text", "pictures"])
 def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
     text = [on_device(text_alone(seed, 4)) for seed in range(3)]
@@ -370,6 +378,7 @@ def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
     in_parts("LLaVA", 3, batches[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(KINDS, ["LLaVA", "T5"]))
 def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
     """A vision tower's hidden states are on a list that is a context variable."""
@@ -408,6 +417,7 @@ def test_pictures_that_come_in_other_numbers_than_rows() -> None:
 # -- what a batch may hold ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_step() -> None:
     wanted = {"LLaVA": 4 * 11 - 6, "ViT": 4, "CLIP": 4, "BERT's answers": 4, "denoiser": 4 * 16 * 4, "Whisper": 22}
     for name, number in wanted.items():
@@ -517,6 +527,7 @@ def test_two_ranks_of_what_cannot_be_cut() -> None:
         assert_same(values, reference.masters, ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXING)
 def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
     for refused in run(2, trained, name=name, rows=(3, 2), micro_batch_size=None):

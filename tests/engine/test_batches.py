@@ -25,11 +25,13 @@ DROPOUT = (gpt2, gpt_neox, opt)
 """Their masks depend on the micro-batch."""
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[make for make in CAUSAL if make not in DROPOUT], rows=[1, 2, 3])
 def test_micro_batches_change_the_order_of_sums_only(make: Maker, rows: int) -> None:
     train_both(build(make), batches(3), micro_batch_size=rows, within=2 * ROUNDING)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[bert, t5], rows=[1, 3])
 def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> None:
     def without_dropout() -> nn.Module:
@@ -49,6 +51,7 @@ def shifted_cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(outputs[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_fn", "count"), [(shifted_cross_entropy, count_shifted), (cross_entropy, count_labels)])
 def test_micro_batches_of_a_loss_function(loss_fn: Callable[..., Tensor], count: Callable[[Batch], int]) -> None:
     """The parts are weighted by what the function counts, so that they add up to its value over the whole batch."""
@@ -59,6 +62,7 @@ def test_micro_batches_of_a_loss_function(loss_fn: Callable[..., Tensor], count:
     assert parts.loss.item() == pytest.approx(whole.loss.item(), rel=ROUNDING)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[llama, mamba], rows=[1, 2])
 def test_rows_without_targets(make: Maker, rows: int) -> None:
     """A micro-batch without a single target would be a division by zero; it counts for nothing."""
@@ -75,6 +79,7 @@ def test_rows_without_targets_in_one_piece() -> None:
     train_both(build(llama), [batch, tokens(0)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "count"), [(llama, count_shifted), (gemma2, count_shifted), (bert, count_labels), (t5, count_labels)]
 )
@@ -121,6 +126,7 @@ def test_a_loss_function_may_use_what_the_model_does_not_take() -> None:
     assert all(torch.isfinite(engine.step(batch, loss_fn=weighted).loss) for batch in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padding", "positions"])
 def test_other_inputs_of_the_model(kind: str) -> None:
     rows = batches(3)
@@ -162,6 +168,7 @@ def test_a_batch_whose_labels_are_all_ignored_is_refused() -> None:
     engine.step(tokens())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "right"), [("input_idz", "input_ids"), ("attention_maks", "attention_mask")])
 @pytest.mark.parametrize("make", [llama, bert, t5, gpt2])
 def test_a_misspelt_key_is_refused_with_the_nearest_name(make: Maker, key: str, right: str) -> None:
@@ -190,6 +197,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", BAD.values(), ids=BAD)
 def test_a_batch_of_another_form_is_refused(batch: Any) -> None:
     engine = Engine(build(llama))

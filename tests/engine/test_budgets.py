@@ -50,6 +50,7 @@ def test_gradients_that_do_not_wait_pass_through_memory_that_is_planned(rule: Up
     assert {name: size for _, name, size in engine.allocations} == planned
 
 
+@pytest.mark.slow
 def test_states_of_a_small_rule_leave_the_device_room_for_activations() -> None:
     """What a rule keeps less of may fit the budget just so; a step would not."""
     there = Engine(build(llama), LOMO(), Placement("device", "device"), max_grad_norm=None)
@@ -79,6 +80,7 @@ def large_stack() -> Stack:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"host_memory": "8MiB"}, {"device_memory": "4KiB"}], ids=str)
 def test_a_refusal_allocates_nothing_and_leaves_the_model_as_it_was(budget: dict[str, Any]) -> None:
     model = large_stack()
@@ -125,6 +127,7 @@ def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on(
         assert torch.equal(found, wanted), name
 
 
+@pytest.mark.slow
 def test_a_tight_budget_trains_bit_equal() -> None:
     free = Engine(build(gemma2))
     free.step(tokens())
@@ -135,6 +138,7 @@ def test_a_tight_budget_trains_bit_equal() -> None:
     )
 
 
+@pytest.mark.slow
 @LEDGER
 def test_kept_graphs_give_way_to_the_budget() -> None:
     """What recomputing everything needs is enough for `auto`, also where it had kept graphs in the steps before."""

@@ -74,6 +74,7 @@ def moments(state: State) -> dict[str, torch.Tensor]:
     return {name: value for name, value in every.items() if value is not None and value.numel()}
 
 
+@pytest.mark.slow
 @matrix(strength=1, place=PLACES, precision=["fp32", "bf16"], files=[torch.float32, torch.bfloat16], rule=RULES)
 def test_a_checkpoint_of_what_trains_has_the_base_where_it_was_changed(
     place: dict[str, Any], precision: str, files: torch.dtype, rule: Any, tmp_path: Path
@@ -157,6 +158,7 @@ def ranked(zero_stage: int, folder: str, *, goes_on: bool) -> list[torch.Tensor]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_ranks_change_and_prune_what_one_process_does(zero_stage: int, tmp_path: Path) -> None:
     alone = Engine(adapted(rank=32), micro_batch_size=2)

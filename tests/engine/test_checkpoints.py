@@ -29,16 +29,19 @@ def on_host(**budget: Any) -> Placement:
     return Placement(activations="cpu", **budget)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[llama, gemma2, gpt2, mixtral, mamba], precision=["fp32", "bf16"])
 def test_bit_equal(make: Maker, precision: str) -> None:
     train_both(build(make), batches(3), precision=precision, placement=on_host(), debug=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [InPlaceBlocks, ChangesBetweenUnits])
 def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
     train_both(build(model), [words(s) for s in range(3)], loss_fn=cross_entropy, placement=on_host(), debug=True)
 
 
+@pytest.mark.slow
 @matrix(strength=1, rows=[1, 3], settings=[{}, {"recompute": "auto"}, {"recompute": "never"}])
 def test_with_micro_batches(rows: int, settings: dict[str, Any]) -> None:
     train_both(build(llama), batches(3), micro_batch_size=rows, placement=on_host(), within=2e-6, **settings)
@@ -71,6 +74,7 @@ def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
     return engine.counters.h2d_bytes, engine.counters.d2h_bytes
 
 
+@pytest.mark.slow
 @matrix(strength=1, rows=[None, 1, 3], precision=["fp32", "bf16"])
 def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
     """Each of the two blocks sends its input [rows, length, 32] out once and back once, in whatever parts. Tables and
@@ -161,6 +165,7 @@ def test_buffers_are_used_again() -> None:
     assert not engine.allocations
 
 
+@pytest.mark.slow
 def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes_on() -> None:
     free = Engine(build(llama), placement=on_host())
     room = sum(tier_bytes(free, "cpu").values()) + 2 * LENGTH * 32 * 4
@@ -174,6 +179,7 @@ def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes
         assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
 
 
+@pytest.mark.slow
 @LEDGER
 @pytest.mark.parametrize("recompute", quick(["auto", "always"], ["auto"]))
 def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str) -> None:

@@ -61,6 +61,7 @@ def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any]
     return wanted, largest
 
 
+@pytest.mark.slow
 @matrix(strength=1, num_steps_before=[0, 3], precision=["fp32", "bf16"], factor=[1.0, 20.0, 1000.0])
 def test_speculative_against_float64(factor: float, precision: str, num_steps_before: int) -> None:
     is_coarse = factor == 1000.0
@@ -139,6 +140,7 @@ def train_unevenly(engine: Engine, steps: range, clipped: int | None) -> tuple[l
     return found, weights(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clipped", "clip"),
     [
@@ -169,6 +171,7 @@ def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int
         assert_same(found, wanted[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("throttle", "clip"),
     [

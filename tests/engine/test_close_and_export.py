@@ -30,6 +30,7 @@ from tests.matrix import matrix, quick
 Maker = Callable[[], nn.Module]
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral, llama4])
 def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, tmp_path: Path) -> None:
     engine = Engine(build(make), precision=precision)
@@ -68,6 +69,7 @@ def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: P
         assert same_bits(tensor, master if precision == "fp32" else kernels.split(master)[0]), name
 
 
+@pytest.mark.slow
 @matrix(
     strength=1, precision=["fp32", "bf16"], dtype=[torch.float32, torch.bfloat16, torch.float16], make=[llama, gemma2]
 )
@@ -92,6 +94,7 @@ def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: 
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [*quick(MODELS, MODELS[::3]), pytest.param(Recurrent, marks=NO_LSTM)])
 def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
     """Weights of an engine that made no step come back bit for bit, and a second engine takes them over."""

@@ -73,6 +73,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "placement", "settings"),
     quick(WAYS, WAYS[:1]),
@@ -104,6 +105,7 @@ def test_the_same_holds_for_what_inductor_makes(
     assert engine.compiled_graphs == 2
 
 
+@pytest.mark.slow
 def test_micro_batches_are_compiled_by_their_own_shape() -> None:
     with_parts = {"compile": "auto", "micro_batch_size": 2, "recompute": "always"}
     engine, _ = train_both(
@@ -112,6 +114,7 @@ def test_micro_batches_are_compiled_by_their_own_shape() -> None:
     assert engine.compiled_graphs == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", quick(["always", "never"], ["always"]))
 def test_equal_layers_share_one_graph_with_gradients_and_one_without(recompute: str) -> None:
     engine = Engine(build(partial(llama, num_hidden_layers=4)), compile="auto", recompute=recompute)
@@ -131,6 +134,7 @@ def test_without_it_nothing_is_compiled() -> None:
     assert engine.compiled_graphs == 0
 
 
+@pytest.mark.slow
 def test_a_block_that_is_something_else_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", backend(1.01))
     with pytest.warns(UserWarning, match=r"LlamaDecoderLayer .*its results are 0.01 of their norm"):
@@ -186,6 +190,7 @@ class Scaled(Block):
         return super().forward(h) * self.scale
 
 
+@pytest.mark.slow
 def test_a_block_that_cannot_be_compiled_any_more_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_MOST_GRAPHS", 1)
     losses = []
@@ -200,6 +205,7 @@ def test_a_block_that_cannot_be_compiled_any_more_runs_as_it_is(monkeypatch: pyt
     torch.testing.assert_close(losses[:4], losses[4:], rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_block_that_checkpoints_itself_is_compiled(recompute: str) -> None:
     engine, _ = train_both(
@@ -236,6 +242,7 @@ def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert engine.compiled_graphs == before
 
 
+@pytest.mark.slow
 def test_forwards_without_a_backward_are_compiled_too() -> None:
     engine = Engine(build(partial(llama, num_hidden_layers=4)), MeZO(lr=1e-4), compile="auto")
     for seed in range(3):
@@ -243,6 +250,7 @@ def test_forwards_without_a_backward_are_compiled_too() -> None:
     assert engine.compiled_graphs == 1
 
 
+@pytest.mark.slow
 def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
     """A trial within a pass leaves the weights of that pass where they hang."""
     losses = []

@@ -92,6 +92,7 @@ TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", quick(list(TAKEN_OFF), [whole, layer_in_place, parts_of_layers, forward]))
 def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
     """Steps, and calls of what was compiled, have the bits of a model that never was; names are its own."""
@@ -111,6 +112,7 @@ def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[
     assert_same(dict(engine.model.state_dict()), found[0] | {"lm_head.weight": engine.model.lm_head.weight})
 
 
+@pytest.mark.slow
 def test_blocks_that_came_compiled_are_compiled_by_the_engine_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", BACKEND)
     plain = Engine(build(llama), compile="auto")
@@ -192,6 +194,7 @@ WAYS: list[dict[str, Any]] = [
 BLOCKS = [CallsAFunction, CallsACompiledClass, CompiledClass, GivesWeights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "way"),
     quick(list(itertools.product(BLOCKS, WAYS)), list(zip(BLOCKS[:3], WAYS, strict=True))),
@@ -222,6 +225,7 @@ def test_what_a_forward_calls_stays_compiled(block: type[nn.Module], way: dict[s
         assert found != losses(lambda *batch: eager.step(*batch).loss), "it says something"
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_is_taken() -> None:
     compiled = torch.compile(cross_entropy, backend=FAR)
     engine, plain = Engine(build(Stack)), build(Stack).to(own_device())
@@ -233,6 +237,7 @@ def test_a_compiled_loss_is_taken() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
 @pytest.mark.parametrize("how", [whole, in_place], ids=lambda how: how.__name__)
 def test_a_model_is_not_compiled_later(how: Callable[[nn.Module], nn.Module]) -> None:

@@ -53,6 +53,7 @@ def assert_like(engine: Engine, reference: Reference) -> None:
     assert [b.num_uses for b in engine.model.blocks] == [b.num_uses for b in reference.model.blocks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("rows", [None, 2])
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
@@ -121,6 +122,7 @@ def test_an_own_loop_recomputes_from_what_each_forward_had() -> None:
         assert_like(engine, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [10, 40])
 def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
     """Of own loops the recording pass sees the whole length. The table is a buffer that is assigned; how far it reaches

@@ -60,6 +60,7 @@ def steps_are_equal(engine: Engine, reference: Late, seeds: Iterator[int] | rang
         assert (found.loss, found.grad_norm) == (loss, norm), seed
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[llama, gemma2], precision=["fp32", "bf16"], max_grad_norm=[0.3, None])
 def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm):
     settings = {"precision": precision, "max_grad_norm": max_grad_norm}
@@ -69,6 +70,7 @@ def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max
     assert_same(weights(engine), reference.masters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"throttle": {"update": 1e7}}, {"debug": 3, "throttle": {"h2d": 1e8}}], ids=str)
 def test_whatever_is_late_the_bits_are_the_same(settings):
     reference = Late(build(llama), RULE)
@@ -77,6 +79,7 @@ def test_whatever_is_late_the_bits_are_the_same(settings):
     assert_same(weights(engine), reference.masters)
 
 
+@pytest.mark.slow
 def test_states_may_be_on_disk(tmp_path):
     reference = Late(build(llama), RULE)
     place = Placement(parameters="cpu", optimizer="nvme", gradients="cpu", nvme_dir=str(tmp_path))
@@ -85,6 +88,7 @@ def test_states_may_be_on_disk(tmp_path):
     assert_same(weights(engine), reference.masters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False])
 def test_a_checkpoint_has_both_versions_of_the_weights(tmp_path, late):
     reference = Late(build(llama), RULE, delay_after=0 if late else 3)
@@ -113,6 +117,7 @@ def test_who_updates_in_time_goes_on_from_the_newest_weights(tmp_path):
     other.step(tokens(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.3, None])
 def test_where_updates_are_not_late_yet_it_goes_on_from_the_newest_weights_too(tmp_path, max_grad_norm):
     settings = {"placement": Placement(**HOST), "max_grad_norm": max_grad_norm}
@@ -143,6 +148,7 @@ def test_what_was_shown_is_written_once_it_was_read(again):
     assert reading in tile.lend("weights", STALE).fills
 
 
+@pytest.mark.slow
 def test_it_catches_up_where_it_is_told_to():
     engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
     in_time = Engine(build(llama), RULE, placement=Placement(**HOST))
@@ -161,6 +167,7 @@ def test_it_catches_up_where_it_is_told_to():
     steps_are_equal(engine, reference, range(3, 6))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_catches_up():
     reference = Late(build(llama), RULE)
     engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST), on_nonfinite="skip")
@@ -176,6 +183,7 @@ def test_a_step_that_is_skipped_catches_up():
     steps_are_equal(engine, reference, range(4, 7))
 
 
+@pytest.mark.slow
 def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
     model = build(llama)
     engine, reference = Engine(model, RULE, delay=1, placement=Placement(**HOST)), Late(build(llama), RULE)

@@ -63,6 +63,7 @@ def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str,
     return {key: value.to(own_device()) for key, value in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 1])
 @pytest.mark.parametrize(
     ("make", "batches"),
@@ -99,6 +100,7 @@ def test_what_no_few_rows_show_is_called_on_one_micro_batch_after_another() -> N
         assert (result.loss.item(), result.grad_norm) == pytest.approx((wanted.item(), norm), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_flag_that_is_set_later_counts_like_one_that_was_set_before() -> None:
     flagged = Engine(build(lambda: mixtral(output_router_logits=True)), optimizer=SGD(lr=0.0))
     engine = Engine(build(mixtral), optimizer=SGD(lr=0.0))
@@ -109,6 +111,7 @@ def test_a_flag_that_is_set_later_counts_like_one_that_was_set_before() -> None:
     assert engine.step(tokens(0)).grad_norm == plain
 
 
+@pytest.mark.slow
 def test_what_is_known_of_one_loss_is_not_used_for_another() -> None:
     engine = Engine(build(llama))
     batch = tokens(0)

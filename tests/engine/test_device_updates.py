@@ -85,6 +85,7 @@ def on_the_host(
         return *train(engine), {name: str(state) for name, state in states(engine).items()}
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @matrix(
     strength=1,
@@ -120,6 +121,7 @@ def steps(engine: Engine) -> None:
     train(engine, 2)
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @pytest.mark.parametrize(
     ("work", "settings", "place"),
@@ -142,6 +144,7 @@ def test_sums_over_several_passes(
     assert found[1][1] == found[0][1]
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 def test_a_checkpoint_is_that_of_updates_on_the_host(tmp_path: Path) -> None:
     with Engine(build(llama), update="device", debug=1) as engine:
@@ -234,6 +237,7 @@ def test_what_stays_changes_no_bit(place: str, precision: str, clip: str, debug:
         assert_same(train(engine, 1)[1], after[1])
 
 
+@pytest.mark.slow
 def test_what_stays_does_not_move() -> None:
     """Of its states only weights and gradients do."""
     moved = {}
@@ -282,6 +286,7 @@ def assert_shared(engine: Engine) -> None:
     assert kept == sum(size for label, size in tier_bytes(engine, "device").items() if label in moments)
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @matrix(
     strength=1,
@@ -310,6 +315,7 @@ def test_both_places_in_one_step_change_no_bit(
     assert marks == wanted_marks
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 def test_a_checkpoint_goes_on_with_another_mixture(tmp_path: Path) -> None:
     with Engine(build(deep), **shared("cpu", tmp_path), debug=1) as engine:
@@ -325,6 +331,7 @@ def test_a_checkpoint_goes_on_with_another_mixture(tmp_path: Path) -> None:
             assert_same(weights(engine), wanted)
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @pytest.mark.parametrize("place", quick(BELOW, ["cpu"]))
 def test_sums_edits_and_both_places(place: str, tmp_path: Path) -> None:
@@ -341,6 +348,7 @@ def test_sums_edits_and_both_places(place: str, tmp_path: Path) -> None:
     assert found[1][1] == found[0][1]
 
 
+@pytest.mark.slow
 def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
     """Gradients of what the forward needs first; and of states of theirs only weights and gradients move."""
     moved = {}
@@ -408,6 +416,7 @@ SHARES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @matrix(strength=1, share={f"stage {each['zero_stage']}": each for each in SHARES})
 def test_ranks_share_both_places(share: dict[str, Any], tmp_path: Path) -> None:
@@ -428,6 +437,7 @@ def ring_bytes(engine: Engine) -> int:
     return tier_bytes(engine, "device").get(UPDATE_RING, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bytes_an_element"), [("fp32", 16), ("bf16", 14)])
 def test_states_pass_through_a_ring_of_four_tiles(precision: str, bytes_an_element: int) -> None:
     model = build(llama)
@@ -478,6 +488,7 @@ def test_small_models_are_updated_where_they_rest() -> None:
         assert engine.updates_on == "cpu"
 
 
+@pytest.mark.slow
 def test_what_goes_up_and_down_is_shown() -> None:
     with Engine(build(llama), update="device", debug=1) as engine:
         train(engine, 2)
@@ -509,6 +520,7 @@ class Breaking(AdamW):
         return super().update(states, gradients, by)
 
 
+@pytest.mark.slow
 @matrix(strength=1, debug=[False, 1], error=[OSError, torch.OutOfMemoryError])
 def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: Any, tmp_path: Path) -> None:
     engine = Engine(build(llama), update="device", optimizer=Breaking(error=error), debug=debug)
@@ -524,6 +536,7 @@ def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: An
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", ["update_up", "update_on_device", "update_down"])
 def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build(llama), update="device", debug=1)
@@ -546,6 +559,7 @@ def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.Monkey
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["none", "deferred"])
 def test_weights_that_are_not_finite_are_refused_by_unit(clip: str) -> None:
     engine = Engine(build(llama), update="device", optimizer=AdamW(lr=3e38), debug=1, **CLIPS[clip])

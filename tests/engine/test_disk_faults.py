@@ -266,6 +266,7 @@ def paragraph(ended: Ended, code: int, *words: object) -> None:
     assert not [word for word in words if str(word) not in found[0]], found[0]
 
 
+@pytest.mark.slow
 def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: Command) -> None:
     small_disk.fill(1 << 19)  # the states need 400 KB
     ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
@@ -282,6 +283,7 @@ def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -
 # -- the disk fails --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Wanted) -> None:
     """By the engine that there is: the kernel itself ends every transfer with EIO, then does so no more."""
@@ -306,6 +308,7 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
     assert inside(small_disk.path) == []
 
 
+@pytest.mark.slow
 def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """In mid-step, under a base that is never copied; nothing is trained, and once the disk is well it goes on."""
     past_the_cache(monkeypatch)
@@ -338,6 +341,7 @@ def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: st
     assert seed == 2 or not harmless
 
 
+@pytest.mark.slow
 def test_a_disk_that_goes_away(small_disk: Disk, wanted: Wanted) -> None:
     engine = make(small_disk.path, ALL)
     train(engine, wanted, 0, 2)
@@ -364,6 +368,7 @@ def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> No
 # -- folders that are no use -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["missing", "a file", "tmpfs", "not writable", "read-only"])
 def test_a_folder_that_cannot_be_used(
     what: str, folder: Path, request: pytest.FixtureRequest, nursery: Nursery
@@ -401,6 +406,7 @@ def test_two_runs_in_one_folder(nursery: Nursery, folder: Path, wanted: Wanted) 
 # -- the system refuses what only makes it faster --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @filters
 @in_cpp
 @pytest.mark.parametrize(
@@ -418,6 +424,7 @@ def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason
     assert refused != "io_uring" or name == "threads"
 
 
+@pytest.mark.slow
 @filters
 def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder: Path) -> None:
     saved(folder / "model")
@@ -477,6 +484,7 @@ def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Co
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
 def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
     nursery.start(child_that_never_closes, str(folder), how)
@@ -490,6 +498,7 @@ def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) 
         assert ended.err == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
     before = set(threading.enumerate())
     engine = make(folder, ALL)
@@ -540,6 +549,7 @@ def steps(engine: Engine) -> None:
         engine.step(tokens(seed))
 
 
+@pytest.mark.slow
 @cpu_only("torch lets a Ctrl-C in once the backward is over, which autograd runs in another thread there")
 @pytest.mark.usefixtures("nothing_collected")
 @matrix(strength=1, delay_s=[0.1, 0.6], kind=list(KINDS))
@@ -558,6 +568,7 @@ def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -
         engine.close()
 
 
+@pytest.mark.slow
 def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted, monkeypatch: Any) -> None:
     """Where a Ctrl-C is raised that came while autograd was in C++."""
     engine = make(folder, ALL)
@@ -585,6 +596,7 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
     assert engine_is_right
 
 
+@pytest.mark.slow
 @matrix(strength=1, where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
 def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
     settings = DEFERRED | {"clip": clip}

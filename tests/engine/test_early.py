@@ -161,6 +161,7 @@ def test_what_was_read_early_is_given_back(done: str, pair: Pair) -> None:
     pair.compare()
 
 
+@pytest.mark.slow
 def test_what_was_read_early_is_given_back_where_states_are_loaded(pair: Pair, tmp_path: Path) -> None:
     for engine in (pair.on_disk, pair.in_memory):
         saves_and_loads(engine, tmp_path / str(id(engine)))
@@ -181,6 +182,7 @@ def test_weights_without_a_gradient_stay_on_the_device() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", quick([0, 1, 2, 20], [1, 20]))
 def test_no_more_is_read_early_than_host_memory_has_room_for(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +210,7 @@ def test_no_more_is_read_early_than_host_memory_has_room_for(
     assert (found > ring_bytes) == (more > 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the norm", "after it", "in a step that is skipped"])
 def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nothing was updated it ends its step, which is as if it had not been; a step whose updates are skipped
@@ -239,6 +242,7 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
     pair.compare()
 
 
+@pytest.mark.slow
 def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No update needs it, and what lies in the ring of it is taken for nothing."""
     pair.on_disk.finish()  # the last step's updates read as well

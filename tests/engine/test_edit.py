@@ -36,6 +36,7 @@ def change(name: str, value: torch.Tensor) -> None:
     value.mul_(0.5) if "mlp" in name else value.add_(0.01)
 
 
+@pytest.mark.slow
 @matrix(strength=1, place=PLACES, precision=["fp32", "bf16"], settings=[{}, UNCLIPPED, {"prefetch": 3}])
 def test_training_goes_on_from_what_was_written(
     place: dict[str, Any], precision: str, settings: dict[str, Any], tmp_path: Path

@@ -60,6 +60,7 @@ def differing(one: Path, other: Path) -> list[str]:
     return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     widths={"bf16": ("bf16", torch.bfloat16), "split": ("bf16", torch.float32), "fp32": ("fp32", torch.float32)},
@@ -81,6 +82,7 @@ def test_a_folder_comes_back_bit_for_bit(make: Any, widths: tuple[str, torch.dty
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_states_on_disk_are_exported_in_shards(dtype: torch.dtype, tmp_path: Path, small_pieces: None) -> None:
     """Break: count the elements of a piece from the parameter's start instead of the piece's."""
@@ -223,6 +225,7 @@ def refused(way: str, path: str) -> tuple[str, str]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["exists", "full disk", "bug"])
 def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, tmp_path: Path) -> None:
     """Break: leave without telling the others."""

@@ -56,6 +56,7 @@ def assert_untouched(engine: Engine, before: dict[str, Tensor], states_before: d
         assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("block", [0, 2])
 def test_stop_names_the_parameter_and_the_unit_and_changes_nothing(block: int, precision: str) -> None:
@@ -79,6 +80,7 @@ def engine_model() -> Stack:
     return build(lambda: Stack(Mined))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_skip_leaves_every_state_as_it_was(micro_batch_size: int | None, max_grad_norm: float | None) -> None:
@@ -165,6 +167,7 @@ def test_without_clipping_the_last_unit_tears_nothing() -> None:
     step(engine)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     max_grad_norm={"clipped": 1.0, "unclipped": None},
@@ -187,6 +190,7 @@ def test_an_exception_in_the_forward_costs_that_step_only(
             assert sorted(engine.allocations) == before, "something of the failed step is still held"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"debug": True}], ids=str)
 def test_an_exception_in_the_backward_costs_that_step_only(settings: dict[str, Any]) -> None:
     engine, undisturbed = mined(**settings), mined(**settings)
@@ -225,6 +229,7 @@ def test_an_update_that_overflows_is_reported() -> None:
         step(engine, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": None}, {"optimizer": MeZO(lr=1e-3)}], ids=str)
 def test_weights_that_were_not_finite_are_not_blamed_on_the_learning_rate(
     settings: dict[str, Any], tmp_path: Path
@@ -291,6 +296,7 @@ def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
         assert torch.equal(buffer, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), None, "x"])
 def test_a_learning_rate_that_is_none_is_refused_where_it_is_set(rate: Any) -> None:
     """It would be found within the updates, some of which were made by then."""
@@ -301,6 +307,7 @@ def test_a_learning_rate_that_is_none_is_refused_where_it_is_set(rate: Any) -> N
     assert_same(weights(engine), weights(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_where_gradients_are_off_is_refused(off: Any) -> None:
     """It would train nothing, and say a norm of 0."""

@@ -82,6 +82,7 @@ def base_bytes(model: nn.Module, codec: str) -> list[int]:
     return [up(size, max(2048, block)) // block * record for size in sizes.values()]
 
 
+@pytest.mark.slow
 @matrix(strength=1, codec=["int8", "nf4"], tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
 def test_training_is_that_of_an_engine_over_the_dequantised_weights(
     codec: str, tier: dict[str, Any], way: dict[str, Any], precision: str, tmp_path: Path
@@ -99,6 +100,7 @@ def test_training_is_that_of_an_engine_over_the_dequantised_weights(
     assert_same(weights(engine), weights(plain))
 
 
+@pytest.mark.slow
 @matrix(strength=1, codec=["int8", "nf4"], way=[WAYS[""], WAYS["kept"]], precision=["fp32", "bf16"])
 def test_training_is_that_of_plain_pytorch_over_the_dequantised_weights(
     codec: str, way: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +114,7 @@ def test_training_is_that_of_plain_pytorch_over_the_dequantised_weights(
     assert all(same_bits(weights(engine)[name], p.detach()) for name, p in coded(plain).items())
 
 
+@pytest.mark.slow
 def test_experts_in_one_parameter_rest_in_codes() -> None:
     model = freeze(build(lambda: mixtral(hidden_size=64, num_key_value_heads=4)), "experts")
     plain = Engine(dequantised(model, "nf4"))
@@ -122,6 +125,7 @@ def test_experts_in_one_parameter_rest_in_codes() -> None:
     assert_same(weights(engine), weights(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", quick(["int8", "nf4"], ["nf4"]))
 def test_tiers_and_links_have_the_bytes_of_codes(codec: str) -> None:
     """They go up twice a step, whatever the number of micro-batches."""
@@ -165,6 +169,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     assert seconds("int8") - seconds("nf4") == pytest.approx(2 * saved / 1e6, abs=1e-3)
 
 
+@pytest.mark.slow
 @LEDGER
 @pytest.mark.parametrize("codec", quick(["int8", "nf4"], ["nf4"]))
 def test_a_budget_of_what_is_planned_is_kept(codec: str) -> None:
@@ -218,6 +223,7 @@ def test_a_step_is_foretold_with_what_decoding_takes(codec: str) -> None:
     assert inline.seconds == pytest.approx(18 + num_fetches * 0.75)
 
 
+@pytest.mark.slow
 def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -245,6 +251,7 @@ def test_what_is_not_in_codes_is_named() -> None:
     assert Engine(build(adapted)).told_frozen_weights == ""
 
 
+@pytest.mark.slow
 def test_checkpoints_have_what_is_trained_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     engine = Engine(build(adapted), frozen_weights="nf4")
     engine.step(tokens(0))
@@ -296,6 +303,7 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
     assert_same(dict(resident.weights()), {name: p.detach() for name, p in plain.named_parameters()})
 
 
+@pytest.mark.slow
 def test_forwards_alone_train_over_codes() -> None:
     """Zeroth order: what is trained is perturbed in its own slot, beside what is decoded."""
     model = build(adapted)

@@ -25,6 +25,7 @@ from tests.engine.zeroth_order import PlainMeZO
 from tests.matrix import matrix
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral])
 def test_evaluate_is_plain_evaluation(make, precision: str) -> None:
     engine, reference = train_both(build(make), batches(2), precision=precision)
@@ -61,6 +62,7 @@ def test_evaluate_leaves_no_trace() -> None:
     assert_weights(engine, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [lambda: Stack(DropsOut), RunningStatistics], ids=["dropout", "statistics"])
 def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callable[[], nn.Module]) -> None:
     """`from_pretrained` returns a model in eval mode: what is learned from it must not be taken for what it does in
@@ -249,6 +251,7 @@ class DrawsFromItsOwn(Draws):
         return torch.rand(WIDTH, generator=self.own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy])
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: type[Draws], recompute: str) -> None:
@@ -276,6 +279,7 @@ def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: 
     assert_weights(engine, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy, DrawsOneNormal])
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(

@@ -96,6 +96,7 @@ def assert_no_threads(engine: Engine) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.slow
 @matrix(strength=1, where=["forward", "backward"], lanes=list(LANES), mode=[FREE, DEFERRED, SPECULATIVE])
 def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str, Any]) -> None:
     undisturbed, engine = breaking(**mode), breaking(**mode, **LANES[lanes])
@@ -114,6 +115,7 @@ def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str
     assert_no_threads(engine)
 
 
+@pytest.mark.slow
 @matrix(strength=1, lane=["h2d", "d2h", "update"], mode=[FREE, DEFERRED, SPECULATIVE])
 def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, engine = Engine(build(deep), **mode), Engine(build(deep), debug=4, **mode)
@@ -161,6 +163,7 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
     assert_no_threads(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_collected")
 @matrix(strength=1, mode=[FREE, DEFERRED, SPECULATIVE], delay_s=[0.2, 0.5, 1.0])
 def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> None:
@@ -198,6 +201,7 @@ def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatc
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "evaluate"])
 def test_an_error_leaves_the_updates_of_the_step_before_alone(where: str) -> None:
     """They are on their way when the next step fails, and must arrive, all of them."""
@@ -224,6 +228,7 @@ def test_weights_that_are_given_back_have_had_their_last_update() -> None:
     assert_same({name: value.detach() for name, value in engine.model.named_parameters()}, wanted)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_dropped_ends_its_threads() -> None:
     before = set(threading.enumerate())
     engine = Engine(build(deep), debug=1)
@@ -247,6 +252,7 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     place=list(PLACES),
@@ -393,6 +399,7 @@ def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
     return engine, wanted
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
     """The states are still on their way to the disk when the next step begins."""
     engine, wanted = saved_on_a_slow_disk(tmp_path)
@@ -405,6 +412,7 @@ def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Pa
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that returns is one whose every byte is there: not the next step is torn, but this call says it."""
     engine, wanted = saved_on_a_slow_disk(tmp_path)

@@ -62,6 +62,7 @@ def graph_bytes(engine: Engine) -> int:
     return parts_of(engine).host.allocations.get("graphs", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "recompute"), [("bf16", "never"), ("fp32", "always")])
 @pytest.mark.parametrize("make", quick(FAMILIES, [llama, mixtral, mamba, bert]))
 def test_families_are_bit_equal(make: Callable[[], nn.Module], precision: str, recompute: str) -> None:
@@ -70,6 +71,7 @@ def test_families_are_bit_equal(make: Callable[[], nn.Module], precision: str, r
     assert graph_bytes(engine) or make is mamba, "mamba's blocks have more in them than a graph may copy"
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     tier=["cpu", "nvme"],
@@ -143,6 +145,7 @@ def held(engine: Engine) -> dict[str, int]:
     return {name: found.get(name, 0) for name in ("kept tensors", "unit inputs")}
 
 
+@pytest.mark.slow
 def test_the_device_holds_none_of_them() -> None:
     here, below = (
         Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs=tier), recompute="never")
@@ -153,6 +156,7 @@ def test_the_device_holds_none_of_them() -> None:
     assert graph_bytes(below) >= sum(of_blocks.values()) * 7 // 8
 
 
+@pytest.mark.slow
 def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     """Nothing that the graph holds on keeps a storage alive that went below: neither inputs nor results."""
     engine = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
@@ -173,6 +177,7 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     assert alive[-1] <= alive[0] + 16, "leaves have the shape, and no memory of their own"
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -> None:
     whole = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
     whole.step(words(0), loss_fn=cross_entropy)
@@ -191,6 +196,7 @@ def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -
         never.step(words(0), loss_fn=cross_entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("rows", [None, 1])
 def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: int | None, tmp_path: Path) -> None:
@@ -218,6 +224,7 @@ def test_lengths_may_change() -> None:
     assert not parts_of(engine).runner.saved.policy.below.taken, "a buffer that nobody gave back"
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward_gives_its_room_back() -> None:
     engine = Engine(build(llama), placement=Placement(graphs="cpu"), recompute="never")
     engine.step(tokens(0))
@@ -310,6 +317,7 @@ KINDS = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
 ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("block", [*KINDS, ON_CPU])
 def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
@@ -333,6 +341,7 @@ class ChangesLater(Block):
         return h + super().forward(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_an_input_that_was_not_changed_in_place_before_may_not_be(recompute: str) -> None:
     """The leaf of the graph does not tell torch so."""

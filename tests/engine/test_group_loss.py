@@ -63,6 +63,7 @@ def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.T
     return softplus(sums[1::2] - sums[::2]).mean(), sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick((llama, gemma2), [gemma2]))
 @pytest.mark.parametrize("way", quick(WAYS, ["micro-batches, chunks", "streamed"]))
 def test_training_is_that_of_whole_logits(way: str, family: Any) -> None:
@@ -107,6 +108,7 @@ def ranked(chunk_bytes: int | None) -> tuple[float, torch.Tensor, list[torch.Ten
     return float(result.loss), torch.cat([measured, alone[None]]), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", quick((None, CHUNK_BYTES), [CHUNK_BYTES]))
 def test_ranks_weigh_by_their_groups(chunk_bytes: int | None) -> None:
     """Also where a rank has no rows of its own."""

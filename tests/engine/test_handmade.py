@@ -35,6 +35,7 @@ from tests.matrix import matrix
 NUM_STEPS = 3
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     model=MODELS,
@@ -50,6 +51,7 @@ def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool, 
         train_both(build(model), batches, loss_fn=cross_entropy, group=sum_by_layer, **settings)
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["always", "never"], rows=[None, 2], debug={"": False, "poisoned": True})
 def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None, debug: bool) -> None:
     """Within a rounding: a tensor in several containers enters a unit once, where its gradients are summed."""
@@ -60,6 +62,7 @@ def test_containers_that_units_change_are_the_callers(recompute: str, rows: int 
     train_both(model, batches, loss_fn=cross_entropy, count=count, within=1e-5, whole=whole, **settings)
 
 
+@pytest.mark.slow
 @matrix(strength=1, debug={"": False, "poisoned": True}, precision=["fp32", "bf16"])
 def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bool) -> None:
     """In fp32, over the uses: the reference can tell them apart where every use is an element of the list."""
@@ -67,6 +70,7 @@ def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bo
     train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
 
 
+@pytest.mark.slow
 @NO_LSTM
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -83,6 +87,7 @@ def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) 
         train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
 
 
+@pytest.mark.slow
 @matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> None:
     settings = {"recompute": recompute, "loss_fn": cross_entropy, "group": sum_by_layer}
@@ -90,6 +95,7 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> 
         train_both(build(model), [words(seed) for seed in range(3)], placement=placement, debug=True, **settings)
 
 
+@pytest.mark.slow
 @matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor_in_micro_batches(model: type[nn.Module], recompute: str) -> None:
     """It runs once for all of them, and sums their gradients first: other last bits. Batches of what moves buffers, by

@@ -127,6 +127,7 @@ def calm(make: Maker) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=CHUNKED, micro=[None, 1, 3])
 def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None) -> None:
     settings = {"micro_batch_size": micro, "within": 2 * ROUNDING}
@@ -140,6 +141,7 @@ def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None
     assert_same(weights(engine), weights(whole), 2 * ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", quick(CHUNKED, (llama, gemma2, mamba)))
 def test_evaluate_in_chunks(make: Maker) -> None:
     engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
@@ -150,6 +152,7 @@ def test_evaluate_in_chunks(make: Maker) -> None:
     assert [shape[:2] for shape in shapes] == [(1, SIZE)] * 3, "the last column has no target"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [bart, pegasus, xlnet, deaf])
 def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
     """Its signature swallows them; only the comparison of chunks with the whole tells."""
@@ -162,6 +165,7 @@ def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
     assert [shape[0] * shape[1] for shape in shapes] == [ROWS * LENGTH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["step", "evaluate"])
 @pytest.mark.parametrize("chunk_bytes", [CHUNK, 1])
 def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> None:
@@ -183,6 +187,7 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
     assert size * vocabulary < ROWS * LENGTH * vocabulary / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break(recompute: str) -> None:
     """Logits that an engine keeps for the backward are inside of no unit, but those that the head's unit hands out
@@ -199,6 +204,7 @@ def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break(recompu
     train_both(build(make), batches(2), placement=Placement(device_memory=budget), within=2 * ROUNDING, **settings)
 
 
+@pytest.mark.slow
 def test_the_head_is_fetched_once() -> None:
     moved = []
     for settings in (
@@ -234,6 +240,7 @@ def test_the_budget_says_how_large_a_chunk_is_unless_somebody_does(
     assert Settings(head_chunk_bytes=given).chunk_bytes(budget) == bytes_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget", ["300KiB", "600KiB", pytest.param(None, marks=cpu_only("an accelerator's free memory is a budget"))]
 )
@@ -253,6 +260,7 @@ def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
     assert (engine.head_chunks, told.num_chunks) == (wanted, wanted)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +281,7 @@ def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     assert_same(weights(resumed), weights(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("make", quick(CHUNKED, [gemma2, mamba]))
 def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float) -> None:
@@ -320,6 +329,7 @@ def test_other_inputs_go_to_the_base_model() -> None:
     train_both(build(llama), batch_list, head_chunk_bytes=CHUNK, within=2 * ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model", "lm_head"])
 def test_frozen_weights_below_or_in_the_head(name: str) -> None:
     model = build(llama)
@@ -327,6 +337,7 @@ def test_frozen_weights_below_or_in_the_head(name: str) -> None:
     train_both(model, batches(2), head_chunk_bytes=CHUNK, within=2 * ROUNDING)
 
 
+@pytest.mark.slow
 def test_own_loops_and_loss_functions_get_real_logits() -> None:
     engine = Engine(build(llama), head_chunk_bytes=CHUNK)
     engine.step(tokens())

@@ -152,11 +152,13 @@ def check(settings: str, place: str, operation: str, folder: Path, num_samples: 
     assert not nameless(folder / "disk")
 
 
+@pytest.mark.slow
 @matrix(strength=1, settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
 def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp_path: Path) -> None:
     check(settings, place, operation, tmp_path, NUM_SAMPLES)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_comes_at_once_and_says_that_the_engine_has_to_be_loaded(tmp_path: Path) -> None:
     engine = make("micro-batches", "cpu", tmp_path)
     step(engine)
@@ -178,6 +180,7 @@ def test_a_second_interrupt_comes_at_once_and_says_that_the_engine_has_to_be_loa
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_interrupted_recording_leaves_nothing_otherwise() -> None:
     """In the first step, whose recording pass has the most that is otherwise meanwhile."""
 

@@ -227,6 +227,7 @@ def test_a_buffer_that_begins_to_move_is_refused() -> None:
             engine.step(words(), cross_entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [MixesRows, MixesInTraining])
 def test_what_micro_batches_would_change_is_found(block: type[nn.Module]) -> None:
     assert "batches stay whole" in verdict(build(of(block)), micro_batch_size=1)
@@ -412,6 +413,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_a_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, break_it, settings = BROKEN[name]

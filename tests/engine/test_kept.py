@@ -38,6 +38,7 @@ def test_frozen_weights_are_bit_equal(precision: str) -> None:
     train_both(freeze(build(Stack)), [words(s) for s in range(5)], loss_fn=cross_entropy, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "auto"])
 def test_a_graph_that_is_kept_is_run_once(recompute: str) -> None:
     always, kept = Engine(build(Counting)), Engine(build(Counting), recompute=recompute)
@@ -127,6 +128,7 @@ def blocks_run(engine: Engine) -> int:
     return sum(len(block.runs) for block in engine.model.blocks)
 
 
+@pytest.mark.slow
 @LEDGER
 @pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["bf16"]))
 def test_auto_keeps_what_fits(precision: str) -> None:
@@ -170,6 +172,7 @@ class Widening(Stack):
         super().__init__(WidensItsWeights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "num_calls"), [("fp32", 1), ("bf16", 2)])
 def test_a_unit_that_saves_copies_of_its_weights_recomputes(precision: str, num_calls: int) -> None:
     """In fp32 `.float()` is no copy."""
@@ -195,6 +198,7 @@ class CountsAndNormalises(Normalised):
         return super().forward(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [CountsAndScales, CountsAndNormalises])
 def test_a_unit_that_changes_its_input_or_its_buffers_recomputes(block: type[nn.Module]) -> None:
     def make() -> Stack:
@@ -233,6 +237,7 @@ def in_use() -> int:
     return info.uordblks + info.hblkhd
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is in use")
 @pytest.mark.parametrize("recompute", quick(["never", "auto"], ["auto"]))
 def test_fifty_steps_leave_nothing_behind(recompute: str) -> None:
@@ -268,6 +273,7 @@ class Growing(Block):
         return h
 
 
+@pytest.mark.slow
 @LEDGER
 @matrix(strength=1, depths=[[1, 1, 6, 1, 8], [1, 1, 2, 1, 2]], precision=["fp32", "bf16"])
 def test_a_graph_that_outgrows_its_room_is_given_up(precision: str, depths: list[int]) -> None:
@@ -293,6 +299,7 @@ def test_a_graph_that_outgrows_its_room_is_given_up(precision: str, depths: list
         assert torch.equal(found, same), name
 
 
+@pytest.mark.slow
 @LEDGER
 def test_other_lengths_later_are_bit_equal_and_within_the_budget() -> None:
     always, never = budgets()
@@ -338,6 +345,7 @@ class FailsLate(Stack):
         self.blocks[1] = Failing()
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["never", "auto"], when=["forward", "backward", "loss"])
 def test_an_exception_leaves_nothing_behind(when: str, recompute: str) -> None:
     def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -97,6 +97,7 @@ def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["cpu", "nvme"])
 def test_so_do_the_micro_batches_of_an_input(activations: str, tmp_path: Path) -> None:
     """Of rows of 3 * 10 floats all but every second begin at an address that is no multiple of 16."""

@@ -26,6 +26,7 @@ def streamed(model: nn.Module) -> int:
     return elements(model.model.embed_tokens) + layers + elements(model.lm_head)
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["always", "never", "auto"], lanes=list(LANES))
 def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str) -> None:
     model = build(deep)
@@ -40,6 +41,7 @@ def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", LANES)
 def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
     model = build(deep)
@@ -56,6 +58,7 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @matrix(strength=1, share=[0.3, 0.6], lanes=list(LANES))
 def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     """More room, fewer bytes; and never more than the budget, at any moment."""
@@ -73,6 +76,7 @@ def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @LEDGER
 def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     """Others had found room to stay in; without room for all of the unit, nothing of it stays."""
@@ -95,6 +99,7 @@ def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @LEDGER
 @pytest.mark.parametrize("lanes", quick(LANES, ["inline"]))
 def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
@@ -120,6 +125,7 @@ def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @matrix(strength=1, lanes=list(LANES), precision=["fp32", "bf16"])
 def test_residents_are_bit_equal_to_plain_pytorch(precision: str, lanes: str) -> None:
     train_both(

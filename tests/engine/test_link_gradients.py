@@ -160,6 +160,7 @@ def cases() -> list[Any]:
     return [*(pytest.param(*one, id=", ".join(one)) for one in QUICK), *slow]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("link", "case", "rows", "replicas", "stage", "placement", "timing", "mode"), cases())
 def test_training_is_that_of_one_process_whose_sums_are_quantised(
     link: str, case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
@@ -246,6 +247,7 @@ def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, 
     return losses[0], losses[1], *weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "stage"), quick([(2, 0), (4, 0), (4, 3)], [(2, 0)]))
 def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> None:
     """Break: begin without errors; give one replica the other's."""
@@ -276,6 +278,7 @@ def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
             assert all(torch.equal(its[name, f"error-{n}"].view(torch.bfloat16), e) for n, e in enumerate(wanted))
 
 
+@pytest.mark.slow
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_links_between_machines_have_the_bytes_of_codes() -> None:
     """Of M bytes of gradients in bf16 each machine of two sends half in codes, and half of the sums: 0.52 M in int8 and

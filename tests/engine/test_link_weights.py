@@ -57,6 +57,7 @@ def model(**settings: Any) -> nn.Module:
     return build(lambda: llama(**SIZES | {"vocab_size": 97} | settings))
 
 
+@pytest.mark.slow
 @matrix(strength=1, tier=TIERS, way=WAYS, precision=["fp32", "bf16"])
 def test_training_is_that_of_plain_pytorch_with_fake_quantised_weights(
     tier: dict[str, Any], way: dict[str, Any], precision: str, tmp_path: Path
@@ -75,6 +76,7 @@ def test_training_is_that_of_plain_pytorch_with_fake_quantised_weights(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", quick(["cpu", "codes on disk"], ["cpu"]))
 def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every copy that goes up is of 132 bytes for 256 of bf16, but for vectors; and all is there that was planned."""
@@ -108,6 +110,7 @@ def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.
         assert found["int8"][f"{name} (int8)"] == (num_fetches, numel // 128 * 132)
 
 
+@pytest.mark.slow
 def test_frozen_weights_may_be_in_other_codes() -> None:
     """Break: take the tables of one workspace from the first codec, which has none."""
     base, own = build(adapted), build(adapted)
@@ -129,6 +132,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     assert seconds["int8"] < 0.33 * seconds["exact"], "in fp32"
 
 
+@pytest.mark.slow
 def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -146,6 +150,7 @@ def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_p
     assert same_bits(own.get_parameter(name).detach().clone().cpu(), fake_quantised(1.5 * found[name]))
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], tier=TIERS)
 def test_a_run_goes_on_bit_for_bit(precision: str, tier: dict[str, Any], tmp_path: Path) -> None:
     """Codes are in no checkpoint: it has the bytes of an exact run's, and either goes on from the other's."""
@@ -202,6 +207,7 @@ def on_ranks(
     return losses, found, exchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "tier", "replicas", "states"),
     quick(

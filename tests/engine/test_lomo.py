@@ -34,6 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
+@pytest.mark.slow
 @matrix(strength=1, place=list(PLACES), clip=[None, 0.2])
 def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
     """p -= lr c g of torch's SGD, bit for bit, where c is 1 or that of the norm."""
@@ -54,6 +55,7 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
     assert parts_of(engine).runner.step_number == 3
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     settings={
@@ -82,6 +84,7 @@ def result_of(engine: Engine, seed: int) -> tuple[float, float]:
     return result.loss.item(), result.grad_norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: llama(tie_word_embeddings=True), gpt2])
 def test_the_second_pass_draws_what_the_first_one_drew(make: Any) -> None:
     """gpt2 has dropout everywhere; tied weights land when the backward is over, twice."""
@@ -98,6 +101,7 @@ def test_the_second_pass_begins_with_the_buffers_of_the_first_one() -> None:
         assert torch.equal(found[name], buffer), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [LOMO(lr=0.1), LOMO(lr=0.1, clip_norm=0.2), LOMO(lr=0.1, clip_value=1e-3), AdaLomo()])
 def test_no_more_than_two_units_have_a_gradient(rule: LOMO) -> None:
     model = build(lambda: llama(num_hidden_layers=6))
@@ -118,6 +122,7 @@ def test_no_more_than_two_units_have_a_gradient(rule: LOMO) -> None:
     assert states - small <= 4 * total + 4 * 2048 * len(parts_of(engine).regions), "weights, and nothing else"
 
 
+@pytest.mark.slow
 def test_the_engines_norm_is_that_of_the_rule_unless_it_has_one() -> None:
     for rule, norm in ((LOMO(lr=0.3), 0.2), (LOMO(lr=0.3, clip_norm=0.2), 5.0)):
         engine = Engine(build(llama), rule, max_grad_norm=norm)
@@ -168,6 +173,7 @@ def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:
         assert_same(weights(engine), reference.masters)
 
 
+@pytest.mark.slow
 def test_evaluation_and_recording_between_the_steps_leave_no_trace(tmp_path: Path) -> None:
     rule = LOMO(lr=0.3, clip_norm=0.2)
     engine, other = Engine(build(gpt2), rule, placed("nvme", tmp_path)), Engine(build(gpt2), rule)
@@ -181,6 +187,7 @@ def test_evaluation_and_recording_between_the_steps_leave_no_trace(tmp_path: Pat
     assert_same(weights(engine), weights(other))
 
 
+@pytest.mark.slow
 def test_both_passes_count_and_gradients_come_down_in_one() -> None:
     """What is fetched for either belongs to the step, also what came up ahead of the second."""
     down = []

@@ -31,6 +31,7 @@ def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[mixtral, mamba], rule=["adafactor", "muon"])
 def test_experts_and_convolutions(rule: str, make: Any) -> None:
     """Of Muon each matrix of the experts is one, and a convolution is none."""
@@ -42,6 +43,7 @@ def test_experts_and_convolutions(rule: str, make: Any) -> None:
         assert {rule for name, rule in chosen.items() if "embed" in name or "head" in name} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 def test_each_step_of_muon_is_torchs_beside_torchs_adamw(max_grad_norm: float | None) -> None:
     """From gradients of plain torch on the same device: the matrices of blocks bit for bit."""
@@ -75,6 +77,7 @@ def test_each_step_of_adafactor_is_torchs() -> None:
             torch.testing.assert_close(after[name], wanted, rtol=3e-7, atol=1e-5 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_groups_give_rules_by_matrix(place: str, tmp_path: Path) -> None:
     groups = (("mlp", {"rule": Adafactor(lr=0.03), "lr_scale": 2.0}), ("attn", {"rule": Muon(lr=0.02)}))
@@ -176,6 +179,7 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
         assert_same(found.weights, reference.masters, within=2e-2 if rule == "muon" else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", quick(["adafactor", "muon"], ["muon"]))
 def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> None:
     arguments = {"path": str(tmp_path / "saved"), "rule": RULES[rule]}
@@ -189,6 +193,7 @@ def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> N
     assert_same(weights(alone), wanted, within=2e-2 if rule == "muon" else 1e-5)
 
 
+@pytest.mark.slow
 def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
     for told in run(3, refused_padding):
         assert "needs a matrix as a whole" in told
@@ -227,6 +232,7 @@ def test_another_rules_states_are_refused_or_begin_anew(place: str, tmp_path: Pa
         engine.close()
 
 
+@pytest.mark.slow
 def test_reset_changes_nothing_where_the_rule_is_the_same(tmp_path: Path) -> None:
     whole = Engine(build(llama), RULES["adafactor"])
     whole.step(tokens(0))

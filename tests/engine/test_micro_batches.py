@@ -49,6 +49,7 @@ def calm_gpt2() -> nn.Module:
 # -- what moves ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[gemma2, mixtral, gpt2], settings=[{}, {"recompute": "never"}, {"precision": "bf16"}])
 def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, settings: dict[str, Any]) -> None:
     moved = set()
@@ -60,6 +61,7 @@ def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, setting
     assert len(moved) == 1, moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 1])
 def test_two_fetches_a_block_and_one_of_embedding_and_head(rows: int) -> None:
     """The head is fetched for its forward, and still there for its backward; the embedding's backward needs no weights;
@@ -94,12 +96,14 @@ def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["always", "never", "auto"], rows=[1, 2, 3, 5, 6])
 def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> None:
     batch_list = [tokens(seed, rows=7) for seed in range(3)]
     train_both(build(llama), batch_list, micro_batch_size=rows, recompute=recompute, within=ROUNDING)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[bloom, mpt, xlnet, calm_gpt2, gemma2], rows=[1, 2, 3])
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
@@ -138,6 +142,7 @@ class Flattens(Stack):
         return self.head(h).unflatten(0, x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_batches_of_another_length_than_the_first(recompute: str) -> None:
     """What an axis of rows times tokens is a multiple of differs from batch to batch."""
@@ -173,6 +178,7 @@ class Centring(Stack):
         super().__init__(CentresTheBatch)
 
 
+@pytest.mark.slow
 @matrix(strength=1, recompute=["always", "never"], rows=[1, 2, 3])
 def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
     """Micro-batches change the order of sums and nothing else: where they would, the batch stays whole, and a warning
@@ -184,6 +190,7 @@ def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
         train_both(build(Centring), batch_list, loss_fn=cross_entropy, whole=True, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_loss_function_sees_the_whole_batch(rows: int) -> None:
     seen = []
@@ -235,6 +242,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -
     assert torch.equal(weights(engine)["layers.0.weight"], master)
 
 
+@pytest.mark.slow
 @matrix(strength=1, rows=[1, 2, 3], make=[llama, gemma2])
 def test_micro_batches_in_bf16_equal_the_reference(make: Maker, rows: int) -> None:
     """It sums the bf16 gradients of its micro-batches in fp32. But the loss of the whole batch rounds otherwise than a
@@ -254,6 +262,7 @@ def train(make: Maker, *, micro: int | None = 2, **settings: Any) -> tuple[list[
     return losses, weights(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -272,6 +281,7 @@ def test_masks_do_not_depend_on_how_the_step_is_run(settings: dict[str, Any]) ->
     assert all(torch.equal(wanted[1][name], found[1][name]) for name in wanted[1])
 
 
+@pytest.mark.slow
 def test_masks_follow_the_seed() -> None:
     losses = {seed: train(gpt2, seed=seed)[0] for seed in (0, 1)}
     assert losses[0] == train(gpt2, seed=0)[0]
@@ -345,6 +355,7 @@ def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
     train_both(build(gpt2), [tokens(s) for s in range(2)], micro_batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
     """A first batch of one row, or of one row three times: each of the next rows is run alone all the same."""
@@ -375,6 +386,7 @@ def row(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     return {key: value[number : number + 1] for key, value in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alike", [False, True])
 def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool) -> None:
     """In the rows that are tried the first one has the largest value of all blocks; or (`is_alike`) each row has, by a
@@ -395,6 +407,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
     assert [one.grad_norm for one in found] == pytest.approx([one.grad_norm for one in wanted], rel=ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
     """Recorded on rows of which the first has the largest value in every unit, or the last has."""

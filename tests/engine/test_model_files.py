@@ -86,6 +86,7 @@ def opened(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(f"{folder.resolve()}/")]
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[llama, mixtral], dtype=[torch.float32, torch.bfloat16], way=WAYS, by=["cache", "disk"])
 def test_steps_are_those_over_weights_in_memory(
     make: Callable[[], nn.Module],
@@ -133,6 +134,7 @@ def engine_model() -> Any:
     return build(llama)
 
 
+@pytest.mark.slow
 def test_trained_states_may_be_on_disk_beside_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     (tmp_path / "nvme").mkdir()
@@ -144,6 +146,7 @@ def test_trained_states_may_be_on_disk_beside_it(tmp_path: Path) -> None:
     assert set(tier_bytes(files, "nvme")) == {"exp avg", "exp avg sq"}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_is_trained_alone(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     engine = engine_of(folder, placement=FILES)
@@ -218,6 +221,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SAID)
 @pytest.mark.parametrize("by", quick(["cache", "disk"], ["disk"]))
 def test_no_step_is_made_with_files_that_change(

@@ -107,6 +107,7 @@ def test_ranks_and_micro_batches_are_parts_alike() -> None:
     assert less.share == 22 / 53
 
 
+@pytest.mark.slow
 def test_there_is_none_of_one_part_or_of_mixed_ones() -> None:
     batch = tokens(rows=4)
     with Engine(llama(), AdamW(lr=0.0), noise_scale=True) as engine:

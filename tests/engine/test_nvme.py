@@ -103,6 +103,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 NUM_STEPS = 3
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     long=2,
@@ -136,6 +137,7 @@ def test_steps_are_bit_equal(
     assert bool(used) == (fraction < 1)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     long=2,
@@ -163,6 +165,7 @@ MIXES: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @matrix(strength=1, long=2, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
 def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
     settings = {"precision": precision, "recompute": "always", **MODES[mode]}
@@ -171,6 +174,7 @@ def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, fo
     assert_equal(found, in_memory(deep, NUM_STEPS, precision, mode, tier))
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     make=[gemma2, gpt2, mixtral],
@@ -182,6 +186,7 @@ def test_families(make: Maker, settings: dict[str, Any], folder: Path) -> None:
     assert_equal(train(make, 3, placement=on_disk(folder, **ALL), **settings), train(make, 3, **settings))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_rest_on_disk(folder: Path) -> None:
     def freeze(model: nn.Module) -> nn.Module:
         for name, parameter in model.named_parameters():
@@ -218,6 +223,7 @@ def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], gradients=["auto", "nvme"])
 @pytest.mark.usefixtures("nothing_left_over")
 def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
@@ -258,6 +264,7 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
     engine.close()
 
 
+@pytest.mark.slow
 def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
     """The files say it: whoever reads the states afterwards changes nothing any more."""
 
@@ -280,6 +287,7 @@ def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_tickets: object) -> None:
         raise KeyboardInterrupt
@@ -299,6 +307,7 @@ def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.
     engine.close()
 
 
+@pytest.mark.slow
 def test_activations_are_written_and_read_once(folder: Path) -> None:
     engine = Engine(build(deep), placement=Placement(activations="nvme", nvme_dir=folder), recompute="always")
     for seed in range(3):
@@ -332,6 +341,7 @@ def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
     assert found[24][1] > 2 * found[8][1]
 
 
+@pytest.mark.slow
 def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
     """From all on disk to nothing there, by the budget alone; weights before gradients before moments."""
     shares = []
@@ -410,6 +420,7 @@ class HasEmpty(Stack):
         return super().forward(x) + self.empty.sum()
 
 
+@pytest.mark.slow
 def test_a_parameter_without_elements(folder: Path) -> None:
     found = []
     for placement in (Placement(), on_disk(folder)):

@@ -56,11 +56,13 @@ def assert_as_serial(make: Callable[[], nn.Module], mode: str, precision: str = 
     assert_same(found_weights, wanted_weights)
 
 
+@pytest.mark.slow
 @matrix(strength=1, prefetch=[0, 1, 8], throttle={"": None, "throttled": SLOW}, mode=list(MODES))
 def test_prefetch_and_throttles_change_no_bit(prefetch: int, throttle: Mapping[str, Any] | None, mode: str) -> None:
     assert_as_serial(deep, mode, prefetch=prefetch, throttle=throttle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "mode"),
     [
@@ -77,6 +79,7 @@ def test_delays_change_no_bit(seed: int, mode: str) -> None:
     assert_as_serial(deep, mode, precision, prefetch=("auto", 1, 2, 0)[seed % 4], debug=seed)
 
 
+@pytest.mark.slow
 @matrix(strength=1, settings=[{"throttle": SLOW}, {"debug": 3}, {"debug": 4, "micro_batch_size": 2}], mode=list(MODES))
 def test_activations_on_the_host_change_no_bit(settings: dict[str, Any], mode: str) -> None:
     placed = Placement(activations="cpu")
@@ -89,6 +92,7 @@ def test_activations_on_the_host_change_no_bit(settings: dict[str, Any], mode: s
         assert_as_serial(deep, mode, placement=placed, **settings)
 
 
+@pytest.mark.slow
 @matrix(strength=1, make=[gpt2, t5], recompute=["always", "never", "auto"], mode=list(MODES))
 def test_tied_weights_dropout_and_kept_graphs(make: Callable[[], nn.Module], recompute: str, mode: str) -> None:
     assert_as_serial(make, mode, debug=11, recompute=recompute)
@@ -97,6 +101,7 @@ def test_tied_weights_dropout_and_kept_graphs(make: Callable[[], nn.Module], rec
 ROOM = [{"device_memory": "120KiB"}, {"device_memory": "400KiB"}, {"parameters": "device"}, {"device_memory": "8MiB"}]
 
 
+@pytest.mark.slow
 @matrix(strength=1, placement=ROOM, mode=list(MODES))
 def test_room_on_the_device_changes_no_bit(placement: dict[str, Any], mode: str) -> None:
     assert_as_serial(deep, mode, placement=Placement(**placement), debug=5)
@@ -122,6 +127,7 @@ def test_own_loops_with_delays() -> None:
         assert_same(found, wanted_weights)
 
 
+@pytest.mark.slow
 def test_another_order_departs_and_is_learned_anew() -> None:
     """Batches of two shapes in turn, an evaluation in between: each kind of pass has its own order."""
 

@@ -47,6 +47,7 @@ def pair(make: Maker, **settings: Any) -> tuple[Engine, Reference]:
     return Engine(model, **settings), reference
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], make=[llama, qwen3, mixtral])
 def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str) -> None:
     """In fp32, whatever the precision, and rounded once."""
@@ -68,6 +69,7 @@ def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str)
         assert_weights(engine, reference, when=f"step {step}")
 
 
+@pytest.mark.slow
 def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradients() -> None:
     """A call with other arguments, and an evaluation, are new, and recorded in the middle of the step."""
     engine, reference = pair(llama)
@@ -149,6 +151,7 @@ class Ways(Stack):
         return h + self.embedding(x) @ self.head.weight.t() if way == 2 or way is True else h
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("ways", [(1, 3, 2, 1, 2), (False, True, False)])
 @pytest.mark.filterwarnings("ignore:unit head is read from outside")
@@ -166,6 +169,7 @@ def test_a_number_that_chooses_a_way_is_recorded(ways: tuple[int, ...], by_name:
     assert len(found) == len(set(ways))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gemma2, gpt2, mamba])
 def test_tied_weights_in_own_loops(make: Maker) -> None:
     """The uses of a tied weight are added up over the whole step: another order of the sum."""
@@ -180,6 +184,7 @@ def test_tied_weights_in_own_loops(make: Maker) -> None:
     assert_weights(engine, reference, within=1e-6)
 
 
+@pytest.mark.slow
 @matrix(strength=1, debug={"": False, "poisoned": True}, make=[llama, mixtral])
 def test_one_loss_of_two_forward_calls(make: Maker, debug: bool) -> None:
     """As DPO has it: two sequences through the same weights, one loss of both; every unit is used twice before its
@@ -205,6 +210,7 @@ def test_one_loss_of_two_forward_calls(make: Maker, debug: bool) -> None:
         assert_weights(engine, reference, when=f"step {step}")
 
 
+@pytest.mark.slow
 def test_steps_and_own_loops_take_turns() -> None:
     engine, reference = pair(llama)
     for seed in range(4):
@@ -256,6 +262,7 @@ def test_a_forward_without_backward_changes_nothing() -> None:
     assert_weights(engine, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", quick(["always", "never"], ["always"]))
 def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
     """A cycle of a result and its graph would keep every unit's activations."""
@@ -295,6 +302,7 @@ def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     place=["cpu", "device", "nvme"],
@@ -387,6 +395,7 @@ class OutsideTakesMore(ReadFromOutside):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unit .* is read from outside")
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("make", [TakesMore, OutsideTakesMore])
@@ -455,6 +464,7 @@ def test_inputs_that_wait_on_the_host_do_not_stay_on_the_device_as_well() -> Non
     engine.close()
 
 
+@pytest.mark.slow
 @matrix(strength=1, change=["update", "step", "load_checkpoint"], recompute=["always", "never"])
 def test_a_backward_over_a_forward_with_other_weights_is_refused(recompute: str, change: str, tmp_path: Path) -> None:
     """As by plain PyTorch, where the update has changed what the graph saved."""
@@ -492,6 +502,7 @@ def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
     assert_weights(engine, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_may_go_through_its_own_backward(precision: str) -> None:
     """As in scripts that know nothing of the engine: what differs is that nobody has told the loss."""
@@ -515,6 +526,7 @@ def test_a_loss_may_go_through_its_own_backward(precision: str) -> None:
     engine.step(tokens(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2], ids=["", "tied"])
 def test_the_norm_may_be_asked_for_before_the_update(make: Maker) -> None:
     """And is what the update clips by, to whatever is asked for in that step."""
@@ -619,6 +631,7 @@ def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
         assert "rank 0: tune({'betas': (0.5, 0.5)}, {}); rank 1: tune({'betas': (0.5, 0.6)}, {})" in each[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"delay": 1}, {"max_grad_norm": None, "placement": Placement(device_memory="2MiB")}]
 )
@@ -721,6 +734,7 @@ def test_gradients_of_inputs_alone_leave_those_of_weights(recompute: str, by: st
         assert_weights(engine, reference, when=f"step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_units_may_be_called_before_the_model_and_make_its_arguments(recompute: str) -> None:
     """As with embeddings that a loop looks up itself: the first call, which is recorded, leaves their graph alone."""
@@ -742,6 +756,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         torch.autograd.grad(cross_entropy(engine.model(x), words()), x, create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("told", [True, False])
 def test_what_is_frozen_in_a_forward_or_its_backward_has_no_gradient_of_it(recompute: str, told: bool) -> None:

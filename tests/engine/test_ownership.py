@@ -83,6 +83,7 @@ def with_a_small_unit() -> Stack:
 # -- two engines ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OVERLAPS.values(), ids=OVERLAPS)
 def test_a_model_that_an_engine_holds_is_refused(make: Callable[[Any], nn.Module]) -> None:
     model = with_a_small_unit()
@@ -103,6 +104,7 @@ def test_a_model_whose_weights_are_gone_is_refused(make: Callable[[Any], nn.Modu
         Engine(make(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2])
 def test_a_model_that_was_given_back_is_anybodys(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     model = build(make)
@@ -163,6 +165,7 @@ def test_no_code_of_python_runs_where_a_model_goes(tmp_path: Path) -> None:
     assert not called, "a callback of one of weakref's containers"
 
 
+@pytest.mark.slow
 def test_settings_may_be_shared(tmp_path: Path) -> None:
     """The same AdamW, the same Placement and the same folder on disk, in two engines side by side."""
     optimizer = AdamW(groups=(("norm", {"lr_scale": 0.5}),))
@@ -337,6 +340,7 @@ UNCHANGED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED)
 def test_what_changes_nothing_is_no_change(change: Callable[[nn.Module], Any]) -> None:
     plain, engine = Engine(build(llama)), Engine(build(llama))

@@ -37,6 +37,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow
 @matrix(strength=1, precision=["fp32", "bf16"], parts=FROZEN)
 def test_frozen_parameters_stay_and_the_others_are_bit_equal(parts: tuple[str, ...], precision: str) -> None:
     model = freeze(build(llama), *parts)
@@ -87,6 +88,7 @@ def test_a_frozen_unit_between_two_steps_of_evaluation() -> None:
     assert_weights(engine, reference)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     parts=FROZEN,
@@ -118,6 +120,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...
     assert {name: state.num_steps for name, state in states(engine).items()} == reference.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     quick(
@@ -193,6 +196,7 @@ def choosing(seed: int, *experts: int) -> dict[str, Tensor]:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_expert_that_did_not_run_keeps_weights_moments_and_count(
@@ -232,6 +236,7 @@ class Optional(Stack):
         return self.head(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_unit_that_did_not_run_is_left_alone(precision: str) -> None:
     rows = [words(seed) for seed in range(4)]
@@ -277,6 +282,7 @@ def mixed() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
 def test_a_model_of_two_dtypes_keeps_its_fp32_weights_under_bf16(debug: bool) -> None:
     def kept(name: str) -> bool:
@@ -297,6 +303,7 @@ def test_the_bytes_of_a_model_of_two_dtypes() -> None:
     assert sum(tier_bytes(engine, "cpu").values()) == 14 * narrow + 16 * wide
 
 
+@pytest.mark.slow
 def test_a_family_that_keeps_modules_in_fp32_exports_them_so() -> None:
     model = build(t5)
     engine = Engine(model, precision="bf16")

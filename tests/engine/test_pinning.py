@@ -73,6 +73,7 @@ def own_loop(engine: Engine) -> None:
     engine.update()
 
 
+@pytest.mark.slow
 @matrix(strength=1, ends=["closed", "dropped"], kind=["states", "activations", "own loop", "nvme"])
 def test_an_engine_leaves_nothing_registered(driver: Driver, kind: str, ends: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16"}
@@ -92,6 +93,7 @@ def test_an_engine_leaves_nothing_registered(driver: Driver, kind: str, ends: st
     driver.launch()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the driver refused to pin")
 def test_an_engine_that_may_not_pin_trains_all_the_same(driver: Driver) -> None:
     losses = []

@@ -24,12 +24,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @matrix(strength=1, placement=PLACEMENTS, precision=["fp32", "bf16"], max_grad_norm={"clipped": 1.0, "unclipped": None})
 def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str, max_grad_norm: float | None) -> None:
     settings = {"placement": Placement(**placement), "precision": precision, "max_grad_norm": max_grad_norm}
     train_both(build(llama), batches(3), **settings)
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     placement=["device, device", "device, cpu", "auto, small device"],
@@ -63,6 +65,7 @@ class Sizes:
         return sum(self.streamed) + self.norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
 @pytest.mark.usefixtures("nothing_left_over")
@@ -101,6 +104,7 @@ def test_parameters_on_the_device_go_up_once_a_step() -> None:
 HOST_BYTES = {("fp32", 1.0): 16, ("fp32", None): 12, ("bf16", 1.0): 14, ("bf16", None): 12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "max_grad_norm"), HOST_BYTES)
 def test_host_bytes_a_parameter(precision: str, max_grad_norm: float | None) -> None:
     """12, and the gradients where they wait for the norm: 2 bytes more in bf16, 4 in fp32. One staging buffer where
@@ -131,6 +135,7 @@ def test_device_bytes(precision: str) -> None:
     }
 
 
+@pytest.mark.slow
 @matrix(strength=1, placement=PLACEMENTS, make=[llama, gemma2])
 def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
     engine = Engine(build(make), placement=Placement(**placement | {"device_memory": None}))

@@ -60,6 +60,7 @@ def engine_of(built: BuiltModel, **settings: Any) -> Engine:
     return Engine(built.model, fill=built.fill, quantized=built.quantized, **settings)
 
 
+@pytest.mark.slow
 @matrix(strength=1, kind=list(FORMATS), place=PLACES)
 def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict[str, Any], tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", kind)
@@ -76,6 +77,7 @@ def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict
     built.close()
 
 
+@pytest.mark.slow
 @matrix(strength=1, kind=list(FORMATS), dtype=[torch.bfloat16, torch.float16, torch.float32], way=WAYS)
 def test_an_engine_gives_what_it_gives_over_what_it_is_dequantised_to(
     kind: str, dtype: torch.dtype, way: dict[str, Any], tmp_path: Path
@@ -90,6 +92,7 @@ def test_an_engine_gives_what_it_gives_over_what_it_is_dequantised_to(
     assert_same(*its)
 
 
+@pytest.mark.slow
 def test_stacked_experts_stream_in_codes(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "fp8", deepseek)
     for place in PLACES["cpu"], PLACES["files"]:
@@ -109,6 +112,7 @@ def _deepseek(folder: Path) -> BuiltModel:
     return Adaptation.of(LoraSection(rank=4, target_modules=["kv_b_proj"]), "causal").over(base, seed=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick(list(FORMATS), ["fp8"]))
 def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
     folder, held = quantized(tmp_path / "base", kind), []
@@ -133,6 +137,7 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Pa
     assert few_up < all_up
 
 
+@pytest.mark.slow
 def test_checkpoints_have_what_is_trained_and_are_those_of_any_such_base(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "nf4")
     engine = engine_of(adapted(folder))

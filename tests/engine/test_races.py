@@ -452,6 +452,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param)
 
 
+@pytest.mark.slow
 @seen("slot", "before_fill")
 def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(engine: Engine, broken: bool) -> None:
     slots, units = parts_of(engine).slots, parts_of(engine).units
@@ -469,6 +470,7 @@ def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(engine: Eng
     assert torch.equal(shown.cpu(), stored_weights(engine, two[0])), "and comes when it is done"
 
 
+@pytest.mark.slow
 @seen()
 def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -489,6 +491,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
     assert seen != broken
 
 
+@pytest.mark.slow
 @seen("weights", "before_fill")
 def test_an_update_waits_for_the_fetch_that_reads_the_weights(engine: Engine, broken: bool) -> None:
     parts = parts_of(engine)
@@ -506,6 +509,7 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(engine: Engine, br
     assert not torch.equal(stored_weights(engine, region), before)
 
 
+@pytest.mark.slow
 @seen("weights", "before_fill")
 def test_states_come_down_once_the_fetch_has_read_the_weights(streaming: Engine, broken: bool) -> None:
     parts = parts_of(streaming)
@@ -520,6 +524,7 @@ def test_states_come_down_once_the_fetch_has_read_the_weights(streaming: Engine,
     assert not torch.equal(parts.store.values.read(index), before)
 
 
+@pytest.mark.slow
 @seen("waiting gradients", "before_fill")
 def test_gradients_land_once_those_before_went_up(streaming: Engine, broken: bool) -> None:
     parts = parts_of(streaming)
@@ -535,6 +540,7 @@ def test_gradients_land_once_those_before_went_up(streaming: Engine, broken: boo
     assert bool((state.gradients == 1).all())
 
 
+@pytest.mark.slow
 @seen("weights", "before_read")
 def test_the_host_reads_states_after_their_update(engine: Engine, broken: bool) -> None:
     parts = parts_of(engine)
@@ -550,6 +556,7 @@ def test_the_host_reads_states_after_their_update(engine: Engine, broken: bool) 
     assert torch.equal(found.result(), before) == broken
 
 
+@pytest.mark.slow
 @seen("waiting gradients", "before_fill")
 def test_gradients_wait_for_the_update_that_reads_those_before(engine: Engine, broken: bool) -> None:
     parts = parts_of(engine)
@@ -570,6 +577,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(engine: Engine, b
     assert bool((state.gradients == 1).all())
 
 
+@pytest.mark.slow
 @seen()
 def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
     parts = parts_of(engine)
@@ -587,6 +595,7 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
     assert bool((state.gradients == 2).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen("activation checkpoints", "before_fill")
 def test_an_activation_waits_for_the_copy_that_reads_its_buffer(engine: Engine, broken: bool) -> None:
     parts = parts_of(engine)
@@ -661,6 +670,7 @@ def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
     return slots.place(unit.regions)[state.region][state.span(0)]
 
 
+@pytest.mark.slow
 @seen()
 def test_an_update_is_written_once_the_fetch_has_read_its_record(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -689,6 +699,7 @@ def read_early(engine: Engine, state: Any) -> None:
     assert len(updates.tiles.early._leases) == 1
 
 
+@pytest.mark.slow
 @seen(UPDATE_RING, "before_read")
 def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
@@ -701,6 +712,7 @@ def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken
     assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 def test_weights_go_up_from_the_ring_once_they_were_updated(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -718,6 +730,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
     assert torch.equal(shown.cpu(), parts.store.values.read(state.region.parameters[0]).view(-1)) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 def test_an_update_waits_until_what_was_read_early_has_gone_up(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -735,6 +748,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
     assert not torch.equal(parts.store.values.read(state.region.parameters[0]), before)
 
 
+@pytest.mark.slow
 @seen("record", "before_read")
 def test_the_host_reads_records_after_their_update_was_written(on_disk: Engine, broken: bool) -> None:
     parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
@@ -747,6 +761,7 @@ def test_the_host_reads_records_after_their_update_was_written(on_disk: Engine, 
     assert torch.equal(found.result(), before) == broken
 
 
+@pytest.mark.slow
 @seen()
 def test_the_host_waits_for_what_it_reads_from_disk(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -762,6 +777,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
     assert torch.equal(found.result(), before) == (not broken)
 
 
+@pytest.mark.slow
 @seen("waiting gradients", "before_fill")
 def test_gradients_are_written_once_the_update_has_read_those_before(gradients_on_disk: Engine, broken: bool) -> None:
     parts, (_, state) = parts_of(gradients_on_disk), of_one_tile(gradients_on_disk)
@@ -777,6 +793,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(gradients_o
     assert bool((exp_avg == 0).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen("activation checkpoints", "before_fill")
 def test_an_activation_is_written_once_the_one_before_was_read(on_disk: Engine, broken: bool) -> None:
     parts, checkpoints = parts_of(on_disk), parts_of(on_disk).runner.saved._offload
@@ -792,6 +809,7 @@ def test_an_activation_is_written_once_the_one_before_was_read(on_disk: Engine, 
     assert bool((back == 1).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_activations_leave_the_device_once_compute_has_made_them(
@@ -811,6 +829,7 @@ def test_activations_leave_the_device_once_compute_has_made_them(
     assert bool((back == 2).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_activations_come_back_once_compute_has_let_go_of_the_memory(
@@ -830,6 +849,7 @@ def test_activations_come_back_once_compute_has_let_go_of_the_memory(
     assert bool((back == 1).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -848,6 +868,7 @@ def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
     assert bool((found == 1).all()) == (not broken)
 
 
+@pytest.mark.slow
 @seen()
 def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch

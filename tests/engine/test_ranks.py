@@ -116,6 +116,7 @@ def assert_near(found: Found, wanted: Found, within: float) -> None:
 # -- as one process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> None:
     """Within 1e-6, and the four stages among themselves to the bit; on one rank to the bit of plain PyTorch.
@@ -138,6 +139,7 @@ def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> Non
     assert moved > 1e-2, "a comparison that says something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ENDS)
 def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
     """Break: do not close it with the engine."""
@@ -200,6 +202,7 @@ def few() -> list[dict[str, str]]:
 QUICK = few()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -315,6 +318,7 @@ def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank:
     assert_near(first, plain(case, sum(rows), 3, "deferred", unlabelled=(rows, rank)), 2e-6)
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
     """Break: look at this rank's labels alone."""
     errors = run(2, unlabelled_everywhere)
@@ -336,6 +340,7 @@ def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], st
         assert_near(found, plain("plain", sum(rows), 3, "deferred"), 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_padding_on_one_rank_alone(stage: int) -> None:
     """transformers leaves the mask out where nothing is padded, so that units are called in other ways by rank.
@@ -382,6 +387,7 @@ def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
 # -- gradients that are not finite -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=0, stage=[0, 3], factor=[float("inf"), float("nan")])
 def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
     """As if it had not been: the weights are those of a run without this batch.
@@ -399,6 +405,7 @@ def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: f
     assert_same(skipped.weights, left_out.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ENDS)
 def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) -> None:
     """Break: raise on this rank alone."""
@@ -433,6 +440,7 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "size"),
     [
@@ -483,6 +491,7 @@ def test_a_job_that_fails_tells_which_rank_and_the_next_one_runs() -> None:
     assert run(2, raises, rank=7) == [None, None]
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_and_shows_where() -> None:
     with pytest.raises(JobError, match=r"rank 0 of 1 has not returned in time(.|\n)*in sleeps"):
         run(1, sleeps, seconds=1000.0, timeout_s=1)

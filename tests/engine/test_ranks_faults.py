@@ -41,6 +41,7 @@ def only_logs(folder: Path) -> bool:
     return {path.name[:5] for path in folder.iterdir()} == {"rank-"}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: Path) -> None:
     """With the times that there are by default. Rank 1 is between forward and backward, where the others wait for
     it."""
@@ -55,6 +56,7 @@ def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: P
     assert only_logs(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_anywhere_in_a_step_ends_all_others(tmp_path: Path) -> None:
     with processes(tmp_path, 2, "steps", "goes on", "1", str(tmp_path)) as (first, second):
         in_the_middle([first, second])
@@ -80,6 +82,7 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
     assert only_logs(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "stage", "code", "message"),
     [
@@ -104,6 +107,7 @@ def test_a_rank_that_fails_in_a_step_ends_all_others(
     assert only_logs(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_its_engine_early_ends_all_others(tmp_path: Path) -> None:
     """After three steps, where the others go on: it is refused on both, and as nobody catches that both end with 1,
     whoever is first."""
@@ -133,6 +137,7 @@ NAMED = {
 """What rank 1 has otherwise, and what of it the message must say."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", quick(NAMED, ("lr", "stage", "frozen", "width", "keys", "no rows", "evaluates", "updates"))
 )
@@ -147,6 +152,7 @@ def test_what_one_rank_has_otherwise_is_refused_on_all_with_one_message(way: str
     assert re.search(NAMED[way], message), message
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> None:
     """Rank 1 has stage 2, and the others 0: these exchange alike, and would go on for long."""
     errors = run(3, refused, way="stage", zero_stage=0)
@@ -154,6 +160,7 @@ def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> Non
     assert re.search(r"rank 1\b", errors[0][1])
 
 
+@pytest.mark.slow
 def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
     """Their lanes would exchange side by side, in whatever order."""
     for kind, message in run(2, two_engines):
@@ -161,5 +168,6 @@ def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
         assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message
 
 
+@pytest.mark.slow
 def test_parameters_are_frozen_later_on_all_ranks() -> None:
     assert run(2, frozen_later, zero_stage=3) == [True, True]

@@ -223,6 +223,7 @@ def failures(uses: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MIDDLE, "lm_head.weight", STAYS])
 @pytest.mark.filterwarnings("ignore")
 def test_a_parameter_reads_as_in_plain_torch(trained: Trained, name: str) -> None:
@@ -281,6 +282,7 @@ def assert_same_state(found: Any, expected: Any, is_on_host: bool) -> None:
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_model_reads_as_in_plain_torch(trained: Trained) -> None:
     reads = {
         key: lambda key=key, read=read: assert_same_state(read(trained.model), read(trained.plain), key in ON_HOST)
@@ -453,6 +455,7 @@ def test_a_part_is_not_called_with_other_weights(trained: Trained) -> None:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MIDDLE, "lm_head.weight"])
 def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
     engine, other = (Engine(build(tied)) for _ in range(2))
@@ -528,6 +531,7 @@ def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path
     assert all(same_bits(value, runs[1][name]) for name, value in runs[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_updates_that_are_on_their_way_are_waited_for(tier: str, tmp_path: Path) -> None:
     dirs = {"nvme_dir": str(tmp_path)} if tier == "nvme" else {}
@@ -579,6 +583,7 @@ def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["backward", "recompute", "forward"])
 def test_reads_come_after_a_part_has_failed(what: str) -> None:
     """A layer by itself: nothing of the engine's is around it that would give up what is half done."""
@@ -615,6 +620,7 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
     assert engine.step(tokens()).loss.isfinite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_called", [False, True])
 def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> None:
     """Some units have given a gradient by then, and others none; nor where a layer by itself is called next."""
@@ -717,6 +723,7 @@ REPLACED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", REPLACED)
 def test_what_was_replaced_is_no_part_of_a_state(which: str) -> None:
     """A file of weights that nothing trains would look like any other."""
@@ -858,6 +865,7 @@ def read_on_rank_0(stage: int, precision: str) -> Any:
     return said, len(found), wrong, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision"), quick([(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")], [(1, "bf16"), (3, "fp32")])
 )

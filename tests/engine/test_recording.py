@@ -26,6 +26,7 @@ def collected(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return outputs.aux_loss + outputs.hidden_states[1].square().mean() + outputs.logits.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("loss_fn", [None, collected], ids=["own", "given"])
 def test_what_transformers_collects_inside_units_has_its_gradients(recompute: str, loss_fn: Any) -> None:
@@ -229,6 +230,7 @@ def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: 
             parameter.grad = None
 
 
+@pytest.mark.slow
 def test_functions_that_models_compile_stay_compiled() -> None:
     """Under a mode of torch, as recordings are, dynamo would give them up for as long as the process lives."""
     num_runs = 0

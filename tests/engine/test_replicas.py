@@ -67,6 +67,7 @@ def cases() -> list[Any]:
     return [*(pytest.param(*one, id=", ".join(one)) for one in QUICK), *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "rows", "replicas", "stage", "placement", "timing", "mode"), cases())
 def test_tiers_stages_and_timing_change_no_bit(
     case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
@@ -172,6 +173,7 @@ def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) ->
         return [train(comm, **run) for run in runs]
 
 
+@pytest.mark.slow
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_auto_is_a_replica_a_machine_and_sends_less_than_states_over_all_ranks() -> None:
     """A replica sends each of its gradients once, and once each sum of them (2 of the 3 volumes of ZeRO stage 3,

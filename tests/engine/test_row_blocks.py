@@ -106,6 +106,7 @@ def test_blocks_compute_what_the_whole_weight_does(dtype: torch.dtype) -> None:
         assert same_bits(cut.linear(given), functional.linear(given, weight[128:384]))
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     long=2,
@@ -149,6 +150,7 @@ def test_a_vocabulary_larger_than_the_device(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_loss_of_log_probabilities_over_blocks() -> None:
     found = []
     (batch,) = batches(1, rows=4)
@@ -179,6 +181,7 @@ class Biased(nn.Module):
         return SimpleNamespace(loss=functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "settings", "places", "names"),
     [
@@ -207,6 +210,7 @@ def test_a_linear_layer_in_a_block_that_is_larger_than_the_device(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> None:
     one, *rest = batches(3)
     whole = Engine(build(tied), PROPORTIONAL)
@@ -240,6 +244,7 @@ def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> Non
     assert same_bits(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 def test_a_run_over_blocks_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     found = []
     for stops in (False, True):
@@ -257,6 +262,7 @@ def test_a_run_over_blocks_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert_same(*found)
 
 
+@pytest.mark.slow
 def test_adapters_over_a_base_in_blocks_of_rows() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
     settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}

@@ -131,6 +131,7 @@ def assert_planes(engine: Engine, reference: Reference) -> None:
                 assert torch.equal(found.cpu().view(-1), wanted.cpu().view(-1)), (info.name, plane)
 
 
+@pytest.mark.slow
 @matrix(strength=1, rule=list(RULES), place=list(PLACES), precision=["fp32", "bf16"], max_grad_norm=[0.2, None])
 def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     rule: str, place: str, precision: str, max_grad_norm: float | None, tmp_path: Path, small_bytes: None
@@ -172,6 +173,7 @@ def mean_square(outputs: torch.Tensor, _batch: Any) -> torch.Tensor:
     return outputs.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [
@@ -202,6 +204,7 @@ def test_eps_may_be_zero() -> None:
     assert [engine.step(batch, mean_square).corrected > 0 for _ in range(2)] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
     groups = (
@@ -264,6 +267,7 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 # -- Lion --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
     """From gradients of plain torch, by torch's own operations: each weight moves by lr, or not at all."""
@@ -285,6 +289,7 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
             m.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
     """Both ranks have the same bits at every stage and tier; they are near those of one process, of which a sign may
@@ -311,6 +316,7 @@ def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
 # -- Moments in fewer bytes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", quick(SMALL, ["AdamW int8", "Lion bf16"]))
 def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_bytes: None) -> None:
     found = []
@@ -392,6 +398,7 @@ def test_small_states_take_the_bytes_that_are_promised(
     assert small
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "moment_bytes"), [("bf16", 2), ("int8", 1 + 4 / 128)])
 def test_a_step_moves_as_many_bytes_fewer_from_and_to_the_disk(
     width: str, moment_bytes: float, tmp_path: Path, small_bytes: None, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +432,7 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 # -- SGD ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_torchs(momentum: float) -> None:
     """To the bit, over five steps of a model that is trained by torch alone."""
@@ -448,6 +456,7 @@ def test_sgd_has_settings_of_its_own() -> None:
     assert Engine(build(llama), SGD(), clip="auto", throttle={"update": 1e3}).resolve_clip(1) == "deferred"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "how", "within"),
     [

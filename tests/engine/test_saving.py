@@ -93,6 +93,7 @@ def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precisio
     resumed.close()
 
 
+@pytest.mark.slow
 def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what lies between parameters is zero, whatever lay in the memory that the records were filled in."""
     source, engine = make("cpu", tmp_path), make("nvme", tmp_path)
@@ -125,6 +126,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_save_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:
     plain, saving = make("cpu", tmp_path), make("cpu", tmp_path)
     for seed in range(3):
@@ -139,6 +141,7 @@ def test_a_save_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:
     saving.close()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Path) -> None:
     engine = make("cpu", tmp_path)
     train(engine, 0)
@@ -158,6 +161,7 @@ def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Pa
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", quick(["cpu", "device", "nvme"], ("nvme",)))
 def test_what_is_saved_is_what_was_when_the_save_began(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +190,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(
     twin.close()
 
 
+@pytest.mark.slow
 def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path: Path) -> None:
     """A note that its owner changes, and what is decided at the first batch of another kind."""
     engine, note = make("cpu", tmp_path), {"losses": [1.0]}
@@ -222,6 +227,7 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_copy_gives_way_to_that_of_the_next_save(tmp_path: Path) -> None:
     engine = make("cpu", tmp_path)
     size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
@@ -250,6 +256,7 @@ def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     engine, other = make("cpu", tmp_path), make("cpu", tmp_path, precision="bf16")
     train(engine, 0)
@@ -287,6 +294,7 @@ def test_dropout_goes_on_where_it_was(rows: int | None, tmp_path: Path) -> None:
     assert train(resumed, 1) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_moves_and_an_own_loop_between_leave_no_difference(precision: str, tmp_path: Path) -> None:
     """Running values in no state_dict; an own loop, after which steps are speculative again."""
@@ -308,6 +316,7 @@ def test_what_moves_and_an_own_loop_between_leave_no_difference(precision: str, 
     assert whole.step(words(2), cross_entropy).loss == wanted[0].loss
 
 
+@pytest.mark.slow
 def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     """Rows of two tokens are too short to be cut, those that follow are not."""
 
@@ -352,6 +361,7 @@ class MixesSome(Stack):
         return self.head(h)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_judged_no_more_than_one_that_never_stopped(tmp_path: Path) -> None:
     """Another batch would have had another verdict."""
     whole, resumed, other = (Engine(build(MixesSome), micro_batch_size=1) for _ in range(3))
@@ -369,6 +379,7 @@ def test_a_run_that_goes_on_is_judged_no_more_than_one_that_never_stopped(tmp_pa
     assert whole.step(mixed, cross_entropy).loss == other.step(mixed, cross_entropy).loss
 
 
+@pytest.mark.slow
 def test_what_is_frozen_makes_another_kind_of_pass(tmp_path: Path) -> None:
     """Which is judged once: by the run that goes on as by the one that never stopped."""
     whole, resumed = (Engine(build(MixesSome), micro_batch_size=1) for _ in range(2))
@@ -405,6 +416,7 @@ def test_in_which_order_gradients_land_does_not_depend_on_steps_before(tmp_path:
     assert_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +444,7 @@ class MixesWhereTold(MixesSome):
         return self.head(self.embedding(x)) if skip else super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["never stops", "goes on", "is interrupted"])
 def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path: Path, how: str) -> None:
     """Also by a run that goes on, and after an interrupt: the way that was judged before had other numbers."""
@@ -454,6 +467,7 @@ def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path:
         engine.step({**mixed, "skip": 0}, cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
     whole, resumed = (Engine(build(Sometimes), micro_batch_size=1) for _ in range(2))
     whole.step(rare(1, rank=0), cross_entropy)
@@ -473,6 +487,7 @@ class ReadsItsHead(Stack):
         return super().forward(x) + (self.head.weight.sum() if reads else 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_whose_unit_had_to_stay_on_the_device_goes_on_so(tmp_path: Path) -> None:
     """There it is never cut in micro-batches, which is another order of sums."""
     whole, resumed = (Engine(build(ReadsItsHead), micro_batch_size=1) for _ in range(2))
@@ -484,6 +499,7 @@ def test_a_run_whose_unit_had_to_stay_on_the_device_goes_on_so(tmp_path: Path) -
     assert_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_decisions_were_kept_is_loaded(tmp_path: Path) -> None:
     whole, resumed = make("cpu", tmp_path), make("cpu", tmp_path)
     train(whole, 0)
@@ -510,6 +526,7 @@ def test_what_says_how_to_build_the_model_lies_beside_its_states(tmp_path: Path)
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), quick([("cpu", "nvme"), ("nvme", "cpu")], [("cpu", "nvme")]))
 def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_path: Path) -> None:
     """Which the engine that goes on has already; and who builds a model of it is told where the rest is."""

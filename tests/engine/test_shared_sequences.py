@@ -127,6 +127,7 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[st
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(CASES, ["masks that come and go, in micro-batches", "answers alone"]))
 def test_losses_norms_and_weights_are_those_of_one_process_on_whole_rows(case: str) -> None:
     """Break: leave out the backward of the exchange, or of one tensor; cut labels before they are shifted; mask a
@@ -162,6 +163,7 @@ def refused(make: Callable[[], nn.Module] = llama, size: int = 2, **settings: An
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixing", quick(MIXING, ["a shift of tokens"]))
 def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(mixing: str) -> None:
     """Break: compare nothing; compare the first rank's tokens alone."""

@@ -97,11 +97,13 @@ def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(FAMILIES, ["deepseek_v3", "gpt_oss"]))
 def test_families_have_the_bits_of_plain_pytorch(family: str) -> None:
     train(build(mixture(family)), 2, optimizer=RULE, placement=streamed()).close()
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     parameters=["cpu", "nvme"],
@@ -137,6 +139,7 @@ def test_bits_hang_on_nothing_that_may_not_matter(
     ).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "precision"), quick([(1, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16")], [(1, "bf16")])
 )
@@ -150,6 +153,7 @@ def test_micro_batches_add_up_as_those_of_whole_experts(rows: int, precision: st
     assert_same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", quick(["cpu", "nvme", "device"], ["cpu", "device"]))
 def test_codes_come_up_as_those_of_whole_experts(tier: str, tmp_path: Path) -> None:
     """Break: plan what comes up by where the exact weights rest; let an expert begin within a block."""
@@ -160,6 +164,7 @@ def test_codes_come_up_as_those_of_whole_experts(tier: str, tmp_path: Path) -> N
         assert engine.counters.experts_fetched > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["exact", "int8"])
 def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
     """Twice a step; the weights of the layers' shared part, and of all else, as with whole experts."""
@@ -189,6 +194,7 @@ def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
         assert engine.counters.d2h_bytes == down + num_hit * record.weight_bytes
 
 
+@pytest.mark.slow
 def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
     """A stack has one gradient there, with zeros for such an expert: its moments fade, and its weights decay."""
     model = build(mixture("mixtral"))
@@ -202,6 +208,7 @@ def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
         assert found.num_steps == 10
 
 
+@pytest.mark.slow
 def test_the_device_need_not_hold_a_layer(tmp_path: Path) -> None:
     """Where whole experts end with exit code 3, and `auto` chooses streamed ones."""
     make = mixture("qwen3_moe", moe_intermediate_size=512)
@@ -218,6 +225,7 @@ def test_the_device_need_not_hold_a_layer(tmp_path: Path) -> None:
         assert not any(unit.in_records for unit in parts_of(engine).units)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_how_experts_came_up(tmp_path: Path) -> None:
     make, found = mixture("gpt_oss"), []
     for number, before, after in ((0, "whole", "streamed"), (1, "streamed", "whole"), (2, "whole", "whole")):
@@ -232,6 +240,7 @@ def test_a_checkpoint_does_not_know_how_experts_came_up(tmp_path: Path) -> None:
     assert_same(found[1], found[2])
 
 
+@pytest.mark.slow
 def test_frozen_experts_and_own_loops_and_evaluation() -> None:
     found = []
     for experts in ("whole", "streamed"):
@@ -263,6 +272,7 @@ def of_ranks(experts: str, stage: int) -> dict[str, torch.Tensor]:
         return weights(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [3]))
 def test_ranks_bring_up_what_any_of_them_needs(stage: int) -> None:
     whole, found = (run(2, of_ranks, experts=experts, stage=stage) for experts in ("whole", "streamed"))
@@ -275,6 +285,7 @@ def adapted(**lora: Any) -> Callable[[], nn.Module]:
     return lambda: peft.get_peft_model(mixture("qwen3_moe")(), peft.LoraConfig(r=4, init_lora_weights=False, **lora))
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_over_frozen_experts_of_which_nothing_comes_down() -> None:
     model = build(adapted(target_modules=["q_proj", "v_proj"]))
     with train(model, 2, optimizer=RULE, placement=streamed()) as engine:
@@ -349,6 +360,7 @@ def test_placement_refuses_another_way() -> None:
         Placement(experts="stream")
 
 
+@pytest.mark.slow
 def test_all_else_may_stay_on_the_device() -> None:
     for optimizer in ("cpu", "device"):
         place = streamed(parameters="device", optimizer=optimizer)

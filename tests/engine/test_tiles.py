@@ -234,6 +234,7 @@ FAMILIES: dict[Callable[[], nn.Module], set[str]] = {
 """By the modules that run over tiles."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", quick(FAMILIES, (llama, gemma2, mixtral)))
 def test_losses_have_the_bits_of_whole_sequences_and_gradients_all_but_the_order_of_sums(
     make: Callable[[], nn.Module],
@@ -266,6 +267,7 @@ def test_steps_are_those_of_plain_torch(placement: dict[str, Any], settings: dic
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     take = GradientFlow.take
@@ -282,6 +284,7 @@ def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pyte
     assert sorted(taken) == list(range(len(list(model.parameters()))))
 
 
+@pytest.mark.slow
 def test_in_bf16_a_gradient_over_many_tiles_is_as_near_as_a_whole_one() -> None:
     """Tiles' gradients are summed in fp32: a sum in bf16 would lose most of what 1,024 of them hold."""
     part = Part().bfloat16()
@@ -296,6 +299,7 @@ def test_in_bf16_a_gradient_over_many_tiles_is_as_near_as_a_whole_one() -> None:
         assert (mine.grad.float() - theirs.grad).norm() <= 2**-7 * theirs.grad.norm()
 
 
+@pytest.mark.slow
 def test_steps_in_bf16_begin_with_the_loss_of_whole_sequences() -> None:
     made: dict[str, list[float]] = {}
     for tile in ("none", 8):
@@ -305,6 +309,7 @@ def test_steps_in_bf16_begin_with_the_loss_of_whole_sequences() -> None:
     assert made["8"][1] == pytest.approx(made["none"][1], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays_and_a_backward_to_chosen_inputs_trains_nothing() -> None:
     model = build(llama)
     for name, parameter in model.named_parameters():
@@ -313,6 +318,7 @@ def test_what_is_frozen_stays_and_a_backward_to_chosen_inputs_trains_nothing() -
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_own_loop_records_and_trains_over_tiles() -> None:
     losses = []
     for tile in ("none", 32):
@@ -333,6 +339,7 @@ def test_an_own_loop_records_and_trains_over_tiles() -> None:
     assert losses[2] == losses[0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_over_tiles_too() -> None:
     with Engine(build(gpt2), sequence_tile=5) as engine:
         loss = engine.evaluate(long(1)[0])
@@ -347,6 +354,7 @@ def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
         Engine(build(llama), sequence_tile=tile)
 
 
+@pytest.mark.slow
 def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.engine.units.tiles._FEWEST_ROWS", 32)
     batch, sizes = tokens(0, 1, 512), []
@@ -358,6 +366,7 @@ def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.Mon
     assert sizes == [False, True]
 
 
+@pytest.mark.slow
 def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLP at the end of a block runs as often as without tiles: forward, and in the backward."""
     rows = []
@@ -376,6 +385,7 @@ def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest
     assert sum(rows) == 2 * (2 * LENGTH + 8)  # of two blocks; the first tile tells how results lie
 
 
+@pytest.mark.slow
 def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
     with Engine(build(gemma2), sequence_tile=8) as engine:
         engine.step(long(1)[0])
@@ -394,6 +404,7 @@ def of_a_rank(tile: int | str) -> list[float]:
         return results
 
 
+@pytest.mark.slow
 def test_two_ranks_train_over_tiles() -> None:
     whole, tiled = (run(2, of_a_rank, tile=tile) for tile in ("none", 7))
     assert tiled[0] == tiled[1]
@@ -401,6 +412,7 @@ def test_two_ranks_train_over_tiles() -> None:
     assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_over_a_frozen_base_are_trained_over_tiles() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
     settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
@@ -411,6 +423,7 @@ def test_adapters_over_a_frozen_base_are_trained_over_tiles() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_and_tiles_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs over tiles is not compiled; a sequence that is no longer than a tile is."""
     monkeypatch.setattr(forwards, "BACKEND", "eager")

@@ -176,6 +176,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
 """And whether the table's backward reads it."""
 
 
+@pytest.mark.slow
 @matrix(strength=1, name=list(MODELS), recompute=["always", "never"])
 def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
     """Each step has the bits of plain PyTorch, and the bytes of a fetch for each use that needs one.
@@ -203,6 +204,7 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
     assert engine.counters.h2d_bytes == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(MODELS, ("tied", "own function", "checkpoint")))
 @pytest.mark.parametrize(
     "settings", [{"prefetch": 2, "max_grad_norm": None}, {"prefetch": 1, "recompute": "auto"}], ids=["at once", "late"]
@@ -211,6 +213,7 @@ def test_other_ways_of_a_step_have_the_same_bits(name: str, settings: dict[str, 
     train_both(build(MODELS[name][0]), [words(s) for s in range(5)], loss_fn=cross_entropy, debug=3, **settings)
 
 
+@pytest.mark.slow
 def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> None:
     """The way through the unit hangs on the values of the batch."""
 
@@ -231,6 +234,7 @@ def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> No
     assert_fetched(engine, reads=False)
 
 
+@pytest.mark.slow
 def test_frozen_and_thawed_again() -> None:
     engine = Engine(build(Stack), prefetch=0, max_grad_norm=None)
     for is_trained in (True, False, True):

@@ -79,6 +79,7 @@ def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
     return {"rule": rule, "precision": width}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "width"), quick(product([*CAUSAL, *UNSHIFTED], ["fp32", "bf16", "alone"]), PLAIN))
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
     train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
@@ -102,6 +103,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "width"), widths_of(PLACES, slow=("device", "cpu", "prefetch", "half", "tight", "throttled"))
 )
@@ -115,6 +117,7 @@ def test_where_states_rest_changes_no_bit(
     train_both(make_model(), **of(width), **settings).close()
 
 
+@pytest.mark.slow
 @matrix(
     strength=1,
     rule={
@@ -133,6 +136,7 @@ def moved(engine: Engine, before: dict[str, torch.Tensor]) -> set[str]:
     return {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_layers_takes_part() -> None:
     """What is in no block always does; of the blocks half, others in each step, and the rest keeps every bit."""
     rule = replace(RULE, layer_fraction=0.5, weight_decay=0.0)
@@ -153,6 +157,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize(
     ("place", "width"),
@@ -187,6 +192,7 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: 
     host.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "look", quick(["evaluate", "forward", "state_dict", "checkpoint", "restore"], ["evaluate", "checkpoint"])
 )
@@ -216,6 +222,7 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     host.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [pytest.param("fp32", marks=pytest.mark.slow), "alone"])
 def test_what_stays_in_slots_is_updated_there(width: str) -> None:
     """Where the device has room, weights do not come up again, and go down all the same."""
@@ -261,6 +268,7 @@ def test_there_are_no_gradients_and_no_moments() -> None:
 # -- weights in bf16 alone ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_host_holds_two_bytes_a_parameter() -> None:
     """Where the masters are fp32, four; and as many bytes are on disk, and in a checkpoint."""
     sizes = {}
@@ -275,6 +283,7 @@ def test_the_host_holds_two_bytes_a_parameter() -> None:
     assert sizes["alone"] == {"weights": 2 * num_elements}
 
 
+@pytest.mark.slow
 def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) -> None:
     rule, precision = of("alone").values()
     where = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
@@ -291,6 +300,7 @@ def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) ->
     assert 2 * num_elements <= written < 2.1 * num_elements + 8192
 
 
+@pytest.mark.slow
 def test_what_is_frozen_keeps_every_bit() -> None:
     """At the start, as it came, also in more than bf16 has; or later on."""
     model = make_model()
@@ -320,6 +330,7 @@ class Skipping(nn.Module):
         return torch.stack([block(x).square().sum() for n, block in enumerate(self.blocks) if n != skip]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -> None:
     """Weights that no pass used move as those that were used, in slots and on the host; frozen ones do not."""
@@ -341,6 +352,7 @@ def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -
         each.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* begin anew")
 @pytest.mark.parametrize("masters", [("bf16", "fp32"), ("fp32", "bf16")], ids=" to ".join)
 def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[str, str], tmp_path: Path) -> None:
@@ -365,6 +377,7 @@ def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[st
 # -- the loss ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
     whole = Engine(make_model(2), RULE)
     results = [whole.step(batch) for batch in batches(2)]
@@ -379,6 +392,7 @@ def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
     whole.close()
 
 
+@pytest.mark.slow
 def test_passes_draw_the_same_numbers() -> None:
     """Dropout masks of both sides are alike, with micro-batches too: where the weights are, so are the losses."""
     for settings in ({}, {"micro_batch_size": 2}):
@@ -437,6 +451,7 @@ def points(seed: int) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": (x[:, 0] > x[:, 1]).long()}
 
 
+@pytest.mark.slow
 @RULE_ONLY
 @pytest.mark.parametrize(
     ("objective", "width"),
@@ -602,6 +617,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @matrix(strength=1, place=["device", "cpu", "stays"], where=["end_step", "put"])
 def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -674,6 +690,7 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 # -- going on, and going again -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @RULE_ONLY
 @pytest.mark.parametrize("width", quick(["fp32", "bf16", "alone"], ["alone"]))
 def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
@@ -751,6 +768,7 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -
 # -- anything ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 7))])
 def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Path) -> None:
     """Of a model, a rule, a placement and looks at the states by chance, the bits of plain MeZO."""

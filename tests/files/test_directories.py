@@ -96,6 +96,7 @@ class TestRefusals:
     def test_a_file_system_without_files_of_ours(self):
         self.refused(["/proc"], "cannot be written to")
 
+    @pytest.mark.slow
     @needs_root
     def test_no_permission(self):
         with tempfile.TemporaryDirectory(prefix="directories_") as place:

@@ -241,6 +241,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", quick(ENDS, ("the last line", "an exception", "SIGTERM", "kill -9")))
 def test_nothing_is_left_however_it_ends(disk, way, end):
     """Break: keep the name, or let something else hold the file."""
@@ -263,6 +264,7 @@ def test_nothing_is_left_however_it_ends(disk, way, end):
 
 
 class TestForks:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "end",
         quick(

@@ -69,6 +69,7 @@ def test_as_many_experts_come_up_as_a_router_that_draws_evenly_hits(tokens: int,
         assert sum(region.weight_bytes for region in (*each.hit, *each.missed)) == NUM_EXPERTS * EXPERT_BYTES
 
 
+@pytest.mark.slow
 def test_a_plan_lists_what_an_engine_holds_and_says_what_streaming_buys(tmp_path: Path) -> None:
     whole, streamed = (plan(tmp_path, experts) for experts in ("whole", "streamed"))
     names = ("expert slot", "expert gradient buffer", "unit slot")
@@ -87,6 +88,7 @@ def test_a_plan_lists_what_an_engine_holds_and_says_what_streaming_buys(tmp_path
         assert [mine[name] // places for name in names[:2]] == [EXPERT_BYTES] * 2
 
 
+@pytest.mark.slow
 def test_auto_streams_where_the_device_does_not_hold_a_layer(tmp_path: Path) -> None:
     layer = NUM_EXPERTS * EXPERT_BYTES
     whole, auto = (plan(tmp_path, experts, device_memory=layer) for experts in ("whole", "auto"))

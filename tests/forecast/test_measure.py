@@ -57,6 +57,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "micro", "chunks", "precision"),
     [
@@ -93,6 +94,7 @@ def test_what_waits_and_what_graphs_hold_is_as_in_a_step(
     assert graphs == pytest.approx(saved, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "kind"), [(bert, "masked"), (t5, "seq2seq")])
 def test_other_kinds_of_models_wait_as_in_a_step(
     make: Callable[[], nn.Module], kind: str, peaks: dict[str, int]
@@ -109,6 +111,7 @@ def test_other_kinds_of_models_wait_as_in_a_step(
     assert waiting_bytes(work) == pytest.approx(peaks["unit inputs"] + peaks.get("kept tensors", 0), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2, opt])
 def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> None:
     model = build(make)
@@ -123,6 +126,7 @@ def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> Non
     assert sum(c.backward.flops * c.num_runs(ROWS) for c in work.calls) == backward.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2, gpt2, t5])
 def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable[[], nn.Module]) -> None:
     """Gemma's table has a scale; that of T5 is used twice."""
@@ -142,6 +146,7 @@ def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable
     assert sorted(set(found.values())) == [False, True]
 
 
+@pytest.mark.slow
 def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
     """It runs once over all rows: its weights are read once for each chunk."""
 
@@ -204,6 +209,7 @@ def test_a_model_that_asks_for_values_is_named() -> None:
         told(Asks(), Settings())
 
 
+@pytest.mark.slow
 def test_a_model_of_70_g_parameters_takes_a_second() -> None:
     shape = dict(PRESETS["70b"])
     with torch.device("meta"):

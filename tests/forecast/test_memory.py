@@ -22,6 +22,7 @@ from offload.planning.memory import Allocation
 SMALL = Case(rows=2, length=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -47,6 +48,7 @@ def test_what_is_told_is_held(case: Case) -> None:
     assert found["operations_ratio"] == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "auto"])
 def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(recompute: str, tmp_path: Path) -> None:
     case = replace(SMALL, graphs="cpu", activations="cpu", recompute=recompute, device_memory="24MiB")
@@ -96,6 +98,7 @@ def test_budgets_are_those_of_the_machine_or_less() -> None:
     assert len(held.kept) <= len(free.kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activations", "graphs"), [("device", "device"), ("cpu", "device"), ("device", "cpu")])
 def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs: str) -> None:
     where: dict[str, object] = {"offload.device_memory": "300MiB", "offload.parameters": "cpu"}
@@ -139,6 +142,7 @@ def test_more_ranks_share_the_host() -> None:
     assert two.total("cpu", "pinned") == pytest.approx(one.total("cpu", "pinned") / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
     small = GPU.with_(host_bytes=300 << 20)
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
@@ -185,6 +189,7 @@ def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "unit inputs" not in names(found.memory.allocations, "device")
 
 
+@pytest.mark.slow
 def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise() -> None:
     where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 4096, "train.batch_size": 8}
     where |= {"train.precision": "bf16", "train.recompute": "always"}
@@ -204,6 +209,7 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
     assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=20 << 30))).config.offload.graphs == "auto"
 
 
+@pytest.mark.slow
 def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_otherwise() -> None:
     """In a short step, in which the host is late and the device has memory to spare."""
     where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 1024, "train.batch_size": 1}

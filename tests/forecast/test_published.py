@@ -146,6 +146,7 @@ def played(
     return simulate(calls, plan, seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_communication_volumes(stage: int, volume: int) -> None:
     # Section 7: 2P elements a step for stages 0 to 2, 3P for stage 3; exact for many ranks, and for weights that are

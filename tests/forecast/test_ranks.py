@@ -59,6 +59,7 @@ def told_and_made(
         return {link: told[link] for link in (*links, "sent")}, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1, 3]))
 @pytest.mark.parametrize(
     ("placement", "settings"),
@@ -77,6 +78,7 @@ def test_ranks_move_and_exchange_what_is_foretold(
         assert told["collective"] * 2 / 4 == made["reduced"] + made["gathered"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "settings"),
     [

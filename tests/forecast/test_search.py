@@ -86,6 +86,7 @@ def test_what_cannot_be_chosen_is_not_played(fakes: list[Fake], chosen: int, pla
     assert [fake.was_played for fake in fakes] == played
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [
@@ -131,6 +132,7 @@ def best(place: Placer, settings: Settings) -> Placed:
     return found
 
 
+@pytest.mark.slow
 def test_everything_is_on_the_device_where_that_fits() -> None:
     found = best(placer(), wanted(device_memory="4MiB"))
     placement = found.settings.placement
@@ -138,12 +140,14 @@ def test_everything_is_on_the_device_where_that_fits() -> None:
     assert found.settings.recompute == "auto"  # which keeps all that there is room for
 
 
+@pytest.mark.slow
 def test_nothing_goes_deeper_than_pays() -> None:
     found = best(placer(), wanted(device_memory="150KiB"))
     assert found.settings.placement.optimizer == "cpu"
     assert "nvme" not in (found.settings.placement.parameters, found.settings.placement.activations)
 
 
+@pytest.mark.slow
 def test_what_memory_does_not_hold_is_on_disk() -> None:
     found = best(placer(), wanted(device_memory="150KiB", host_memory="260KiB"))
     assert found.step is not None
@@ -151,6 +155,7 @@ def test_what_memory_does_not_hold_is_on_disk() -> None:
     assert found.fits
 
 
+@pytest.mark.slow
 def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
     chosen = placer().choose(wanted(device_memory="150KiB"), limited=True)
     assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update)

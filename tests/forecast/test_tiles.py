@@ -39,6 +39,7 @@ def block(tile: int | str, hidden: int = 64) -> UnitWork:
     return next(call for call in work.calls if call.is_block)
 
 
+@pytest.mark.slow
 def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
     whole, tiled = block("none"), block(2048)
     assert tiled.saved_bytes <= 0.25 * whole.saved_bytes

@@ -98,6 +98,7 @@ def of(name: str, folder: Path) -> Settings:
     return Settings(**{"throttle": THROTTLE, "clip": "deferred", **settings}, placement=Placement(**placement))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) -> None:
     settings = of(name, tmp_path)

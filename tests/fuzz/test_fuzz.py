@@ -38,6 +38,7 @@ def passes(crew: Crew, kind: str, seeds: range) -> None:
     assert refused <= max(1, len(seeds) // 4), "cases that are refused prove little"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_a_few_cases(crew: Crew, kind: str) -> None:
     passes(crew, kind, range(FEW[kind]))
@@ -49,6 +50,7 @@ def test_more_cases(crew: Crew, kind: str) -> None:
     passes(crew, kind, range(100, 100 + MANY[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("habit", quick(sorted(HABITS), sorted(HABITS)[::3]))
 def test_a_habit(crew: Crew, habit: str) -> None:
     kind = "scripts" if habit in ("scheduler", "change") else "loops"

@@ -115,6 +115,7 @@ def test_filled_parameters_are_held_by_the_model_alone(folder: Path) -> None:
     assert values() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "zamba", "phi4_multimodal"])
 def test_an_engine_takes_a_folder_over_unit_by_unit(name: str, tmp_path: Path) -> None:
     from offload import Engine

@@ -155,6 +155,7 @@ def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None
     assert all(same(state[key], expected[key]) for key in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral", "hrm_text", "deepseek_v3"])
 def test_a_dtype_may_be_chosen(name: str, tmp_path: Path) -> None:
     """An fp32 model in bf16 is what `from_pretrained(dtype=bf16)` and `save_pretrained` make of it."""

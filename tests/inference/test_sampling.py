@@ -100,6 +100,7 @@ def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
     assert len(set(reference(folder, DRAWN))) > 3  # no loop: a wrong weight would show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["llama", "gemma2", "mixtral"], ["llama", "mixtral"]))
 def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
@@ -131,6 +132,7 @@ def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> No
             written(folder, GREEDY, None, adapter=tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     trained = train(t5(), tokens(), tmp_path, precision="fp32")
@@ -180,6 +182,7 @@ class Counted:
             return self.model(PROMPT, use_cache=False).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_the_budget_is_kept_and_what_fits_is_read_once(name: str, models: Any, tmp_path: Path) -> None:
     config = families()[name].config()

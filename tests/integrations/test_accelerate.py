@@ -162,6 +162,7 @@ def with_adapter() -> Any:
     return inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)  # as add_adapter does
 
 
+@pytest.mark.slow
 @matrix(strength=1, kind=[Hooked, HookedAdapter], precision=["no", "bf16"])
 def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, precision: str) -> None:
     """They are given it, and what they save is as it is; what they load is what the engine has loaded."""

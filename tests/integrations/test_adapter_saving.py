@@ -164,6 +164,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, name, stand_in, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("case", quick(CASES, ["a whole head"]))
 @pytest.mark.parametrize("way", ["trainer", "own loop", "accelerate"])
@@ -191,6 +192,7 @@ def saved_by_ranks(folder: str, offloads: bool, zero_stage: int) -> dict[str, by
     return of_a_trainer("a whole head", Path(folder), offloads, reads=not offloads or zero_stage < 3, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", quick([3, 2], [3]))
 def test_two_ranks_save_the_bytes_of_ddp(tmp_path: Path, zero_stage: int) -> None:
     mine, wanted = (

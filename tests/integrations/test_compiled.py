@@ -82,6 +82,7 @@ def by_the_factory(folder: Path) -> Any:
     return offload_trainer(folder, compiled(), plain, **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.compile was taken off")
 @pytest.mark.parametrize("how", quick([told, told_and_given, made_later, by_the_factory], [told]))
 def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, how: Callable[[Path], Any]) -> None:
@@ -102,6 +103,7 @@ def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, ho
     assert_same_weights(*(dict(engine.named_parameters()) for engine in engines))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", quick(["a backend", "a compiled model"], ["a compiled model"]))
 def test_a_script_that_is_to_compile_has_its_blocks_compiled(given: str) -> None:
     losses, graphs = {}, {}

@@ -42,6 +42,7 @@ def test_there_is_a_test_of_each() -> None:
     assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDED, "toy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NEEDED]
 )

@@ -154,6 +154,7 @@ def run_trainer(folder: Path, kind: Any, pair: Any = None, calls: Any = None, **
     return [*logged(trainer), *trainer.get_learning_rates()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how", "refused"), TRAINERS.values(), ids=TRAINERS)
 def test_habits_of_trainers(tmp_path: Path, kind: Any, how: dict[str, Any], refused: str | None) -> None:
     own = type("Own", (OffloadMixin, kind), {})
@@ -172,6 +173,7 @@ class Twice(Trainer):
         return super().train(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the Trainer's engine has given its model back")
 def test_a_subclass_of_the_offload_trainer_makes_its_optimizer_as_well(tmp_path: Path) -> None:
     """Anew for each train(), and after an evaluation."""
@@ -180,6 +182,7 @@ def test_a_subclass_of_the_offload_trainer_makes_its_optimizer_as_well(tmp_path:
     assert run_trainer(tmp_path, below) == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_collected", quick([False, True], [True]))
 def test_a_model_of_one_trainer_goes_on_in_another(tmp_path: Path, is_collected: bool) -> None:
     """Which has its weights from there, whoever still refers to the first one; that takes it back to train on."""

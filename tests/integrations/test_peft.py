@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(CASES, ["dora, dropout", "a whole head", "parameters"]))
 def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, name: str) -> None:
     how: dict[str, Any] = {
@@ -81,6 +82,7 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
     assert_same_weights({n: p.detach() for n, p in loaded.named_parameters() if n in trained}, trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "nf4"])
 def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
     base = families.build(lambda: families.llama(hidden_size=64, intermediate_size=96, num_key_value_heads=4))
@@ -98,6 +100,7 @@ def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
     assert_same_run(resumed, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "task", "settings"),
     [

@@ -76,6 +76,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
     assert_same_weights(dict(loaded.named_parameters()), dict(plain.model.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at", [pytest.param(2, id="in an epoch"), pytest.param(3, id="at its end", marks=pytest.mark.slow)]
 )
@@ -102,6 +103,7 @@ def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
     assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
 
 
+@pytest.mark.slow
 def test_evaluation_and_the_best_model_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     """The learning rate is so high that the last is not the best."""
     how: dict[str, Any] = {
@@ -130,6 +132,7 @@ def test_evaluation_and_the_best_model_are_those_of_the_plain_trainer(tmp_path: 
     assert (found == wanted).all()
 
 
+@pytest.mark.slow
 def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> None:
     """With the callback it logs the true norm, and resumes bit for bit; what it saves are the weights."""
 
@@ -170,6 +173,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
         own.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
 def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float) -> None:
     """Which finds no gradients itself, and tells the factory nothing; the callback joins it by itself."""
@@ -193,6 +197,7 @@ def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float
         made(max_grad_norm=2.0).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "is_made"),
     [("load_best_model_at_end", False), ("load_best_model_at_end", True), ("auto_find_batch_size", False)],
@@ -265,6 +270,7 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
         offloaded.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optim", "rule"),
     [
@@ -306,6 +312,7 @@ def test_every_name_of_optim_is_a_rule_or_refused(name: str, tmp_path: Path) -> 
     assert (rule.lr, rule.weight_decay) == (args.learning_rate, args.weight_decay)
 
 
+@pytest.mark.slow
 def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
     """Without autocast: as `engine.step` on the same batches; fp32 masters are what is saved."""
     trainer = offload_trainer(tmp_path, llama(), OffloadTrainer, bf16=True, lr_scheduler_type="constant")
@@ -380,6 +387,7 @@ def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest
     assert len(pushed) == 2
 
 
+@pytest.mark.slow
 def test_a_model_given_back_is_a_plain_one_again(tmp_path: Path) -> None:
     """And the Trainer opens another engine over it when it trains on."""
     trainer = offload_trainer(tmp_path, llama(), OffloadTrainer)
@@ -394,6 +402,7 @@ def test_a_model_given_back_is_a_plain_one_again(tmp_path: Path) -> None:
     assert not trainer.engine.closed
 
 
+@pytest.mark.slow
 def test_a_model_that_is_made_anew_gets_an_engine_of_its_own(tmp_path: Path) -> None:
     """Each train() of a Trainer with model_init begins with another model."""
     trainer = offload_trainer(tmp_path, None, OffloadTrainer, kwargs={"model_init": lambda: llama()})
@@ -408,6 +417,7 @@ def test_a_model_that_is_made_anew_gets_an_engine_of_its_own(tmp_path: Path) -> 
     assert_same_weights(*found)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_run_that_was_interrupted_are_in_no_other(tmp_path: Path) -> None:
     class Interrupt(TrainerCallback):
         def on_substep_end(self, *_: Any, **__: Any) -> None:

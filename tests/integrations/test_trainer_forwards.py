@@ -47,6 +47,7 @@ def trainer(folder: Path, rule: MeZO = RULE, kind: type = Watched, **more: Any) 
     return offload_trainer(folder, llama(), kind, kwargs={"offload": offload, **more.pop("kwargs", {})}, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [RULE, replace(RULE, num_perturbations=2, magnitude_quantile=0.5)], ids=["one", "two"])
 def test_a_run_is_plain_mezo(tmp_path: Path, rule: MeZO) -> None:
     """With the Trainer's schedule; its norm clips nothing. What it logs makes the run again."""
@@ -71,6 +72,7 @@ def test_a_run_is_plain_mezo(tmp_path: Path, rule: MeZO) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_it_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     """A run that failed goes on from its checkpoint to what the whole run gives; what is saved are its weights."""
     how: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
@@ -93,6 +95,7 @@ def test_it_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     assert_same_weights({name: saved[name] for name in weights}, weights)
 
 
+@pytest.mark.slow
 def test_batches_are_cut_by_the_engine(tmp_path: Path) -> None:
     whole, cut = trainer(tmp_path / "a"), trainer(tmp_path / "b", offload={"micro_batch_size": 2})
     for each in (whole, cut):
@@ -105,6 +108,7 @@ class OwnLoss(OffloadTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -194,6 +194,7 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
 """What is compared with: the base itself, with the adapter off, or where one is trained further, what it was."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(REFERENCES, ["dpo, the adapter off", "grpo, the adapter off"]))
 def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
     """Whose reference is no second model. How far the policy is from it has the plain trainer's bits."""

@@ -50,6 +50,7 @@ def test_a_write_to_a_file_that_is_read_only(engine_of, kind, tmp_path):
     assert path.read_bytes() == bytes(16384)
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(kind, tmp_path):
     """The first blocks are written, a short transfer is completed, and then the error names the place."""
     out = run(

@@ -28,6 +28,7 @@ def uring():
             pytest.skip(f"there is no io_uring: {engine.why or engine.name}")
 
 
+@pytest.mark.slow
 @in_cpp
 @filters
 @pytest.mark.parametrize("call", ["IO_URING_SETUP", "IO_URING_ENTER"])
@@ -55,6 +56,7 @@ def test_io_uring_is_refused(tmp_path, call, error):
     assert error in second
 
 
+@pytest.mark.slow
 @in_cpp
 @filters
 def test_io_uring_is_refused_later(uring, tmp_path):
@@ -84,6 +86,7 @@ def test_io_uring_is_refused_later(uring, tmp_path):
     assert out == "True\n"
 
 
+@pytest.mark.slow
 @filters
 def test_o_direct_is_refused(kind, tmp_path):
     out = run(
@@ -103,6 +106,7 @@ def test_o_direct_is_refused(kind, tmp_path):
     assert "refuses O_DIRECT" in out
 
 
+@pytest.mark.slow
 @in_cpp
 @pytest.mark.parametrize("limit", [0, 512 << 10])
 def test_an_ordinary_user_with_little_locked_memory(uring, limit):
@@ -202,6 +206,7 @@ def test_a_process_that_is_killed(kind, tmp_path):
     assert is_old[-edge:].all()
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked(kind, tmp_path):
     """It cannot use the engine, can drop it, and does not disturb the parent's transfers."""
     out = run(
@@ -234,6 +239,7 @@ def test_a_child_that_is_forked(kind, tmp_path):
     assert out == "True\n"
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_in_the_middle(kind, tmp_path):
     """No close, no wait: the process ends at once and in silence."""
     run(

@@ -24,6 +24,7 @@ def segments(rng: random.Random, unit: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
+@pytest.mark.slow
 @matrix(strength=1, direct=[True, False], registered=[True, False], seed=range(3))
 def test_many_requests_at_once(engine_of, kind, tmp_path, direct, registered, seed):
     rng = random.Random(seed)

@@ -19,6 +19,7 @@ def asks_anew() -> Iterator[None]:
     environment._processor.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_processor_is_the_kernel_s_and_no_process_is_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if "model name" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("the kernel does not name this processor")

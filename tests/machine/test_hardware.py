@@ -155,6 +155,7 @@ def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any
     assert not [word for word in [str(path), *words] if word not in str(refusal.value)], str(refusal.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["- 5", "name: [", "5", "", "[" * 3000, "\0"])
 def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)

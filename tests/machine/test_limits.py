@@ -129,6 +129,7 @@ print(least(memory_limits()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "flag"), [("RLIMIT_AS", "-v"), ("RLIMIT_DATA", "-d")])
 def test_a_ulimit_counts_what_is_asked_for(number: str, flag: str) -> None:
     most = resource.getrlimit(getattr(resource, number))[1]

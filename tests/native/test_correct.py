@@ -121,6 +121,7 @@ def test_fresh_moments_get_the_bits_of_the_right_scale(betas, scales):
     assert (ours.p - theirs.p).abs().max() <= 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ordinary, wild])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.95), (0.0, 0.9)])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])

@@ -43,6 +43,7 @@ def test_the_least_that_a_plan_takes_is_what_there_must_be(
     assert "--offload.nvme_dir" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "tiers", "rule", "settings", "said", "unsaid"),
     [
@@ -167,6 +168,7 @@ def test_a_run_beyond_a_real_group_s_limit_lives_to_say_so(train: Enter) -> None
         assert ": 2 GiB, of which" in said
 
 
+@pytest.mark.slow
 @cpu_only("the plan is for the host")
 def test_a_run_beyond_its_address_space_leaves_with_3(train: Enter) -> None:
     said = train(

@@ -224,6 +224,7 @@ def test_a_run_has_its_colour_where_another_has_no_curve(tmp_path: Path) -> None
     assert set(re.findall(r'class="(c\d)"', chart)) == {"c1"}
 
 
+@pytest.mark.slow
 def test_the_file_names_nothing_that_is_fetched(pages: dict[str, Path]) -> None:
     for path in pages.values():
         text = path.read_text()

@@ -149,6 +149,7 @@ def _threads_kept() -> Iterator[None]:
 SMALL = [f"--{name}={value}" for name, value in {"hidden": 64, "layers": 1, "vocabulary": 64, "sequence": 8}.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_kept")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished: list[Engine] = []

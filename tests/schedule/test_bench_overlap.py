@@ -139,6 +139,7 @@ def make_bench(shop: Shop) -> overlap.Bench:
     return overlap.Bench(shop.make, ["batch"], 1, "fp32", STEPS_IN_A_BLOCK, PAIRS, clock=shop.clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "hides"), [(0.25, 0.0), (2.0, 0.0), (0.25, 0.9)])
 def test_a_row(shop, ratio, hides):
     """What is done after a step has returned counts as well."""
@@ -294,6 +295,7 @@ def threads_kept() -> Iterator[None]:
     kernels.set_threads(before[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_kept")
 def test_the_command(shop, monkeypatch):
     parser = argparse.ArgumentParser()

@@ -425,6 +425,7 @@ def test_the_window_holds_so_many_neighbours_anywhere(sizes, num_units):
     assert window_bytes([], num_units) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 8, 200])
 def test_a_long_schedule_is_made_quickly(lookahead):
     asked = Pass(sweep(200), rooms(200, 60)[0], lookahead, trained=frozenset(range(1, 201)))

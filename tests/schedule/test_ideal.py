@@ -173,6 +173,7 @@ def test_the_host_waits_for_the_last_gradient():
     assert ideal(first).seconds == pytest.approx(5 + 2 + 7), "not even compute that needs no unit begins before"
 
 
+@pytest.mark.slow
 def test_the_last_units_of_forward_serve_backward():
     for slots in (1, 2, 3, 5, 6):
         work = chain(6, 1, 1, Unit(1, fetch_s=0.01), capacity=slots)

@@ -177,6 +177,7 @@ def make_newer(loader: Loader) -> None:
     path.write_bytes(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [pytest.param("rank-1.bin", 2, marks=pytest.mark.slow), ("tokenizer.json", 1)]
 )

@@ -113,6 +113,7 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
     assert verify_command([str(half.export)]) == verify_command([str(half.dir)]) == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:
     """With a head of its own as well, whose weights no rank has all of."""
     more = {"model__path": str(base), "lora__modules_to_save": ["lm_head"], **ADAPTER, **HOST, "lora__dropout": 0.0}
@@ -123,6 +124,7 @@ def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: P
     assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in mine.items())
 
 
+@pytest.mark.slow
 def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
     """Of a base in bf16, over which a run in fp32 computes with what the files have."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
@@ -144,6 +146,7 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     assert verify_command([str(merged)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "codec"),
     quick([("pissa", "exact"), ("pissa_niter_4", "nf4"), ("olora", "exact")], [("pissa_niter_4", "nf4")]),
@@ -190,6 +193,7 @@ def test_a_base_lacks_what_its_adapter_begins_as(
         assert torch.equal(value, merged[name]), name
 
 
+@pytest.mark.slow
 def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base: Path, tmp_path: Path) -> None:
     """VeRA, whose layers share two matrices."""
     config = tmp_path / "vera.json"
@@ -217,6 +221,7 @@ def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path, monkeyp
         plan_command([*words, "--hardware", "rtx-4090"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["mixtral"], indirect=True)
 def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
     experts = {"lora__rank": 2, "lora__target_modules": ["q_proj"], "lora__target_parameters": ["down_proj"]}
@@ -239,6 +244,7 @@ def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp
         run("no", **more, lora__init="olora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "precision"),
     quick([("nf4", "fp32"), ("nf4", "bf16"), ("int8", "bf16"), ("exact", "bf16")], [("nf4", "bf16")]),
@@ -268,6 +274,7 @@ def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
             export_command([str(result.dir), str(tmp_path / "wrong"), *flags])
 
 
+@pytest.mark.slow
 def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path: Path) -> None:
     result, _, _ = run("run", model__path=str(base), optimizer__lr=0.0, checkpoint__every=3, lora__rank=2)
     with pytest.raises(ConfigError, match="changes no weight of its base: it was not trained"):
@@ -277,6 +284,7 @@ def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path:
         export_command([str(result.dir), str(tmp_path / "merged"), "--base", str(base)])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_adapter_alone(run: Any, base: Path) -> None:
     result, _, _ = run("run", model__path=str(base), checkpoint__every=3, **ADAPTER)
     folder = result.dir / "checkpoints" / "step-3"
@@ -287,6 +295,7 @@ def test_a_checkpoint_has_the_adapter_alone(run: Any, base: Path) -> None:
     assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_and_a_missing_one_is_named(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"checkpoint__every": 2, **ADAPTER}
     run("run", model__path=str(base), **more)
@@ -303,6 +312,7 @@ def test_another_base_is_refused_and_a_missing_one_is_named(run: Any, base: Path
         run("run", model__path=str(moved), train__steps=6, **more)
 
 
+@pytest.mark.slow
 def test_random_weights_are_told_by_their_seed_and_shape(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result, _, said = run("run", checkpoint__every=3, **ADAPTER)
     assert "with random weights of run.seed 0" in said
@@ -324,6 +334,7 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
         run("bad", model__path=str(base), lora__adapter=str(other.export))
 
 
+@pytest.mark.slow
 def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_path: Path) -> None:
     """From the base and the run's first values, and from a checkpoint; what restarts is in no log."""
     mezo = {"model__path": str(base), "optimizer__name": "mezo", "optimizer__lr": 1e-3, "checkpoint__every": 2}
@@ -340,6 +351,7 @@ def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_pat
         replay_command([str(base), str(restarted.dir), "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.slow
 def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter in fp32 whatever it computes in; with restarts the model in the dtype that it computes in."""
     more = {"model__path": str(base), "train__precision": "bf16", **ADAPTER}

@@ -69,6 +69,7 @@ def test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch(run: Any, tm
     assert lines[-1]["eval_bits_per_byte"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_no_loss_is_lower(run: Any, judged: None) -> None:
     """By 0.5 the fourth evaluation is no better than the second."""
     settings = {"train__steps": 12, "train__eval_every": 2, "train__early_stopping_patience": 2}
@@ -86,6 +87,7 @@ def test_what_is_no_number_is_never_better() -> None:
     assert best == Best(2.0, 2, 2.0, 2)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, judged: None, tmp_path: Path) -> None:
     """Break: let retention remove the best one; export without going back."""
     settings = {"train__steps": 12, "train__eval_every": 2, "checkpoint__keep_best": True}
@@ -143,6 +145,7 @@ def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
     assert result.export is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
 def test_a_resumed_run_stops_after_the_same_step(
     run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str

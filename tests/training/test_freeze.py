@@ -17,6 +17,7 @@ from offload.hf.freeze import freeze
 FREEZE = ["embed_tokens", r"layers\.[01]\."]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
     """Streamed or resident, in one process or two; the others train as they do in the whole run's first step."""
     settings = {"optimizer__freeze": FREEZE, "checkpoint__every": 2}
@@ -44,6 +45,7 @@ def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
         run("some", **{**settings, "optimizer__freeze": ["embed_tokens"], "train__steps": 6})
 
 
+@pytest.mark.slow
 def test_the_export_is_checked_with_the_codes_of_what_trains(run: Any) -> None:
     """Break: let all of the reloaded model train, whose embeddings have codes then."""
     settings = {"optimizer__freeze": FREEZE, "train__steps": 1, "offload__link_weights": "int8"}

@@ -28,6 +28,7 @@ def chats(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_conversations_are_apart_by_default_and_a_run_goes_on_to_the_same_bits(
     run: Any, chats: str, tmp_path: Path
 ) -> None:
@@ -42,6 +43,7 @@ def test_conversations_are_apart_by_default_and_a_run_goes_on_to_the_same_bits(
         run("half", **more, data__packing_isolated=False)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
     run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +62,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
     assert "its documents see each other" in said
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> None:
     result, _, said = run("run", "mamba", data__source=chats)
     assert "note: a document's logits change by" in said
@@ -71,6 +74,7 @@ def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> Non
         run("third", "bert", data__source=chats, data__packing_isolated=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "rows"), [("device", None), ("cpu", 1), ("cpu", None)])
 def test_rows_that_are_apart_train_as_in_plain_pytorch(tier: Any, rows: int | None) -> None:
     """Bit for bit; in micro-batches up to the order of sums."""

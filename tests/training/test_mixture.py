@@ -14,6 +14,7 @@ import pytest
 KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_sources")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_exhausted", "first_exhausted"])
 def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(
     run: Callable[..., Any], tmp_path: Path, strategy: str

@@ -68,6 +68,7 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
     return compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -129,6 +130,7 @@ def test_an_operation_without_a_repeatable_algorithm_is_named(
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, precision: str) -> None:
     config = AutoConfig.for_model("mixtral", vocab_size=384, **SHAPES["mixtral"])
@@ -145,6 +147,7 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
     assert (code, found["bit_equal"]) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -200,6 +203,7 @@ class Broken:
         monkeypatch.setattr(Resident, "_update_parameter", break_one)
 
 
+@pytest.mark.slow
 def test_it_says_where_it_first_differs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken(monkeypatch, {1, 2})
     code, found = run(*HOST)
@@ -222,6 +226,7 @@ def test_what_differs_only_undisturbed_is_told_as_such(
     assert said.endswith("parity: offloaded and resident training differ over 3 steps\n")
 
 
+@pytest.mark.slow
 def test_the_words_of_a_person(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert parity.main(words("--optimizer.states", "int8", *HOST)) == 0
     said = capsys.readouterr().out
@@ -254,11 +259,13 @@ def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
         parity.main([*given])
 
 
+@pytest.mark.slow
 def test_more_steps_than_the_run_has_are_refused(words: Callable[..., list[str]]) -> None:
     with pytest.raises(ConfigError, match="--steps is 4, and the run has 3: set --train.steps"):
         parity.main(words(*HOST, "--train.steps", "3", "--steps", "4"))
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_takes_no_memory_before_it_is_refused(
     words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

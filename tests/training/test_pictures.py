@@ -78,6 +78,7 @@ def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.C
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_run_is_that_of_plain_pytorch(
     family: str, rows: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
@@ -92,6 +93,7 @@ def test_a_run_is_that_of_plain_pytorch(
     assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
     """And ends as one without tiers."""
     calm = {"optimizer__schedule": "constant", "train__batch_size": 3, "checkpoint__every": 2}

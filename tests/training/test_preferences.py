@@ -219,6 +219,7 @@ def test_other_weights_are_known_by_their_last_element() -> None:
     assert marks[0][1] != marks[1][1]
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
     result, _, _ = run("reward", **asked(pairs, "reward", train__steps=1, checkpoint__export=True))
     config = json.loads((result.export / "config.json").read_text())
@@ -243,6 +244,7 @@ class Watches:
         self.evaluated.append(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", quick(("dpo", "reward"), ["dpo"]))
 def test_a_model_and_pairs_that_are_given_in_python(
     pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

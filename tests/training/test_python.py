@@ -52,6 +52,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines_of(folder)]
 
 
+@pytest.mark.slow
 def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     settings: dict[str, Any], pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +106,7 @@ class Numbered:
         return {"input_ids": generator.integers(0, 64, 8)}
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_trains_is_resumed_and_exported(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +181,7 @@ class Watches(TrainerCallback):
         self.told = state["told"]
 
 
+@pytest.mark.slow
 def test_callbacks_are_told_of_a_run_and_go_on_with_it(
     settings: dict[str, Any], pretrained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_callbacks_are_told_of_a_run_and_go_on_with_it(
     assert [each for each in again.told if each.startswith("epoch")], "the data have fewer rows than the run"
 
 
+@pytest.mark.slow
 def test_a_save_asked_for_after_the_last_step_is_made_and_of_what_json_has(
     settings: dict[str, Any], pretrained: Path
 ) -> None:

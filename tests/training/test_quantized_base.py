@@ -46,6 +46,7 @@ def base_of(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind: str) -> None:
     base = base_of(tmp_path / "base", kind)
@@ -77,6 +78,7 @@ def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind:
         export_command([str(result.dir), str(tmp_path / "no"), "--merge", "--onto", "original"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = base_of(tmp_path / "base", kind)
@@ -110,6 +112,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
         run("whole", model__path=str(base), train__steps=2)
 
 
+@pytest.mark.slow
 def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_path: Path) -> None:
     """PiSSA: what is left of a weight is in no codes, in a run and in a plan of it."""
     base = base_of(tmp_path / "base", "int4")
@@ -132,6 +135,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
         assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
 
 
+@pytest.mark.slow
 def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
     """Of a base in few bits, those weights that the adapter is not over may be."""
     settings = {"train__steps": 3, "lora__restart_every": 2, **ADAPTER, "model__path": str(tmp_path / "fp8")}

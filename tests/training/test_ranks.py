@@ -82,6 +82,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
     first, second = run("counts", "plain", "--data.eval_share", "0.1")
     assert (first.code, first.err) == (second.code, second.err) == (0, "")
@@ -108,6 +109,7 @@ def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Ru
     assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), "passes, layers, tensors"
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, folder: Path) -> None:
     first, second = run("plain", "differ", more=((), ("--train.steps", "6", "--optimizer.lr", "0.1")))
     assert (first.code, second.code) == (2, 2)
@@ -120,6 +122,7 @@ def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, fol
     assert not (folder / "differ").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Run, folder: Path) -> None:
     (folder / "earlier").mkdir()
     (folder / "earlier/metrics.jsonl").write_text("{}\n")
@@ -132,6 +135,7 @@ def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Ru
     assert [file.name for file in (folder / "earlier").iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_typing_error_is_printed_once(run: Run) -> None:
     first, second = run("plain", "typed", "--train.stpes", "5")
     assert (first.code, second.code) == (2, 2)
@@ -139,6 +143,7 @@ def test_a_typing_error_is_printed_once(run: Run) -> None:
     assert second.err == ""
 
 
+@pytest.mark.slow
 def test_more_ranks_than_rows_are_refused(run: Run, folder: Path) -> None:
     first, second = run("plain", "few", "--train.batch_size", "1")
     assert (first.code, second.code) == (2, 2)
@@ -147,6 +152,7 @@ def test_more_ranks_than_rows_are_refused(run: Run, folder: Path) -> None:
     assert not (folder / "few").exists()
 
 
+@pytest.mark.slow
 def test_data_that_rank_0_cannot_prepare_end_all_ranks(run: Run, folder: Path) -> None:
     first, second = run("no data", "nothing")
     assert (first.code, first.err) == (2, "offload: the data are gone\n")
@@ -164,6 +170,7 @@ def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: 
     assert (folder / "ended/hf/config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_its_data_ends_all_with_one_message(run: Run, folder: Path) -> None:
     first, second = run("breaks", "broken")
     assert (first.code, second.code) == (1, 1)
@@ -173,6 +180,7 @@ def test_a_rank_that_cannot_read_its_data_ends_all_with_one_message(run: Run, fo
     assert len(losses(folder, "broken")) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_why_and_the_others_end(run: Run) -> None:
     first, second = run("fails", "failed")
     assert (first.code, second.code) == (1, 1)
@@ -198,6 +206,7 @@ def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
     assert second.out == "[rank 1] note: rank 1 sees this\n"
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> None:
     """A rate of 0 lets no evaluation be lower than the first."""
     words = ("--train.steps", "50", "--train.eval_every", "2", "--train.early_stopping_patience", "2")
@@ -210,6 +219,7 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
     assert len(lines) == 6
 
 
+@pytest.mark.slow
 def test_what_a_callback_of_one_rank_asks_for_all_do(run: Run, folder: Path) -> None:
     """Rank 1 asks after its second step, and both are told of what follows."""
     first, second = run("asks", "asked", "--train.eval_every", "0", "--data.eval_share", "0.1")

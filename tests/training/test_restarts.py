@@ -141,6 +141,7 @@ def test_every_kind_of_layer_begins_anew_as_it_began(init: Any) -> None:
         assert merged.abs().max() < 1e-6, "it changes no output"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "init"), quick([(p, True) for p in PLACES] + [("cpu", "gaussian")], [("cpu", True)]))
 def test_a_run_is_twenty_lines_of_pytorch(
     run: Any,
@@ -204,6 +205,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     run: Any,
     base: Path,  # noqa: F811

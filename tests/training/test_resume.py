@@ -177,6 +177,7 @@ def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path:
     assert files(result.dir / "hf")["config.json"] == files(whole.dir / "hf")["config.json"]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6})
     end_in(6)
@@ -230,6 +231,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, end
     assert_same_weights(result.dir, whole.dir)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_one_of_its_checkpoints_and_then_on_from_there(run: Any) -> None:
     common = {"checkpoint.every": 2, "optimizer.schedule": "constant"}
     first, wanted, _ = run("run", **common, **{"train.steps": 6})
@@ -282,6 +284,7 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> N
     assert files(first.dir)["hf/model.safetensors"] != before["hf/model.safetensors"]
 
 
+@pytest.mark.slow
 def test_other_data_make_another_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     text = tmp_path / "text.txt"
@@ -338,6 +341,7 @@ def test_a_full_disk_during_a_save(
     assert_same_weights(result.dir, whole.dir)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +360,7 @@ def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
     assert "the export with up to 2 checkpoints" in run("some", **{"checkpoint.every": 1, "checkpoint.keep": 1})[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_saved", [True, False], ids=["states saved", "no room at all"])
 def test_an_export_to_a_full_disk_loses_no_states(
     run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool

@@ -25,6 +25,7 @@ from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
 
+@pytest.mark.slow
 def test_a_streamed_run_equals_a_resident_one_bit_for_bit(run: Any) -> None:
     resident, there, _ = run("resident")
     streamed, here, said = run("streamed", offload__parameters="cpu", offload__optimizer="cpu")
@@ -48,6 +49,7 @@ def test_a_run_whose_updates_are_late_ends_with_the_newest_weights(run: Any) -> 
     assert lines[-1]["eval_loss"] == result.eval_loss
 
 
+@pytest.mark.slow
 def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
     result, lines, said = run("said", train__batch_size=2, data__eval_share=0.3)
     text = tmp_path / "text.txt"
@@ -61,6 +63,7 @@ def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path:
     assert [line.get("eval_loss") for line in lines] == [None, None, result.eval_loss]
 
 
+@pytest.mark.slow
 def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is tested with" not in run("tested", train__steps=1, checkpoint__export=False)[2]
     monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
@@ -107,6 +110,7 @@ def test_a_run_repeats_itself(run: Any) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5", "bert"])
 def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None:
     result, lines, said = run("run", family, train__micro_batch_size=2)
@@ -115,6 +119,7 @@ def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None
     assert all(line["loss"] > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_an_export_is_trained_on(run: Any) -> None:
     first, _, _ = run("first", train__steps=30, train__eval_every=0, optimizer__lr=5e-3)
     second, lines, _ = run("second", model__path=str(first.export), train__steps=1, optimizer__lr=0.0)
@@ -122,6 +127,7 @@ def test_an_export_is_trained_on(run: Any) -> None:
     assert lines[0]["loss"] < 5.0  # a fresh model begins at ln 384 = 5.95
 
 
+@pytest.mark.slow
 def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, tmp_path: Path) -> None:
     """Break: leave the configuration's vocabulary as it was; read the model without growing."""
     first, _, _ = run("first", train__steps=2)
@@ -145,6 +151,7 @@ def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, t
         run("random", **settings, model__init="random")
 
 
+@pytest.mark.slow
 def test_time_is_a_limit_and_epochs_are_steps(run: Any) -> None:
     both = {"train__steps": 10**6, "train__epochs": 9}
     result, lines, said = run("timed", **both, train__max_seconds=1, optimizer__lr=1e-4)
@@ -175,6 +182,7 @@ STREAMED = {"offload__parameters": "cpu", "offload__optimizer": "cpu", "checkpoi
 THROTTLE = {"h2d": 20_000_000, "d2h": 20_000_000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "throttle", [pytest.param(None, id="serial", marks=pytest.mark.slow), pytest.param(THROTTLE, id="overlapped")]
 )
@@ -205,6 +213,7 @@ def test_metrics_and_trace_tell_the_same(run: Any, throttle: Any, monkeypatch: p
     assert bool(beside) == bool(throttle)  # without lanes of their own nothing is done beside anything else
 
 
+@pytest.mark.slow
 def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Engine.step
     inner: list[float] = []
@@ -223,6 +232,7 @@ def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_trace_is_written_when_a_step_fails(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
