@@ -34,7 +34,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
-.PHONY: sanitize check clean offline upstream docs wheel bits
+.PHONY: sanitize check clean offline upstream docs wheel bits shape
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -48,6 +48,7 @@ help:
 	@echo "make wheels    what that needs beside torch and transformers, into wheels/, for a machine without a network"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make bits      hashes of weights, states and losses of 90 tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
+	@echo "make shape     the shape of the code in numbers: rings, imports, a traced step, settings, prose; JSON on the last line"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
@@ -157,6 +158,9 @@ offline:
 # Variables of tests/bits/__main__.py make torch compute alike on processors with AVX2.
 bits: $(READY)
 	@$(BIN)/python -m tests.bits $(ARGS)
+
+shape: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.shape
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)
