@@ -47,7 +47,7 @@ help:
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
 	@echo "make wheels    what that needs beside torch and transformers, into wheels/, for a machine without a network"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
-	@echo "make bits      hashes of weights, states and losses of 90 tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
+	@echo "make bits      hashes of weights, states and losses of tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
 	@echo "make shape     the shape of the code in numbers: rings, imports, a traced step, settings, prose; JSON on the last line"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"

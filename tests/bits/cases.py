@@ -17,6 +17,7 @@ DISK = "disk"
 DEVICE = {"parameters": "device", "optimizer": "device"}
 CPU = {"parameters": "cpu", "optimizer": "cpu"}
 NVME = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme", "nvme_dir": DISK}
+STAYS = {"parameters": "device", "optimizer": "cpu"}
 TIERS = {"device": DEVICE, "cpu": CPU, "nvme": NVME}
 NONE, SPECULATIVE = {"max_grad_norm": None}, {"clip": "speculative", "max_grad_norm": 0.1}
 TABLE_BYTES = 4 * 4096 * 32
@@ -78,6 +79,7 @@ def _cases() -> list[Case]:
         # those of four ranks first, which fork; then those of two, for which both processes have to be free
         case("replicas-shared", two, shared, ranks=4, replicas=2),
         case("replicas-shared-bf16", two, bf16, shared, ranks=4, replicas=2, micro_batch_size=1, rows=8),
+        case("ranks-four", two, ranks=4, micro_batch_size=1, rows=8),
         *(case(f"ranks-zero{stage}", two, zero_stage=stage) for stage in (0, 1, 2, 3)),
         case("ranks-nvme-bf16", two, bf16, disk, micro_batch_size=1),
         case("ranks-speculative", two, bf16, SPECULATIVE, micro_batch_size=1),
@@ -102,6 +104,7 @@ def _cases() -> list[Case]:
         case("compiled", host, compile="auto"),
         case("lora-run", trains=True, settings={"lora.rank": 4, "lora.dropout": 0.1}),
         case("relora-run", trains=True, settings={"lora.rank": 4, **restarts}),
+        case("lora-run-files", trains=True, settings={"lora.rank": 4, "offload.parameters": "files"}),
         case("dpo-run", trains=True, settings={"train.method": "dpo", "train.micro_batch_size": 2}),
         case("orpo-run", trains=True, settings={"train.method": "orpo"}),
         *(case(f"llama-{tier}-fp32", place=place) for tier, place in TIERS.items()),
@@ -112,6 +115,9 @@ def _cases() -> list[Case]:
         case("speculative-nvme-bf16", disk, bf16, SPECULATIVE),
         case("recompute-never", host, recompute="never"),
         case("recompute-auto-bf16", bf16, place={**CPU, "device_memory": "192KiB"}, recompute="auto"),
+        case("stays", place=STAYS),
+        case("stays-bf16", bf16, place={**STAYS, "device_memory": "192KiB"}, micro_batch_size=2, debug=4),
+        case("noise-scale", host, micro_batch_size=1, noise_scale=True),
         case("activations-cpu", place={**CPU, "activations": "cpu"}, prefetch=2, model="gpt2"),
         case("prefetch-0", bf16, place={**CPU, "device_memory": "128KiB"}, prefetch=0),
         case("poisoned", host, debug=3, micro_batch_size=2),
@@ -119,6 +125,7 @@ def _cases() -> list[Case]:
         case("micro-batches-3-bf16", disk, bf16, micro_batch_size=3),
         case("update-on-device", host, update="device"),
         case("update-on-both", bf16, place={"optimizer": "auto", "optimizer_memory": "64KiB"}, update="both"),
+        case("micro-batches-of-a-whole-model", host, model="centred", micro_batch_size=1),
         case("own-loop", host, bf16, own_loop=True),
         # families
         case("gpt2-cpu", host, model="gpt2"),
