@@ -34,7 +34,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
-.PHONY: mutations sanitize check clean offline upstream docs wheel
+.PHONY: mutations sanitize check clean offline upstream docs wheel bits shape
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -47,6 +47,8 @@ help:
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
 	@echo "make wheels    what that needs beside torch and transformers, into wheels/, for a machine without a network"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
+	@echo "make bits      hashes of weights, states and losses of tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
+	@echo "make shape     the shape of the code in numbers: rings, imports, a traced step, settings, prose; JSON on the last line"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make mutations break the engine on purpose, in each of many ways: tests of the quick run have to fail (ARGS=\"NAME ...\")"
@@ -153,6 +155,13 @@ offline:
 	@$(PIP) install --no-index --no-deps --no-build-isolation -e . 2> $(VENV)/build.log || \
 	  echo "WARNING: the C++ kernels could not be built; details: $(VENV)/build.log"
 	@touch $(VENV)/offline
+
+# Variables of tests/bits/__main__.py make torch compute alike on processors with AVX2.
+bits: $(READY)
+	@$(BIN)/python -m tests.bits $(ARGS)
+
+shape: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.shape
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)

@@ -1,0 +1,42 @@
+"""The net of bits itself: hashes are stable, a mutation changes them, the file keeps what was not measured again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.optim.adamw import AdamW
+from tests.bits import worker
+from tests.bits.__main__ import FILE, read, written
+from tests.bits.cases import CASES
+from tests.engine.device import cpu_only
+
+
+@cpu_only("hashes are those of a CPU")
+@pytest.mark.parametrize("name", ["llama-cpu-bf16", "resume"])
+def test_a_hash_is_stable_and_a_mutation_changes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = worker.run(name)
+    assert worker.run(name) == found
+    update = AdamW.update
+
+    def late(self: AdamW, states: Any, gradient: Any, step: Any) -> Any:
+        return update(self, states, gradient, replace(step, step=step.step + 1))
+
+    monkeypatch.setattr(AdamW, "update", late)
+    changed = worker.run(name)
+    assert all(one != other for one, other in zip(found.split("-"), changed.split("-"), strict=True))
+
+
+def test_the_file_has_a_line_for_each_configuration() -> None:
+    for machine, lines in read(FILE.read_text()).items():
+        assert "plain " in machine
+        assert set(lines) <= set(CASES)
+    assert any(set(lines) == set(CASES) for lines in read(FILE.read_text()).values())
+
+
+def test_a_changed_hash_loses_its_lines_of_other_machines() -> None:
+    before = {"mine": {"a": "1", "b": "2", "gone": "0"}, "other": {"a": "3", "b": "4"}}
+    after = read(written(before, "mine", {"a": "1", "b": "5", "c": "6"}, ["a", "b", "c"]))
+    assert after == {"mine": {"a": "1", "b": "5", "c": "6"}, "other": {"a": "3"}}

@@ -1,0 +1,288 @@
+"""Print the shape of the code in numbers: a table, and JSON on the last line.
+
+python -m tests.shape
+
+rings: lines of Python in the core, the application and the extras. violations: imports against the direction of the
+rings. executed, opened, files: lines that a warm training step executes, lines of the files that contain them, and
+their number, over all threads. settings: fields of the command line. prose: relative words in a thousand. asks: tests
+in the core about a feature. The other keys are in `shape`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import sys
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CORE, APPLICATION = "core", "application"
+RINGS = {
+    CORE: "offload.__init__ offload.accelerators offload.distributed offload.engine offload.errors offload.files "
+    "offload.interrupts offload.lanes offload.layout offload.native offload.optim offload.planning offload.schedule "
+    "offload.tiers",
+    APPLICATION: "offload.__main__ offload.checkpoint offload.config offload.export offload.hf offload.look "
+    "offload.machine offload.telemetry offload.train offload.training offload.verify",
+    "large": "offload.engine.loss.shared_rows offload.engine.recording.shared_trial offload.engine.units.cut_experts "
+    "offload.engine.units.cutting offload.engine.units.expert_outputs offload.engine.units.row_blocks "
+    "offload.engine.units.row_trials offload.engine.units.shared_attention offload.engine.units.streamed_experts "
+    "offload.engine.units.tiled_forwards offload.engine.units.tiles offload.engine.units.uncompiled",
+    "zeroth": "offload.engine.methods.forwards offload.engine.methods.interleaved offload.engine.methods.perturbed "
+    "offload.engine.methods.slot_updates offload.engine.methods.zeroth_order_update offload.native.directions "
+    "offload.optim.mezo offload.replay offload.training.replay",
+    "quant": "offload.hf.loftq offload.hf.quantized offload.hf.residual offload.layout.quantized offload.native.codes "
+    "offload.tiers.decoding",
+    "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
+    "offload.hf.lora_layers offload.hf.merge offload.training.restarts",
+    "prefs": "offload.training.preferences offload.training.reference",
+    "data": "offload.config.data_sources offload.data offload.training.data_view",
+    "plan": "offload.forecast offload.plan",
+    "tools": "offload.bench offload.benches offload.doctor offload.parity offload.report offload.reporting "
+    "offload.training.parity_check",
+    "integrations": "offload.integrations",
+    "generate": "offload.generate offload.inference",
+}
+"""The modules of each ring: packages with all that is in them but for what another line names. All but the first two
+are extras, which import the core, the application and themselves."""
+_PLACES = {name: ring for ring, names in RINGS.items() for name in names.split()}
+RELATIVE = frozenset(["what", "which", "that", "those", "whose", "its", "it", "such"])
+"""Words that a plain sentence seldom needs."""
+FEATURES = {
+    "codecs": r"codecs?|coded|EXACT|INT8|NF4|frozen_weights|link_weights|link_gradients",
+    "delay": r"delay\w*|is_late|speculative|clip",
+    "replicas": r"\w*replicas?|replica_states|shares_states",
+    "zeroth": r"has_gradients|zeroth\w*|MeZO|num_perturbations",
+}
+"""What a test about a feature names."""
+LONG_CLASS = 280
+WORD = re.compile(r"[A-Za-z']+")
+
+
+# -- rings -------------------------------------------------------------------------------------------------------------
+
+
+def sources(root: Path = ROOT / "offload") -> dict[str, str]:
+    """Return the modules of the package, by name."""
+    return {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def ring_of(module: str) -> str:
+    """Return the ring of a module. Raises KeyError for one that the table does not have."""
+    name = "offload.__init__" if module in ("offload", "offload._core") else module
+    while name not in _PLACES and "." in name:
+        name = name.rpartition(".")[0]
+    return _PLACES[name]
+
+
+@cache
+def _nodes(text: str) -> list[ast.AST]:
+    """Return all nodes of a module."""
+    return list(ast.walk(ast.parse(text)))
+
+
+def imports(modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each module with each module of the package that it imports, wherever the import stands."""
+    for module, text in modules.items():
+        found = set()
+        for node in _nodes(text):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                within = (f"{node.module}.{alias.name}" for alias in node.names)
+                found |= {name if name in modules else node.module for name in within}
+        yield from ((module, name) for name in sorted(found) if name.partition(".")[0] == "offload")
+
+
+def violations(modules: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the imports that go outward: from the core, from the application into an extra, between extras."""
+    return [
+        (one, other)
+        for one, other in imports(modules)
+        if one != "offload"  # whose names are imported on first use
+        if ring_of(other) not in (CORE, ring_of(one))
+        if (ring_of(one), ring_of(other)) == (CORE, APPLICATION) or ring_of(other) != APPLICATION
+    ]
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def asks(texts: Mapping[str, str]) -> dict[str, int]:
+    """Return how many tests (of if, while, a comprehension or a comparison's result) name each feature."""
+    found = Counter(dict.fromkeys(FEATURES, 0))
+    for text in texts.values():
+        for node in _nodes(text):
+            tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
+            for test in tests:
+                inner = list(ast.walk(test))
+                names = {n.attr for n in inner if isinstance(n, ast.Attribute)}
+                names |= {n.id for n in inner if isinstance(n, ast.Name)}
+                found.update(f for f, pattern in FEATURES.items() if any(re.fullmatch(pattern, n) for n in names))
+    return dict(found)
+
+
+def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int]:
+    """Return the lines of each class, or function."""
+    nodes = (node for text in modules.values() for node in _nodes(text) if isinstance(node, kinds))
+    return [(node.end_lineno or 0) - node.lineno + 1 for node in nodes]
+
+
+def num_settings() -> int:
+    """Return how many settings the command line has."""
+    from offload.config.config import Config
+
+    sections = (field.annotation for field in Config.model_fields.values())
+    return sum(len(section.model_fields) for section in sections)  # type: ignore[union-attr]
+
+
+# -- prose -------------------------------------------------------------------------------------------------------------
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield docstrings, descriptions of fields and comments of a module, or the paragraphs of a page without code."""
+    source = path.read_text(errors="ignore")
+    if path.suffix == ".md":
+        yield re.sub(r"```.*?```|`[^`]*`|\(https?:[^)]*\)", "", source, flags=re.DOTALL)
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def relative_words(folder: Path) -> float:
+    """Return how many of a thousand words are relative ones."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".md"))
+    words = [word.lower() for path in paths for text in texts(path) for word in WORD.findall(text)]
+    return 1000 * sum(word in RELATIVE for word in words) / max(1, len(words))
+
+
+# -- a traced step -----------------------------------------------------------------------------------------------------
+
+
+class Trace:
+    """Collects the lines of `offload` that all threads execute while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._seen: set[tuple[str, int]] = set()
+        self._folder = f"{ROOT / 'offload'}/"
+
+    def __enter__(self) -> Trace:
+        threading.settrace(self._enter)  # of threads that begin from here on
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        return self._line if code.co_filename.startswith(self._folder) and code.co_name != "<module>" else None
+
+    def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if self.is_on and event == "line":
+            self._seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._line
+
+    def counts(self) -> dict[str, int]:
+        """Return the lines that were executed, those of their files, and the number of these."""
+        files = {name for name, _ in self._seen}
+        opened = sum(len(Path(name).read_text().splitlines()) for name in files)
+        return {"opened": opened, "executed": len(self._seen), "files": len(files)}
+
+
+def warm_step() -> dict[str, int]:
+    """Train a small model, streamed from the cpu tier, and count what the fourth step executes."""
+    import torch
+    import transformers as t
+
+    from offload import Engine, Placement
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = t.LlamaForCausalLM(t.LlamaConfig(**sizes, vocab_size=64))
+    ids = torch.randint(3, 64, (4, 10))
+    place = Placement(parameters="cpu", optimizer="cpu")
+    with Trace() as trace, Engine(model, placement=place, device="cpu") as engine:
+        for _ in range(3):
+            engine.step({"input_ids": ids, "labels": ids})
+        engine.finish()
+        trace.is_on = True
+        engine.step({"input_ids": ids, "labels": ids})
+        engine.finish()
+        trace.is_on = False
+    return trace.counts()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def shape() -> dict[str, Any]:
+    """Return all numbers."""
+    modules = sources()
+    lines: Counter[str] = Counter()
+    for name, text in modules.items():
+        lines[ring_of(name)] += len(text.splitlines())
+    core = {name: text for name, text in modules.items() if ring_of(name) == CORE}
+    rings = [lines[CORE], lines[APPLICATION], sum(lines.values()) - lines[CORE] - lines[APPLICATION]]
+    wrong = violations(modules)
+    functions = _definitions(modules, ast.FunctionDef, ast.AsyncFunctionDef)
+    everything = "\n".join(modules.values())
+    return {
+        "rings": rings,
+        "violations": len(wrong),
+        **warm_step(),
+        "settings": num_settings(),
+        "prose": {name: round(relative_words(ROOT / name), 1) for name in ("offload", "docs", "tests")},
+        "violations_of": dict(Counter(CORE if ring_of(one) == CORE else ring_of(one) for one, _ in wrong)),
+        "extras": {name: lines[name] for name in RINGS if name not in (CORE, APPLICATION)},
+        "asks": asks(core),
+        "nvme": len(re.findall(r"['\"]nvme['\"]", everything)),
+        "comm_size": len(re.findall(r"comm\.size\b", everything)),
+        "comm_any": len(re.findall(r"comm\.any\b", everything)),
+        "classes_over_280": sum(size > LONG_CLASS for size in _definitions(modules, ast.ClassDef)),
+        "function_lines": round(sum(functions) / len(functions), 1),
+        "tests": sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")),
+    }
+
+
+def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the table."""
+    yield "lines of the core, the application, the extras", " / ".join(f"{n:,}" for n in found["rings"])
+    yield "  of each extra", ", ".join(f"{name} {n:,}" for name, n in found["extras"].items())
+    yield "imports against the rings", str(found["violations"])
+    yield "  from", ", ".join(f"{name} {n}" for name, n in found["violations_of"].items())
+    yield "a warm step: lines executed / opened (files)", "{executed:,} / {opened:,} ({files})".format(**found)
+    yield "tests in the core about", ", ".join(f"{name} {n}" for name, n in found["asks"].items())
+    yield '"nvme" as a literal; comm.size; comm.any', f"{found['nvme']}; {found['comm_size']}; {found['comm_any']}"
+    yield f"classes over {LONG_CLASS} lines", str(found["classes_over_280"])
+    yield "mean lines of a function", str(found["function_lines"])
+    yield "lines of tests", f"{found['tests']:,}"
+    yield "settings of the command line", str(found["settings"])
+    yield "relative words in a thousand", ", ".join(f"{name} {n}" for name, n in found["prose"].items())
+
+
+if __name__ == "__main__":
+    result = shape()
+    for title, text in rows(result):
+        print(f"{title:48} {text}")
+    if "--violations" in sys.argv:
+        for one, other in violations(sources()):
+            print(f"{one} imports {other}")
+    print(json.dumps(result))

@@ -1,0 +1,56 @@
+"""The numbers of `make shape`, on a few lines of code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import shape
+
+
+def test_each_module_has_a_ring_and_each_name_of_the_table_a_module() -> None:
+    modules = shape.sources()
+    assert {shape.ring_of(name) for name in modules} == set(shape.RINGS)
+    for name in " ".join(shape.RINGS.values()).split():
+        assert name.removesuffix(".__init__") in modules, f"{name} of RINGS is no module any more"
+    with pytest.raises(KeyError):
+        shape.ring_of("offload_other.engine")
+
+
+def test_imports_go_inward() -> None:
+    modules = {
+        "offload.engine.step": "from offload.telemetry import counters\nimport offload.lanes.lane\n",
+        "offload.training.trainer": "def f():\n    from offload.data import rows\nfrom offload.engine import step\n",
+        "offload.data.rows": "from offload.forecast import search\nfrom offload.data import cache\nimport offload.hf\n",
+    }
+    assert shape.violations(modules) == [
+        ("offload.engine.step", "offload.telemetry"),
+        ("offload.training.trainer", "offload.data.rows"),
+        ("offload.data.rows", "offload.forecast"),
+    ]
+
+
+def test_tests_about_features_are_counted() -> None:
+    text = "if codec is EXACT and self.delay: ...\nx = [c for c in d if c.codec]\nwhile comm.replicas > 1: ...\n"
+    assert shape.asks({"one": text}) == {"codecs": 2, "delay": 1, "replicas": 1, "zeroth": 0}
+
+
+def test_prose_is_that_of_docstrings_and_comments(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text('"""What it is."""\nwhich = "that"  # a comment\n')
+    (tmp_path / "one.md").write_text("`which` is such a word\n\n```\nwhat\n```\n")
+    assert shape.relative_words(tmp_path) == pytest.approx(1000 * 3 / 9)
+
+
+def test_a_traced_step_and_the_table_have_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = shape.warm_step()
+    assert step["files"] > 20
+    assert step["opened"] > step["executed"] > 500
+    monkeypatch.setattr(shape, "warm_step", lambda: step)
+    monkeypatch.setattr(shape, "relative_words", lambda folder: 25.0)
+    found = shape.shape()
+    assert list(found)[:7] == ["rings", "violations", "opened", "executed", "files", "settings", "prose"]
+    assert len(found["rings"]) == 3
+    assert sum(found["rings"]) == sum(len(text.splitlines()) for text in shape.sources().values())
+    assert set(found["prose"]) == {"offload", "docs", "tests"}
+    assert all(text for _, text in shape.rows(found))
