@@ -90,7 +90,7 @@ class InterleavedForwards:
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            for number, span in enumerate(rows):
+            for number, span in enumerate(runner.together(unit, rows)):
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
