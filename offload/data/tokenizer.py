@@ -11,6 +11,7 @@ from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.sources import hash_text
 from offload.errors import ConfigError
+from offload.files.pointers import refuse_pointers
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
@@ -57,6 +58,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a folder that is not a tokenizer
+        refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "
