@@ -15,7 +15,7 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward
 from offload.engine.units.recompute_policy import BELOW
-from offload.engine.units.runner import UnitRunner
+from offload.engine.units.runner import UnitRunner, together
 from offload.engine.units.saved_graph import (
     Graph,
     Root,
@@ -85,7 +85,7 @@ class Call:
         draws_own = len(rows) > 1 or runner.has_peers
         ambient = runner.device.random_state() if draws_own else None
         try:
-            for number, span in enumerate(runner.together(unit, rows)):
+            for number, span in enumerate(together(runner, unit, rows)):
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = traits.cut_inputs(tensors, span)
@@ -187,7 +187,7 @@ class Call:
             if reads:  # a backward may run module code again (torch.utils.checkpoint inside a block)
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
-                for number, micro_batch in enumerate(runner.together(unit, self._micro_batches)):
+                for number, micro_batch in enumerate(together(runner, unit, self._micro_batches)):
                     with runner.gradients.parts.within(number, len(self._micro_batches)):
                         found.append(self._backward_of(number, micro_batch, gradients, trains))
             runner.saved.look_back(self, 1)  # ahead of the weights that come once this use is left
@@ -337,7 +337,7 @@ def call_unit_without_graph(
     runner.enter(unit)
     try:
         with torch.no_grad():
-            for span in runner.together(unit, rows):
+            for span in together(runner, unit, rows):
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
                 forward = runner.forwards.of(unit, runner, arguments, inputs, others)
