@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from offload.data.storage import PACKINGS, Place, unpacked
 from offload.errors import ConfigError
+from offload.files.pointers import FIRST_BYTES, pointer_error
 
 CONTAINERS = {
     "json": frozenset({".jsonl", ".json", ".ndjson"}),
@@ -84,6 +85,9 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             f"{named} is a packed file of {kind}, which is read from any place in it: unpack it first "
             f"({PACKINGS[suffix]} {place}), and give what was in it."
         )
+    with place.open() as stream:
+        if stream.read(len(FIRST_BYTES)) == FIRST_BYTES:
+            raise pointer_error(named, "the folder of this file")
     if kind == _TOKENS or data_format == "tokens":
         return
     begins = _by_first_bytes(place)

@@ -12,6 +12,7 @@ from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.sources import hash_text
 from offload.errors import ConfigError
+from offload.files.pointers import refuse_pointers
 from offload.files.user_cache import class_hash, code_hash
 from offload.machine.environment import version_of
 
@@ -66,6 +67,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a folder that is not a tokenizer
+        refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "

@@ -261,6 +261,9 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
         for contents in map(without_moved, (own, reader.contents))
     )
+    was, now = reader.meta["engine"].get("rule"), _rule(engine)
+    if was in (None, now) and not may_reset:
+        _check_frozen(reader, wanted, found)
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
         # Whether what is trained has a low half, its rule says.
@@ -272,7 +275,6 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
                 f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
                 "that it was made with."
             )
-    was, now = reader.meta["engine"].get("rule"), _rule(engine)
     different = next((name for name in wanted if wanted[name] != found[name]), None)
     if different is None and was in (None, now):
         return False
@@ -289,6 +291,30 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             f"the position in the data, and begins the states of {now} anew."
         )
     return True
+
+
+def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
+    """Raise ConfigError where a checkpoint has the states of other trained parameters than the model's, `wanted`."""
+    trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
+    known = wanted if trained_only else wanted.keys() & found.keys()
+    now, was = (
+        {name for name in known if name in contents and not contents[name].planes.keys() <= {*MASTER, _BUFFER}}
+        for contents in (wanted, found)
+    )
+    if now and was and now != was:
+        changes = [
+            f"{len(names)} that are {is_now} now and were {was_then} there, such as {min(names)}"
+            for names, is_now, was_then in ((now - was, "trained", "frozen"), (was - now, "frozen", "trained"))
+            if names
+        ]
+        reset = (
+            ", or set --optimizer.reset (load_checkpoint(..., reset=True)): that takes the weights, the number of the "
+            "step and the position in the data, and begins the states anew"
+        )
+        raise ConfigError(
+            f"{reader.path} was made with other frozen parameters: {'; '.join(changes)}. Freeze the same parameters as "
+            f"then (requires_grad, --optimizer.freeze){'' if trained_only else reset}."
+        )
 
 
 def _codec(engine: EngineState) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.config.sections import LoraSection
 from offload.errors import ConfigError, MissingLibraryError, OffloadError, nearest, shorten
+from offload.files.pointers import refuse_pointers
 from offload.hf.base_reads import BaseReads
 from offload.hf.models import BuiltModel
 from offload.hf.residual import as_plain_lora, from_bytes
@@ -332,6 +333,7 @@ def _read_config(path: Path, said: str) -> Any:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        refuse_pointers(path)
         raise ConfigError(f"{said} is {path}, which cannot be read as JSON: {error}.") from None
     if not isinstance(values, dict) or "peft_type" not in values:
         raise ConfigError(
@@ -367,6 +369,7 @@ def _load(model: Any, folder: Path) -> None:
     try:
         values = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
+        refuse_pointers(folder / WEIGHTS)
         raise ConfigError(f"{folder / WEIGHTS} cannot be read: {shorten(' '.join(str(error).split()))}") from error
     try:
         found: Any = peft.set_peft_model_state_dict(model, values)

@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from offload.config.presets import PRESETS
 from offload.config.sections import GIVEN, ModelSection
 from offload.errors import ConfigError, OffloadError, format_bytes
+from offload.files.pointers import refuse_pointers
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.quantized import quantization_of, unquantized
@@ -151,6 +152,7 @@ def _check_json(path: Path, given: str) -> None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        refuse_pointers(path)
         raise ConfigError(f"model.path is {given}, but {path} is not a JSON file: {error}.") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigError(f"model.path is {given}, but {path} names no model_type, so the architecture is unknown.")

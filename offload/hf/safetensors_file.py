@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from offload.errors import ConfigError, DiskError, errno_text, format_bytes
+from offload.files.pointers import refuse_pointers
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -184,6 +185,7 @@ class TensorFile:
         return entries
 
     def _damaged(self, reason: str) -> ConfigError:
+        refuse_pointers(self.path)
         return ConfigError(f"{self.path} is damaged or no safetensors file: {reason}. Copy or download it again.")
 
 

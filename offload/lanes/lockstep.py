@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from offload.interrupts import interrupts
 
 _T = TypeVar("_T")
 _LOOK_S = 0.1
+"""How often a thread that waits looks whether its run is over: an interrupt may end that at any line."""
 
 
 class _GivenUpError(BaseException):
@@ -24,11 +26,15 @@ class Lockstep(Generic[_T]):
     The first one is run by the thread that calls. The threads of the others stay until `close`: libraries of matrix
     products have memory for each thread, which is as long in coming as a small step. `switched(leaves, comes)` is
     called at every change, by the thread that gives up its turn.
+
+    Whose turn it is stands in `current`. The queues only wake those who wait for it, so that none waits for a message
+    that an interrupt has prevented.
     """
 
     def __init__(self, switched: Callable[[int, int], None]) -> None:
         self._switched = switched
         self.current = 0
+        self._running = threading.Lock()  # held within `run`, and free however that ends
         self._turns: list[SimpleQueue[None]] = []  # where each function waits for its turn
         self._threads: list[ThreadPoolExecutor] = []
         self._alive: list[int] = []
@@ -37,23 +43,29 @@ class Lockstep(Generic[_T]):
 
     def run(self, functions: Sequence[Callable[[], _T]]) -> list[_T]:
         """Return the results of all functions. What one of them raises ends the others, one by one, at their turns."""
-        self.current, self._error, self._results = 0, None, {}
-        self._turns = [SimpleQueue() for _ in functions]
-        self._alive = list(range(len(functions)))
-        while len(self._threads) < len(functions) - 1:
-            self._threads.append(ThreadPoolExecutor(1, f"pass {len(self._threads) + 1}"))
-        others = [
-            thread.submit(self._wait_and_run, number, function)
-            for number, (thread, function) in enumerate(zip(self._threads, functions[1:], strict=False), 1)
-        ]
-        try:
-            self._run(0, functions[0])
-        finally:  # none is left behind, to meet those of the next run
-            while wait(others, _LOOK_S).not_done:
-                self._leave(0)  # which got its turn as an interrupt ended it
+        self._wait_for_threads()  # after an interrupt they may be in the run before
+        with self._running:
+            self.current, self._error, self._results = 0, None, {}
+            self._turns = [SimpleQueue() for _ in functions]
+            self._alive = list(range(len(functions)))
+            while len(self._threads) < len(functions) - 1:
+                self._threads.append(ThreadPoolExecutor(1, f"pass {len(self._threads) + 1}"))
+            for number, (thread, function) in enumerate(zip(self._threads, functions[1:], strict=False), 1):
+                thread.submit(self._wait_and_run, number, function)
+            try:
+                self._run(0, functions[0])
+            finally:
+                self._wait_for_threads(0)
         if self._error is not None:
             raise self._error
         return [self._results[number] for number in range(len(functions))]
+
+    def _wait_for_threads(self, *ended: int) -> None:
+        """Return when no thread runs a function. `ended`: functions that may get the turn though they are over."""
+        idle = [thread.submit(int) for thread in self._threads]
+        while wait(idle, _LOOK_S).not_done:
+            for number in ended:
+                self._leave(number)
 
     def close(self) -> None:
         """End the threads. Nothing is run."""
@@ -66,12 +78,20 @@ class Lockstep(Generic[_T]):
         own, comes = self.current, self._next()
         if comes != own:
             self._hand_over(own, comes)
-            self._turns[own].get()
+            self._wait_for_turn(own)
             self._check()
 
     def _check(self) -> None:
-        if self._error is not None:
+        if self._error is not None or not self._running.locked():
             raise _GivenUpError
+
+    def _wait_for_turn(self, number: int) -> None:
+        while self.current != number:
+            try:
+                self._turns[number].get(timeout=_LOOK_S)
+            except Empty:
+                if not self._running.locked():
+                    raise _GivenUpError from None
 
     def _next(self) -> int:
         return next((number for number in self._alive if number > self.current), self._alive[0])
@@ -84,7 +104,7 @@ class Lockstep(Generic[_T]):
 
     def _wait_and_run(self, number: int, function: Callable[[], _T]) -> None:
         with interrupts.shared():
-            self._turns[number].get()
+            self._wait_for_turn(number)
             self._run(number, function)
 
     def _run(self, number: int, function: Callable[[], _T]) -> None:

@@ -52,7 +52,7 @@ class FileRecord:
         """Lend planes of the weights beside what a lease has already."""
         return self.files.lend(self, names, lease, is_ahead)
 
-    def land(self, names: Sequence[str], lease: Lease) -> Lease:  # noqa: ARG002
+    def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:  # noqa: ARG002
         """Raises AssertionError: a model's own files are never written."""
         raise AssertionError(f"the files of {self.region.name} were to be written")
 

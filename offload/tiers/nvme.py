@@ -17,7 +17,7 @@ from offload.files.scratch import open_nameless
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import CODES, Plane
+from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.telemetry.counters import Counters
@@ -184,11 +184,12 @@ class Record:
         kept = [name for name in names if name != "gradients"]
         return self._leased(names, kept, lease, channel, stretch, (*lease.reads, reading), lease.fills)
 
-    def land(self, names: Sequence[str], lease: Lease) -> Lease:
-        """Lend memory for neighbouring planes beside what a lease has already, to be written once it is filled. Not
-        that of updates for what travels alone: it comes while one's own, which was updated there, is still to be sent.
+    def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:
+        """Lend memory for neighbouring planes beside what a lease has already, to be written once it is filled. A plane
+        that `travels` to the device does not take memory of updates: it comes while the own one, which was updated
+        there, is still to be sent.
         """
-        channel = self.fetches if list(names) in (["weights"], [CODES]) else self.updates
+        channel = self.fetches if travels else self.updates
         first, last = self._span(names)
         stretch = channel.take(last - first)
         self._recent = None

@@ -105,7 +105,8 @@ class Tile:
         if self.record is None or not there:
             return lease
         if lands:
-            return self.record.land(there, lease if planes else NOTHING)  # else what is in memory stays as it is
+            # Without planes of its own, what is in memory stays as it is.
+            return self.record.land(there, lease if planes else NOTHING, travels=there == [self.travelling])
         return self.record.lend(there, lease, fetches=fetches, is_ahead=is_ahead)
 
     def _on_disk(self, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import AdamW, Engine, MeZO, Muon, Placement
+from offload import SGD, AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.lanes.throttle import parse_throttle
@@ -168,6 +168,21 @@ def test_a_run_goes_on_bit_for_bit(precision: str, tier: dict[str, Any], tmp_pat
         other.load_checkpoint(tmp_path / link)
         assert other.step(tokens(1)).loss.item() == others.step(tokens(1)).loss.item()
         assert_same(weights(other), weights(others))
+
+
+def test_masters_that_are_alone_on_disk_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+    """SGD has no moments, and codes travel in their place. Break: take any weights alone for what travels."""
+    place, found = Placement(optimizer="nvme", nvme_dir=str(tmp_path)), []
+    for number in range(2):
+        with Engine(model(num_hidden_layers=1), SGD(lr=0.01), place, link_weights="int8") as engine:
+            if number:
+                engine.load_checkpoint(tmp_path / "saved")
+            else:
+                engine.step(tokens(0))
+                engine.save_checkpoint(tmp_path / "saved")
+            engine.step(tokens(1))
+            found.append(weights(engine))
+    assert_same(*found)
 
 
 def on_ranks(

@@ -339,6 +339,20 @@ def test_integer_weights_are_refused_by_name() -> None:
         Engine(nn.Sequential(nn.Linear(4, 4), Packed()))
 
 
+class Anew(nn.Linear):
+    """Makes its weight anew whenever modules are listed, as PEFT's LoRA over nn.MultiheadAttention does."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.weight = nn.Parameter(self.weight.data)
+        return super().named_modules(*args, **kwargs)
+
+
+def test_a_parameter_that_is_not_listed_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Anew(3, 3)))
+    with pytest.raises(ConfigError, match=r"parameter weight of 1\.0 \(Anew\) is not in model\.named_parameters"):
+        Engine(model)
+
+
 def test_a_group_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.groups has 'nrom'.*such as blocks\."):
         Engine(build(Stack), AdamW(groups={"norm": {"lr_scale": 0.5}, "nrom": {"lr_scale": 0.5}}))

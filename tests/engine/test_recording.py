@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import LOMO, SGD, Engine
 from offload.errors import ConfigError
@@ -134,6 +135,34 @@ class ReturnsObjects(Stack):
         for block in self.blocks:
             h = block(h).state
         return self.head(h)
+
+
+class CheckpointsReentrantly(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return checkpoint(super().forward, h, use_reentrant=True)
+
+
+class CheckpointsBlocksReentrantly(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: Stack(CheckpointsReentrantly), r"unit blocks\.0 runs Block\.forward"),
+        (CheckpointsBlocksReentrantly, "Block"),
+    ],
+)
+def test_a_reentrant_checkpoint_is_refused_by_name(make: Callable[[], nn.Module], where: str) -> None:
+    with (
+        Engine(build(make)) as engine,
+        pytest.raises(ConfigError, match=rf"{where} by torch.* Set use_reentrant=False"),
+    ):
+        engine.step(words(), cross_entropy)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from offload.interrupts import interrupts
+from offload.lanes import lockstep as lockstep_module
 from offload.lanes.lockstep import Lockstep
 from tests.forks import PATIENCE_S
 
@@ -116,6 +120,35 @@ def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
         lockstep.run([first, second])
     assert noted == ["second", "first"]
     assert len(lockstep.run([lambda: None] * 2)) == 2
+    ended(lockstep)
+
+
+@pytest.mark.parametrize("line", ["submit", "wait", "leave"])
+def test_an_exception_at_any_line_of_the_main_thread_leaves_none_behind(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the submissions of passes, while they end, or as the turn is handed over. Break: wait without a look."""
+    lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: None)
+    place: Any = {"submit": ThreadPoolExecutor, "wait": lockstep_module, "leave": lockstep}[line]
+    name, calls = "_leave" if line == "leave" else line, itertools.count()
+    own = getattr(place, name)
+
+    def interrupted(*args: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and next(calls) == 1:
+            raise KeyboardInterrupt
+        return own(*args)
+
+    def one() -> int:
+        lockstep.turn()
+        return 1
+
+    lockstep.run([one] * 3)
+    monkeypatch.setattr(place, name, interrupted)
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            lockstep.run([one] * 3)
+    monkeypatch.undo()
+    assert lockstep.run([one] * 3) == [1, 1, 1]
     ended(lockstep)
 
 

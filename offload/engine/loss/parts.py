@@ -64,9 +64,9 @@ class Losses:
         if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(facts)
             return
-        is_cut = known.num_parts > 1 and self._state.way.cut == "units"
-        rows = own.micro_rows if is_cut else own.rows
-        with self._state.runner.as_ours(), self._state.runner.micro_batches(own.rows, rows, is_cut):
+        num_parts = known.num_parts if self._state.way.cut == "units" else 1
+        rows = own.micro_rows if num_parts > 1 else own.rows
+        with self._state.runner.as_ours(), self._state.runner.micro_batches(own.rows, rows, num_parts):
             size = self.chunk_tokens(facts) if chunk_tokens is None else chunk_tokens
             if size:
                 yield self._chunked(facts, size)

@@ -14,6 +14,7 @@ from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.condition import Dicts
 from offload.engine.units.drawn import Drawn
+from offload.engine.units.runner import together
 from offload.engine.units.surroundings import Surroundings
 from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
@@ -90,7 +91,7 @@ class InterleavedForwards:
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            for number, span in enumerate(rows):
+            for number, span in enumerate(together(runner, unit, rows)):
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from offload.engine.recording.watching import WatchingMode
@@ -93,6 +94,7 @@ class Recording:
             fetched, next_hook = self._num_writes(live), RemovableHandle.next_id
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
+            _refuse_reentrant(f"unit {unit.name}", result.tensors)
             self._refuse_changed_weights(unit, live, fetched)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
@@ -154,6 +156,7 @@ class Recording:
         # What the caller trains beside the model has no part in it.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
         received = [t for _, tensors, _ in self._watched for t in tensors]
+        _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
             leaves = [
                 t
@@ -318,6 +321,19 @@ class _Saved:
 
 def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
     return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+
+
+def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ConfigError for a checkpoint under `tensors` whose backward gives no gradients of chosen tensors."""
+    for node in nodes_of(tensors):
+        if getattr(type(node), "_forward_cls", None) is CheckpointFunction:
+            run = node.run_function
+            name = getattr(run, "__qualname__", type(run).__name__)
+            raise ConfigError(
+                f"{where} runs {name} by torch.utils.checkpoint with use_reentrant=True, in which torch gives no "
+                "gradients of chosen tensors, as a trial of the model needs them. Set use_reentrant=False there, or "
+                f"call {name} without a checkpoint: --train.recompute decides about units."
+            )
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward
 from offload.engine.units.recompute_policy import BELOW
-from offload.engine.units.runner import UnitRunner
+from offload.engine.units.runner import UnitRunner, together
 from offload.engine.units.saved_graph import (
     Graph,
     Root,
@@ -85,7 +85,7 @@ class Call:
         draws_own = len(rows) > 1 or runner.has_peers
         ambient = runner.device.random_state() if draws_own else None
         try:
-            for number, span in enumerate(rows):
+            for number, span in enumerate(together(runner, unit, rows)):
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = traits.cut_inputs(tensors, span)
@@ -115,9 +115,12 @@ class Call:
         self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], where: str
     ) -> Arguments:
         use = self.unit, self._runner, self._arguments, inputs, others, micro_batch.forward, self._needs
+        saved, outputs = self._runner.saved, micro_batch.expert_outputs
         if where:
             try:
-                micro_batch.graph, result = run_keeping_graph(*use, self._claim, is_below=where == BELOW)
+                with self._runner.outputs.kept_in(outputs):
+                    micro_batch.graph, result = run_keeping_graph(*use, self._claim, is_below=where == BELOW)
+                outputs.clear()
                 return result
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
@@ -125,9 +128,10 @@ class Call:
                 micro_batch.before.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
-        with self._runner.outputs.kept_in(micro_batch.expert_outputs):
+        # Experts that came up before the graph was given up do not come up again: other ranks may keep theirs.
+        again = [tensor.clone() for tensor in outputs]
+        with self._runner.outputs.kept_in(outputs), self._runner.outputs.given(again):
             result = run_without_graph(*use)
-        saved, outputs = self._runner.saved, micro_batch.expert_outputs
         outputs[:] = [saved.put_away(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
             saved.hold(tensor, "unit inputs", self._claim)
@@ -183,7 +187,7 @@ class Call:
             if reads:  # a backward may run module code again (torch.utils.checkpoint inside a block)
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
-                for number, micro_batch in enumerate(self._micro_batches):
+                for number, micro_batch in enumerate(together(runner, unit, self._micro_batches)):
                     with runner.gradients.parts.within(number, len(self._micro_batches)):
                         found.append(self._backward_of(number, micro_batch, gradients, trains))
             runner.saved.look_back(self, 1)  # ahead of the weights that come once this use is left
@@ -333,7 +337,7 @@ def call_unit_without_graph(
     runner.enter(unit)
     try:
         with torch.no_grad():
-            for span in rows:
+            for span in together(runner, unit, rows):
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
                 forward = runner.forwards.of(unit, runner, arguments, inputs, others)

@@ -41,5 +41,5 @@ class ExpertOutputs:
             self._kept.append(output.detach().clone())
 
     def again(self) -> torch.Tensor | None:
-        """Return the output that the same call had in the forward; None where there is none, as in any forward."""
-        return None if self._given is None else next(self._given)
+        """Return the output that the same call had before; None where it had none, as in any first forward."""
+        return None if self._given is None else next(self._given, None)

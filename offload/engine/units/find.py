@@ -114,6 +114,7 @@ def describe_parameters(
         raise ConfigError("the model has no parameters: there is nothing to train.")
     if not any(p.requires_grad for _, p in named):
         raise ConfigError("every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    _check_listed(model, named)
     for pattern in [pattern for rule in optimizer.parts for pattern, _ in rule.groups]:
         if not any(re.search(pattern, name) for name, _ in named):
             raise ConfigError(
@@ -172,6 +173,20 @@ def describe_parameters(
             f"two dimensions or more, with {LEAST_NUMEL} elements or more. Set --offload.link_weights exact."
         )
     return infos
+
+
+def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ConfigError for a parameter of a module that the model does not list among its own."""
+    listed = {id(parameter) for _, parameter in named}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in listed:
+                raise ConfigError(
+                    f"parameter {key} of {name or 'the model'} ({type(module).__name__}) is not in "
+                    "model.named_parameters(): a module omits it, or makes it anew whenever modules are listed, as "
+                    "PEFT's LoRA over nn.MultiheadAttention does, and the engine has no parameter to keep. Leave this "
+                    "module out of target_modules, or build it of linear layers."
+                )
 
 
 def _check_quantized(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from offload.layout.regions import Piece, Region
 from offload.schedule.execute import Executor
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
+
+_Part = TypeVar("_Part")
 
 
 class UnitRunner:
@@ -62,7 +64,7 @@ class UnitRunner:
         self._seed, self._comm = seed, comm
         self.has_peers = comm.size > 1
         self._batch: tuple[int, int] | None = None
-        self._is_cut = False
+        self.num_parts, self.exchanges = 1, list[Callable[[], None]]()  # of the pass; of the current micro-batch
         self._inside: Unit | None = None
         self._is_in_model = self.is_ours = False
         self.has_failed = False
@@ -80,7 +82,7 @@ class UnitRunner:
         """
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_known = unit.recall(arguments.structure) and unit.traits.is_compared
-        if self._is_cut:
+        if self.num_parts > 1:
             # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
             departs = self._batch is not None and not (is_known and unit.traits.can_cut(arguments, self._batch[0]))
             if self._comm.any(departs, f"how unit {unit.name} is called"):
@@ -223,25 +225,25 @@ class UnitRunner:
     # -- micro-batches ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
-        """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
-        self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
-        self.gradients.widen(is_cut, -(-batch_rows // rows))
+    def micro_batches(self, batch_rows: int, rows: int, num_parts: int) -> Iterator[None]:
+        """Within, every unit runs `rows` rows of the batch at a time. `num_parts`: the most micro-batches of a rank."""
+        self._batch, self.num_parts = (batch_rows, rows) if rows < batch_rows else None, num_parts
+        self.gradients.widen(num_parts > 1, -(-batch_rows // rows))
         try:
             yield
         finally:
-            self._batch, self._is_cut = None, False
+            self._batch, self.num_parts = None, 1
             self.gradients.widen(False)
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Within, units run on what they are given (the chunks of a head)."""
-        before = self._batch, self._is_cut
-        self._batch, self._is_cut = None, False
+        before = self._batch, self.num_parts
+        self._batch, self.num_parts = None, 1
         try:
             yield
         finally:
-            self._batch, self._is_cut = before
+            self._batch, self.num_parts = before
 
     @property
     def is_at_work(self) -> bool:
@@ -264,7 +266,7 @@ class UnitRunner:
         """Return the results of the whole batch. Raises PartsDifferError, on all ranks, where micro-batches have a
         result in common, and do not agree on it: the result hangs on all rows, and no micro-batch has them.
         """
-        if self._is_cut and None in unit.traits.outputs:
+        if self.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
             if self._comm.any(index is not None, f"what rows share in unit {unit.name}"):
                 which = "a result" if index is None else f"result {index}"
@@ -282,10 +284,10 @@ class UnitRunner:
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Another pass has its turn: return what lets this one go on, with its micro-batches and calls of units."""
-        batch, is_cut, num_calls, is_ours = self._batch, self._is_cut, dict(self._num_calls), self.is_ours
+        batch, num_parts, num_calls, is_ours = self._batch, self.num_parts, dict(self._num_calls), self.is_ours
 
         def go_on() -> None:
-            self._batch, self._is_cut, self._num_calls, self.is_ours = batch, is_cut, dict(num_calls), is_ours
+            self._batch, self.num_parts, self._num_calls, self.is_ours = batch, num_parts, dict(num_calls), is_ours
 
         return go_on
 
@@ -334,6 +336,21 @@ class UnitRunner:
         self._inside = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
+
+
+def together(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Yield the micro-batches of a use of a unit. Ranks that have fewer than others then join the exchanges of the
+    missing ones, which are those of their own last micro-batch: each function in `runner.exchanges` repeats one without
+    own tokens.
+    """
+    for part in parts:
+        runner.exchanges = []
+        yield part
+    exchanges, runner.exchanges = runner.exchanges, []
+    for _ in range(len(parts), runner.num_parts if unit.traits.grows else 1):
+        for exchange in exchanges:
+            exchange()
+    runner.exchanges = []
 
 
 def generator_seed(*numbers: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -124,7 +125,7 @@ class StreamedExperts:
         result = self._runner.outputs.again()
         if result is None:
             result = torch.zeros_like(hidden)
-            for expert, live in self._up(index, descending=False, trains=False):
+            for expert, live in self._up(_hit(index), descending=False, trains=False):
                 choices, tokens = _routed(index, expert)
                 result.index_add_(0, tokens, self._run(live, hidden[tokens], weights[tokens, choices]))
             self._runner.outputs.keep(result)
@@ -137,7 +138,7 @@ class StreamedExperts:
         `trains`. Experts come in descending order, as autograd comes by them.
         """
         of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
-        for expert, live in self._up(index, descending=True, trains=trains):
+        for expert, live in self._up(_hit(index), descending=True, trains=trains):
             choices, tokens = _routed(index, expert)
             with torch.enable_grad():
                 rows = hidden[tokens].requires_grad_()
@@ -149,17 +150,17 @@ class StreamedExperts:
             of_weights[tokens, choices] = torch.zeros_like(chosen) if chosen.grad is None else chosen.grad
         return of_hidden, of_weights
 
-    def _up(
-        self, index: torch.Tensor, *, descending: bool, trains: bool
-    ) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
-        """Yield the experts that tokens were routed to, each with its Parameters [1, ...], by their indices in the
+    def _up(self, hit: set[int], *, descending: bool, trains: bool) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
+        """Yield the experts that were `hit` by tokens, each with its Parameters [1, ...], by their indices in the
         model. If it `trains`, take their gradients, and land those of all experts of the layer: as in plain PyTorch,
         where a stack has one gradient, that of an expert without tokens is 0, and its update goes by that.
         """
         flow, frozen = self._runner.gradients, self._unit.frozen
         order = -1 if descending else 1
-        hit = set(index.unique().tolist())
-        anywhere = self._on_any_rank(hit) if trains or self._stream.slots.gathers else hit
+        anywhere = hit
+        if self._comm.size > 1 and (trains or self._stream.slots.gathers):
+            self._runner.exchanges.append(partial(self._join, descending=descending, trains=trains))
+            anywhere = self._on_any_rank(hit)
         used = [record for record in self._records if not anywhere.isdisjoint(record.experts)][::order]
         for record in self._stream.pass_over(used):
             if trains:
@@ -175,12 +176,15 @@ class StreamedExperts:
                 if record not in used:
                     flow.land_zeros(record.regions, frozen)
 
+    def _join(self, *, descending: bool, trains: bool) -> None:
+        """Bring up, and land the gradients of, the experts that tokens of other ranks hit, without own tokens."""
+        for _ in self._up(set(), descending=descending, trains=trains):
+            pass
+
     def _on_any_rank(self, hit: set[int]) -> set[int]:
         """Return the experts that tokens are routed to on some rank, since ranks bring weights up together, and sum
         gradients. Collective.
         """
-        if self._comm.size == 1:
-            return hit
         what = f"which experts of {self._unit.name} tokens are routed to"
         return set().union(*self._comm.gather_objects(hit, what))
 
@@ -228,6 +232,11 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)  # not into the graph around it
         of_hidden, of_weights = ctx.experts.backward(hidden, index, weights, gradient, trains)
         return None, None, of_hidden, None, of_weights
+
+
+def _hit(index: torch.Tensor) -> set[int]:
+    """Return the experts that tokens are routed to."""
+    return set(index.unique().tolist())
 
 
 def _expert(piece: Piece) -> int:

@@ -1,0 +1,34 @@
+"""A pointer of git-lfs in place of a file is refused as one, wherever the file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config.sections import ModelSection
+from offload.data.kinds import check_file
+from offload.data.storage import LocalFile
+from offload.data.tokenizer import load_tokenizer
+from offload.errors import ConfigError
+from offload.hf.models import load_model_config
+from offload.hf.safetensors_file import TensorFile
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+READERS: dict[str, Callable[[Path], Any]] = {
+    "config.json": lambda path: load_model_config(ModelSection(path=str(path.parent))),
+    "model.safetensors": TensorFile,
+    "tokenizer.json": lambda path: load_tokenizer(str(path.parent)),
+    "rows.txt": lambda path: check_file(LocalFile(path), "auto"),
+    "tokens.bin": lambda path: check_file(LocalFile(path), "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
+    """Break: take the text of a pointer for data, or a pointer for a damaged file."""
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=rf"{name} is a pointer of git-lfs.* `git lfs pull`"):
+        READERS[name](tmp_path / name)
