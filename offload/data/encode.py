@@ -212,9 +212,6 @@ class _Maker:
                 f"{record.where} has a picture, and none of the first rows of its source has one, so that it was taken "
                 "for one of text alone: put a row with a picture first."
             )
-        if isinstance(record, Chat) and (marked := self._renderer.token_mask(record)) is not None:
-            made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
-            return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
         if isinstance(record, Preference):
             return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
         draft = partial(_Draft, record.where, asked.in_eval, asked.measured)

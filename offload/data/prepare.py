@@ -44,7 +44,7 @@ from offload.data.tokenizer import (
 from offload.errors import ConfigError
 from offload.machine.cores import usable_cores
 
-_VERSION = 5
+_VERSION = 6
 _BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
 _MOST_WORKERS = 16  # each holds 300 MB
 _NUM_LOOKED_AT = 1000  # rows, for one with a picture
@@ -99,11 +99,11 @@ class Found:
 
     @property
     def renders(self) -> bool:
-        """Whether conversations are written by a chat template; of preferences the first one tells."""
-        if not self.holds_pairs:
+        """Whether conversations are written by a chat template; of pairs and preferences the first one tells."""
+        if not self.formats & {"prompt-completion", "preference"}:
             return bool(self.formats & RENDERED_FORMATS)
         first = next((record for _, _, record in self.records(BadRows("skip"))), None)
-        return isinstance(first, Preference) and isinstance(first.chosen, Chat)
+        return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
 
     @cached_property
     def holds_pictures(self) -> bool:
