@@ -30,7 +30,7 @@ def _is_one(value: Any) -> bool:
 
 def _is_one_document(value: Any) -> bool:
     """Tell whether positions count up from 0 once, or a list of lengths has one entry."""
-    return _is_empty(value) or list(value) == list(range(len(value))) or len(value) == 1
+    return _is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
 
 
 class RowKey(NamedTuple):
