@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, pict
 from offload.data.pictures import Pictured
 from offload.data.rows import BadRow, BadRows
 from offload.data.workers import Maker, made_ahead
-from offload.errors import ConfigError
+from offload.errors import ConfigError, shorten
 
 _BATCH_CHARS = 2 << 20  # of which three are in memory, one of them with some hundred bytes a token
 _BATCH_RECORDS = 4096
@@ -184,21 +185,27 @@ class _Maker:
 
     def make(self, batch: list[Asked]) -> Made:
         """Encode the records of a batch."""
-        made, found = Made([]), list[Encoded | BadRow | _Draft]()
+        made, found = Made([]), list[tuple[Asked, list[Encoded | _Draft] | BadRow]]()
         for asked in batch:
             try:
-                begun = self._begun(asked)
-                found += begun
-                made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
+                found.append((asked, self._begun(asked)))
             except BadRow as bad:
-                found.append(bad)
-        tokenized = self._tokenized(part for part in found if isinstance(part, _Draft))
-        for part in found:
-            encoded = self._finished(part, next(tokenized)) if isinstance(part, _Draft) else part
-            if encoded is None:
-                made.num_empty += 1
-            else:
-                made.parts.append(encoded)
+                found.append((asked, bad))
+        drafts = (part for _, begun in found if isinstance(begun, list) for part in begun if isinstance(part, _Draft))
+        tokenized = self._tokenized(drafts)
+        for asked, begun in found:
+            if isinstance(begun, BadRow):
+                made.parts.append(begun)
+                continue
+            parts = [(part, next(tokenized) if isinstance(part, _Draft) else part) for part in begun]
+            bad = next((each for _, each in parts if isinstance(each, BadRow)), None)
+            if bad is not None:  # of the whole record, since a preference is a pair of documents
+                made.parts.append(self._left_out(asked.record, bad))
+                continue
+            made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
+            done = [self._finished(part, each) if isinstance(part, _Draft) else each for part, each in parts]
+            made.num_empty += done.count(None)
+            made.parts += [each for each in done if each is not None]
         return made
 
     def _begun(self, asked: Asked) -> list[Encoded | _Draft]:
@@ -257,18 +264,37 @@ class _Maker:
             closing.append(self._eos)
         return made.framed((), closing)
 
-    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized]:
-        """Yield the tokens of each, made of so many at a time as the memory is meant for."""
+    def _left_out(self, record: Record, bad: BadRow) -> BadRow:
+        """Return what becomes of a record that the tokenizer refuses. Raises ConfigError for a piece of a text file,
+        which is no row.
+        """
+        if isinstance(record, Text) and not (record.opens and record.closes):
+            raise ConfigError(str(bad)) from bad
+        return bad
+
+    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
+        """Yield the tokens of each, made of so many at a time as the memory is meant for, or what the tokenizer says of
+        a text that it refuses.
+        """
         some: list[_Draft] = []
         num_chars = 0
         for draft in drafts:
             some.append(draft)
             num_chars += len(draft.text)
             if num_chars >= _BATCH_CHARS:
-                yield from self._tokenize(some)
+                yield from self._tokenize_each(some)
                 some, num_chars = [], 0
-        if some:
-            yield from self._tokenize(some)
+        yield from self._tokenize_each(some)
+
+    def _tokenize_each(self, drafts: list[_Draft]) -> list[Tokenized | BadRow]:
+        """Return the tokens of each, or what the tokenizer says of it."""
+        try:
+            return [*self._tokenize(drafts)]
+        except Exception as error:  # whatever a tokenizer raises, such as of half a surrogate pair
+            if len(drafts) != 1:
+                return [made for draft in drafts for made in self._tokenize_each([draft])]
+            said = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_shown(drafts[0].text)}: {said}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
         """Return the tokens of each document, or piece of one."""
@@ -293,6 +319,12 @@ class _Maker:
             ids += part
             mask += [trained] * len(part)
         return Tokenized(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
+
+
+def _shown(text: str) -> str:
+    """Return the name of a text in an error: where it holds half a surrogate pair, that."""
+    lone = re.search("[\ud800-\udfff]", text)
+    return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:

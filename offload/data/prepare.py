@@ -224,7 +224,8 @@ class Preparation:
             for _, name, record in found.records(BadRows(found.on_bad_row)):
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
-                yield from texts_of(record)
+                for text in texts_of(record):  # a row with half a surrogate pair is refused later, with its line
+                    yield text.encode("utf-8", "ignore").decode()
 
     def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
         maker = None if self.processor is None else PicturedMaker(self.processor, train_on_prompt)
