@@ -180,7 +180,7 @@ class _Maker:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
+        self._prefix, self._suffix = frame_of(tokenizer)  # after which nothing is cut off or padded
         self._eos: int | None = tokenizer.eos_token_id
 
     def make(self, batch: list[Asked]) -> Made:
@@ -327,7 +327,7 @@ def _shown(text: str) -> str:
     return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
 
 
-def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the ids a tokenizer puts before and after every sequence, found by encoding a letter with and without
     them."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]

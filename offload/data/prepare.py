@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
-from offload.data.encode import Encoded, Encoder, Measured
+from offload.data.encode import Encoded, Encoder, Measured, frame_of
 from offload.data.formats import (
     CHAT_FORMATS,
     RENDERED_FORMATS,
@@ -198,8 +198,28 @@ class Preparation:
                     "pictures: these are trained on beside conversations alone. Write its rows as messages."
                 )
 
+    def _check_ends(self, found: Found, tokenizer: Any) -> None:
+        """Raise ConfigError for pairs of texts that nothing would end, and note it of texts."""
+        if tokenizer is None or tokenizer.eos_token_id is not None or frame_of(tokenizer)[1]:
+            return
+        named = f"{found.source.setting} {found.source}"
+        if found.formats & {"prompt-completion", "preference"} and not found.renders:
+            raise ConfigError(
+                f"{named} has prompts and answers as texts, and the tokenizer has no EOS token, so that no answer "
+                "would have an end: set eos_token in tokenizer_config.json in the folder of the tokenizer, or write "
+                "the rows as messages, which the chat template ends."
+            )
+        if found.formats & {"text", "jsonl"}:
+            self.notes.append(
+                f"The tokenizer has no EOS token: nothing marks the end of a text of {named}, and texts that are "
+                "packed into a row run together."
+            )
+
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
-        """Return the token stores of a source, from the cache when the same data was prepared before."""
+        """Return the token stores of a source, from the cache when the same data was prepared before. Raises
+        ConfigError.
+        """
+        self._check_ends(found, tokenizer)
         rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
         if self.processor is not None:
             places = [file.place for file in found.files]  # where pictures are found from, wherever this is run
