@@ -506,3 +506,13 @@ def test_a_tokenizer_without_an_end(build: Build, bpe: Any, write_lines: Callabl
     )
     endless.save_pretrained(tmp_path / "endless")  # as BERT's, which ends a text by a token of another name
     assert "EOS" not in " ".join(build(**own).notes)
+
+
+def test_rows_with_answers_are_refused_where_they_cannot_be_told_apart(
+    build: Build, write_lines: Callable[..., Path]
+) -> None:
+    source = str(write_lines("a.jsonl", *[{"prompt": "Hi", "completion": "fox"}] * 9))
+    with pytest.raises(ConfigError, match=r"a\.jsonl has the format prompt-completion, and it cannot"):
+        build(source=source, no_answers="it cannot", eval_share=0.0)
+    for more in ({"train_on_prompt": True, "source": source}, {}):
+        assert build(no_answers="it cannot", eval_share=0.0, **more).num_train_rows
