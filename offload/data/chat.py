@@ -83,7 +83,7 @@ class ChatRenderer:
 
 
 class Template:
-    """A chat template, and the keys of a conversation that it writes."""
+    """A chat template with a record of the keys found in the text."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
@@ -92,8 +92,8 @@ class Template:
         self._written: dict[str, bool] = {}
 
     def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
-        """Return the text of the first messages of a conversation, and the ranges of characters that the template
-        marks as generated, None where it has no marks. Raises BadRow.
+        """Return the text of the first messages of a conversation and the ranges of characters inside of `generation`
+        marks, None for a template without marks. Raises BadRow.
         """
         messages = chat.messages[:num_messages]
         try:
@@ -105,8 +105,8 @@ class Template:
             ) from error
 
     def checked(self, chat: Chat) -> Chat:
-        """Return a conversation with the arguments of tool calls in the form that the template takes. Raises BadRow for
-        a key that the template leaves out.
+        """Return a conversation with the arguments of tool calls in the template's form. Raises BadRow for a key absent
+        from the template.
         """
         said = {"tools": "'tools'"} if chat.tools else {}
         for number, message in enumerate(chat.messages, 1):
@@ -124,8 +124,8 @@ class Template:
         return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
 
     def _writes(self, key: str) -> bool:
-        """Tell whether a text comes back that stands under a key of a message, under `tools`, or in a message of the
-        developer's role. Where the template raises an error, a conversation with the key has to tell.
+        """Return True where a trial conversation with a text under this key, or with this role, comes back with the
+        text. An error of the template counts as True: the rendering of the actual row decides.
         """
         if key not in self._written:
             shown = self._try_out(*_probe(key))
@@ -134,8 +134,8 @@ class Template:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the arguments of a tool call must be a text: the template refuses an object, or writes it in Python's
-        notation.
+        """True where the arguments of a tool call must be a text: the template raises an error for an object, or writes
+        Python's notation of a dict.
         """
         messages, _ = _probe("tool_calls")
         shown = self._try_out(messages)
@@ -143,9 +143,7 @@ class Template:
         return (shown is None or str(_KEYED) in shown) and self._try_out(messages) is not None
 
     def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        """Return a message with the arguments of its tool calls as a text or an object, whichever the template takes.
-        Raises BadRow.
-        """
+        """Return a message with the arguments of tool calls as a text or an object, by `_takes_text`. Raises BadRow."""
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else None
@@ -177,7 +175,7 @@ class Template:
 
 
 def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
-    """Render up to and with the message at `index`; return where it begins, the text and the template's marks in it."""
+    """Render up to and with the message at `index`; return the message's first character, the text and the marks."""
     text, marks = template.render(chat, index + 1)
     if index == 0:
         return 0, text, marks
@@ -203,7 +201,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
 
 
 def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
-    """Return where the messages stand in a conversation that its row marks as not trained. Raises BadRow."""
+    """Return the ranges of the messages marked as not trained. Raises BadRow."""
     parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
     if not all(whole.startswith(text) for _, text, _ in parts):
         raise BadRow(
@@ -219,13 +217,13 @@ def _num_common(a: str, b: str) -> int:
 
 
 def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
-    """Return the parts of a range that are marked, the range itself where there are no marks."""
+    """Return the marked parts of a range, or the range itself without marks."""
     start, end = span
     return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
 
 
 def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
-    """Cut a text at ranges of it. Within these, `inside` tells whether it is trained, and elsewhere the opposite."""
+    """Cut a text at ranges of characters. `inside` is the training mark within them; the rest has the opposite."""
     segments, position = Segments(), 0
     for start, end in spans:
         segments += [(text[position:start], not inside), (text[start:end], inside)]
@@ -235,7 +233,7 @@ def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
 
 
 def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return a conversation and tools with a text at one place, which a template may write."""
+    """Return a trial conversation and tools with the probe text at one place."""
     turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     if key == "tools":
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}

@@ -194,16 +194,11 @@ class _Maker:
         drafts = (part for _, begun in found if isinstance(begun, list) for part in begun if isinstance(part, _Draft))
         tokenized = self._tokenized(drafts)
         for asked, begun in found:
-            if isinstance(begun, BadRow):
-                made.parts.append(begun)
+            done = begun if isinstance(begun, BadRow) else self._documents(asked.record, begun, tokenized)
+            if isinstance(done, BadRow):
+                made.parts.append(done)
                 continue
-            parts = [(part, next(tokenized) if isinstance(part, _Draft) else part) for part in begun]
-            bad = next((each for _, each in parts if isinstance(each, BadRow)), None)
-            if bad is not None:  # of the whole record, since a preference is a pair of documents
-                made.parts.append(self._left_out(asked.record, bad))
-                continue
-            made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
-            done = [self._finished(part, each) if isinstance(part, _Draft) else each for part, each in parts]
+            made.num_split += isinstance(asked.record, Chat) and len(done) > 1
             made.num_empty += done.count(None)
             made.parts += [each for each in done if each is not None]
         return made
@@ -264,13 +259,27 @@ class _Maker:
             closing.append(self._eos)
         return made.framed((), closing)
 
-    def _left_out(self, record: Record, bad: BadRow) -> BadRow:
-        """Return what becomes of a record that the tokenizer refuses. Raises ConfigError for a piece of a text file,
+    def _documents(
+        self, record: Record, begun: list[Encoded | _Draft], tokenized: Iterator[Tokenized | BadRow]
+    ) -> list[Encoded | None] | BadRow:
+        """Return the documents of a record, None for one without a token. Where the tokenizer refuses one of them, the
+        record goes as a whole, since a preference is two documents. Raises ConfigError for a piece of a text file,
         which is no row.
         """
-        if isinstance(record, Text) and not (record.opens and record.closes):
-            raise ConfigError(str(bad)) from bad
-        return bad
+        made = [part if isinstance(part, Encoded) else (part, next(tokenized)) for part in begun]
+        done: list[Encoded | None] = []
+        for each in made:
+            if isinstance(each, Encoded):
+                done.append(each)
+                continue
+            draft, tokens = each
+            if not isinstance(tokens, BadRow):
+                done.append(self._finished(draft, tokens))
+            elif isinstance(record, Text) and not (record.opens and record.closes):
+                raise ConfigError(str(tokens)) from tokens
+            else:
+                return tokens
+        return done
 
     def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
         """Yield the tokens of each, made of so many at a time as the memory is meant for, or what the tokenizer says of

@@ -327,7 +327,7 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
 
 
 def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
-    """Return a conversation, with all that its row and its messages say beside roles and contents."""
+    """Return a conversation with marks, tools and template variables. Raises BadRow."""
     marks = {
         i: mark for i, each in enumerate(messages) if (mark := mark_of(each, f"{where}, message {i + 1}")) is not None
     }
@@ -339,7 +339,7 @@ def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **
 
 
 def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a row, and what it says to the chat template by name."""
+    """Return the tools of a row and the variables for the chat template. Raises BadRow."""
     tools = _structured(record.get("tools") or None, where) or None
     options = _structured(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
     if tools is not None and not isinstance(tools, list):
@@ -351,7 +351,7 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
 
 
 def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the turns of `history`, [[question, answer], ...], and those of the row."""
+    """Return the turns of `history`, [[question, answer], ...], followed by the turn of the row. Raises BadRow."""
     history = _structured(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
@@ -366,7 +366,7 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
-    """Return a prompt and a completion: texts, or conversations."""
+    """Return a prompt and a completion as texts, or as one conversation for lists of messages. Raises BadRow."""
     if all(isinstance(record[key], list) for key in ("prompt", "completion")):
         prompt, completion = (_said(record[key], f"{where}, {key!r}") for key in ("prompt", "completion"))
         return _chat(record, where, [*prompt, *completion], num_given=len(prompt))

@@ -1,7 +1,5 @@
-"""The keys by which a row or a message says how it is trained, in the formats of OpenAI, mistral, axolotl,
-open-instruct, LLaMA-Factory and TRL: each is honoured, or refused by name.
-
-Other keys, such as `id` and `source`, are notes about a row. They are not read.
+"""Keys of rows and messages that change the training, in the formats of OpenAI, mistral, axolotl, open-instruct,
+LLaMA-Factory and TRL. Each is honoured, or refused by name. Other keys, as `id` and `source`, are notes and ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_one_document(value: Any) -> bool:
-    """Tell whether positions count up from 0 once, or a list of lengths has one entry."""
+    """Return True for positions 0, 1, 2, ... of one document, and for a list with one length."""
     return _is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
 
 
@@ -38,13 +36,13 @@ class RowKey(NamedTuple):
 
     name: str
     honoured: frozenset[str]
-    """Formats that read it."""
+    """Formats in which the key is read."""
     refused: frozenset[str] = frozenset()
-    """Formats that refuse it, for a row where it says something."""
+    """Formats in which a row with a meaningful value is refused."""
     fix: str = ""
-    """For the refusal: what to do with it."""
+    """The remedy in the refusal."""
     says_nothing: Callable[[Any], bool] = _is_empty
-    """Whether a value changes nothing about the training."""
+    """True for a value without effect on the training."""
 
 
 _RENAME = "if it is meant, name it: --data.columns '{{{}: {}}}'"
@@ -85,7 +83,7 @@ ROW_KEYS = (
 )
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
-"""Keys of a message that say whether it is trained: 0 or 1, false or true."""
+"""Keys of a message with 1 or true where the message is trained, 0 or false where not."""
 _REFUSED_MARKS = {
     "train_detail": "a message is trained as a whole or not at all: cut it into messages",
     "loss_scale": "tokens that are trained have one weight: use 'weight' 0 or 1",
@@ -101,28 +99,28 @@ TEMPLATE_KEYS: Mapping[str, Callable[[str], Any]] = {
     "refusal": str,
     "audio": lambda text: {"id": text},
 }
-"""Keys of a message that a chat template writes, or leaves out: a value of each with a given text in it."""
+"""Keys of a message for the chat template alone. The function returns a value with a given text inside."""
 
 
 def columns_for(data_format: str) -> tuple[str, ...]:
-    """Return the keys that rows of a format may have beside those that they must have."""
+    """Return the optional keys of a format."""
     return tuple(key.name for key in ROW_KEYS if data_format in key.honoured)
 
 
 def refused_in(data_format: str) -> tuple[str, ...]:
-    """Return the keys that a format refuses."""
+    """Return the refused keys of a format."""
     return tuple(key.name for key in ROW_KEYS if data_format in key.refused - key.honoured)
 
 
 def check_row(data_format: str, row: Mapping[str, Any], where: str) -> None:
-    """Raise BadRow for a key that says how to train on a row, and is not read in this format."""
+    """Raise BadRow for a meaningful value under a refused key."""
     for key in ROW_KEYS:
         if key.name in row and data_format in key.refused - key.honoured and not key.says_nothing(row[key.name]):
             raise BadRow(f"{where} has {key.name!r}, and data.format={data_format} does not read it; {key.fix}.")
 
 
 def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
-    """Return whether a message says that it is trained, None where it says nothing. Raises BadRow."""
+    """Return True for a message marked as trained, False for one marked as not, None without a mark. Raises BadRow."""
     for key, fix in _REFUSED_MARKS.items():
         if not _is_empty(message.get(key)):
             raise BadRow(f"{where} has {key!r}, which is not honoured: {fix}.")
@@ -136,5 +134,5 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a chat template gets it: without marks, and without keys that are null."""
+    """Return a message for the chat template, without marks and null values."""
     return {key: value for key, value in message.items() if value is not None and key not in MARKS}
