@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command, say
+from offload.config.command_line import as_utf8, parse_options, run_command, say
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
 
@@ -83,7 +83,7 @@ def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.generate", description=DESCRIPTION)
     _check(options)
     memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
-    prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
+    prompt = as_utf8(sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt, "--prompt")
 
     from offload.accelerators import own_accelerator
     from offload.checkpoint.folder import chosen_model

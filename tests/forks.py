@@ -322,6 +322,9 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # As a new process has them: those of the server were made for a file, in which one can seek.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -47,7 +47,8 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         print(versions())
         sys.exit(0)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # A character that the stream's encoding lacks is escaped: what is printed ends no run.
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # it asks a training run to save, and would end any other
@@ -158,6 +159,14 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
         close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
         raise ConfigError(f"unknown option {shorten(unknown[0])}{close}; see --help.")
     return options
+
+
+def as_utf8(word: str, option: str) -> str:
+    """Return the text of a word in UTF-8, of which a locale of ASCII leaves bytes. Raises ConfigError."""
+    try:
+        return word.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise ConfigError(f"{option} is not UTF-8 text: {error}.") from error
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:

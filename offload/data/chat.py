@@ -6,12 +6,15 @@ message is its role's marker on a line, the content, and the end-of-text token, 
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from offload.data.formats import Chat
+from offload.data.row_keys import TEMPLATE_KEYS
 from offload.data.rows import BadRow
 from offload.errors import ConfigError
 
@@ -28,82 +31,184 @@ _FIXED_CLOCK = (
     "{%- endmacro -%}"
 )
 
-Segments = list[tuple[str, bool]]  # (text, trained), in order; joined they are the document
+Segments = list[tuple[str, bool]]
+"""Texts and whether each is trained, in order; joined they are the document."""
+Spans = Sequence[tuple[int, int]]
+"""Ranges of characters, in order."""
+
+_DEVELOPER = "developer"
+_PROBE = "probe7f3a"
+_KEYED = {"k": _PROBE}
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's template and finds the assistant's part.
+    """Renders conversations with one tokenizer's templates and finds the assistant's part.
 
     Three ways, tried in this order: the template's own `{% generation %}` marks; the conversation rendered up to each
     message, when every such rendering begins the next one; and, for templates that rewrite earlier turns (as reasoning
     models do), one document for each answer, rendered as it stood when the answer was given, with only that answer
-    trained.
+    trained. Where a row marks single messages the second and third way find these, and of them the template's own marks
+    are trained. A completion beside its prompt is trained as a whole.
     """
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default") or next(iter(template.values()))
-        template = template or BUILTIN_TEMPLATE
-        self._template: str = _FIXED_CLOCK + template if "strftime_now" in template else template
-        self._tokenizer = tokenizer
+        """Raises ConfigError for templates with names, none of which is `default`."""
+        named = tokenizer.chat_template or BUILTIN_TEMPLATE
+        named = named if isinstance(named, dict) else {"default": named}
+        if "default" not in named:
+            raise ConfigError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))}, and none is named default: write "
+                "one of them into chat_template.jinja in the folder of the tokenizer."
+            )
+        self._default = Template(tokenizer, named["default"])
+        self._tool_use = Template(tokenizer, named["tool_use"]) if "tool_use" in named else self._default
         self._train_on_prompt = train_on_prompt
-        self._marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-    def token_mask(self, chat: Chat) -> tuple[list[int], np.ndarray] | None:
-        """Return (ids [n], trained bool [n]) where the template marks what the assistant generates, else None."""
-        if self._train_on_prompt or not self._marked or not self._tokenizer.is_fast:
-            return None
-        encoded = self._apply(
-            chat, len(chat.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return encoded["input_ids"], np.asarray(encoded["assistant_masks"], bool)
 
     def documents(self, chat: Chat) -> list[Segments]:
-        """Return the conversation as documents; more than one only when the template rewrites earlier turns."""
-        whole = self._render(chat, len(chat.messages))
+        """Return the conversation as documents; more than one only when the template rewrites earlier turns. Raises
+        BadRow, and ConfigError where answers cannot be found.
+        """
+        template = self._tool_use if chat.tools else self._default
+        chat = template.checked(chat)
+        whole, marks = template.render(chat, len(chat.messages))
         if self._train_on_prompt:
-            return [[(whole, True)]]
-        roles = [message["role"] for message in chat.messages]
-        answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= chat.num_given]
-        renderings = [self._render_answer(chat, index) for index in answers]
-        if all(whole.startswith(text) for _, text in renderings):
-            return [_segments(whole, [(start, len(text)) for start, text in renderings])]
-        return [_segments(text, [(start, len(text))]) for start, text in renderings]
+            return [_segments(whole, _left_out(template, chat, whole), inside=False)]
+        if marks is not None and not chat.marks and chat.num_given is None:
+            return [_segments(whole, marks)]
+        parts = [_find_message(template, chat, i) for i in range(len(chat.messages)) if chat.trains(i)]
+        spans = [_within((start, len(text)), own if chat.num_given is None else None) for start, text, own in parts]
+        if all(whole.startswith(text) for _, text, _ in parts):
+            return [_segments(whole, [span for each in spans for span in each])]
+        return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
 
-    def _render_answer(self, chat: Chat, index: int) -> tuple[int, str]:
-        """Render up to and with the answer at `index`; return where it begins and the rendering."""
-        text = self._render(chat, index + 1)
-        if index == 0:
-            return 0, text
-        prompt = self._render(chat, index, add_generation_prompt=True)
-        if text.startswith(prompt):
-            return len(prompt), text
-        before = self._render(chat, index)
-        if text.startswith(before):  # the generation prompt says more than the template keeps, such as "<think>"
-            return max(len(before), _num_common(prompt, text)), text
-        raise ConfigError(
-            f"{chat.where}: the tokenizer's chat template writes what comes before message {index + 1}, an answer, "
-            "differently once the answer is there, so the assistant's tokens cannot be found. Set "
-            "data.train_on_prompt=true to train on all of it, or use a tokenizer whose template has "
-            "{% generation %} marks."
-        )
 
-    def _render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> str:
-        return str(self._apply(chat, num_messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+class Template:
+    """A chat template with a record of the keys found in the text."""
 
-    def _apply(self, chat: Chat, num_messages: int, **options: bool) -> Any:
-        """Return what the template makes of the first messages of a conversation. Raises BadRow."""
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._tokenizer = tokenizer
+        self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
+        self._marked = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        self._written: dict[str, bool] = {}
+
+    def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
+        """Return the text of the first messages of a conversation and the ranges of characters inside of `generation`
+        marks, None for a template without marks. Raises BadRow.
+        """
         messages = chat.messages[:num_messages]
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=chat.tools, chat_template=self._template, **options
-            )
+            return self._render(messages, chat.tools, add_generation_prompt=add_generation_prompt, **chat.options)
         except Exception as error:  # whatever a template raises
             roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
             raise BadRow(
                 f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
+
+    def checked(self, chat: Chat) -> Chat:
+        """Return a conversation with the arguments of tool calls in the template's form. Raises BadRow for a key absent
+        from the template.
+        """
+        said = {"tools": "'tools'"} if chat.tools else {}
+        for number, message in enumerate(chat.messages, 1):
+            said |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
+            if message["role"] == _DEVELOPER:
+                said[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
+        for key, named in said.items():
+            if not self._writes(key):
+                raise BadRow(
+                    f"{chat.where} has {named}, and the tokenizer's chat template does not write it: use a tokenizer "
+                    "whose template does, write it into a 'content', or leave it out."
+                )
+        if "tool_calls" not in said:
+            return chat
+        return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
+
+    def _writes(self, key: str) -> bool:
+        """Return True where a trial conversation with a text under this key, or with this role, comes back with the
+        text. An error of the template counts as True: the rendering of the actual row decides.
+        """
+        if key not in self._written:
+            shown = self._try_out(*_probe(key))
+            self._written[key] = shown is None or _PROBE in shown
+        return self._written[key]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """True where the arguments of a tool call must be a text: the template raises an error for an object, or writes
+        Python's notation of a dict.
+        """
+        messages, _ = _probe("tool_calls")
+        shown = self._try_out(messages)
+        messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
+        return (shown is None or str(_KEYED) in shown) and self._try_out(messages) is not None
+
+    def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return a message with the arguments of tool calls as a text or an object, by `_takes_text`. Raises BadRow."""
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
+            own = dict(function)
+            if "arguments" in own:
+                own["arguments"] = _arguments(own["arguments"], self._takes_text, where)
+            calls.append({**call, "function": own} if "function" in call else own)
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
+        """Return the text of a conversation, None where the template raises an error."""
+        try:
+            return self._render(messages, tools)[0]
+        except Exception:  # as in render
+            return None
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Spans | None]:
+        if not self._marked:
+            given = {"chat_template": self._text, "tokenize": False, **options}
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, **given)), None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        named = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # of a processor, too
+        given = {"chat_template": self._text, "return_assistant_tokens_mask": True, **named, **options}
+        (text,), (spans,) = render_jinja_template([messages], tools, **given)
+        return str(text), spans
+
+
+def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
+    """Render up to and with the message at `index`; return the message's first character, the text and the marks."""
+    text, marks = template.render(chat, index + 1)
+    if index == 0:
+        return 0, text, marks
+    is_answer = chat.messages[index]["role"] == "assistant"
+    prompt, _ = template.render(chat, index, add_generation_prompt=is_answer)
+    if text.startswith(prompt):
+        return len(prompt), text, marks
+    before, _ = template.render(chat, index)
+    if text.startswith(before):  # the generation prompt says more than the template keeps, such as "<think>"
+        if chat.options and prompt != template.render(replace(chat, options={}), index, is_answer)[0]:
+            raise BadRow(
+                f"{chat.where}: with {dict(chat.options)} of 'chat_template_kwargs' the chat template begins an answer "
+                "with a text that is not in the conversation afterwards, so nothing would be trained behind it: leave "
+                "the variable out, or write the text into the answers."
+            )
+        return max(len(before), _num_common(prompt, text)), text, marks
+    raise ConfigError(
+        f"{chat.where}: the tokenizer's chat template writes what comes before message {index + 1}, an answer, "
+        "differently once the answer is there, so the assistant's tokens cannot be found. Set "
+        "data.train_on_prompt=true to train on all of it, or use a tokenizer whose template has "
+        "{% generation %} marks."
+    )
+
+
+def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
+    """Return the ranges of the messages marked as not trained. Raises BadRow."""
+    parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
+    if not all(whole.startswith(text) for _, text, _ in parts):
+        raise BadRow(
+            f"{chat.where}: the chat template rewrites earlier turns, so a message that is marked as not trained has "
+            "no place in the whole conversation: set data.train_on_prompt=false, or leave the mark out."
+        )
+    return [(start, len(text)) for start, text, _ in parts]
 
 
 def _num_common(a: str, b: str) -> int:
@@ -111,10 +216,41 @@ def _num_common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _segments(text: str, spans: list[tuple[int, int]]) -> Segments:
-    segments, position = [], 0
+def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
+    """Return the marked parts of a range, or the range itself without marks."""
+    start, end = span
+    return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
+
+
+def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
+    """Cut a text at ranges of characters. `inside` is the training mark within them; the rest has the opposite."""
+    segments, position = Segments(), 0
     for start, end in spans:
-        segments += [(text[position:start], False), (text[start:end], True)]
+        segments += [(text[position:start], not inside), (text[start:end], inside)]
         position = end
-    segments.append((text[position:], False))
+    segments.append((text[position:], not inside))
     return [(part, trained) for part, trained in segments if part]
+
+
+def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Return a trial conversation and tools with the probe text at one place."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    if key == "tools":
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return turns, [{"type": "function", "function": function}]
+    if key == _DEVELOPER:
+        return [{"role": _DEVELOPER, "content": _PROBE}, *turns], None
+    return [turns[0], {**turns[1], key: TEMPLATE_KEYS[key](_PROBE)}], None
+
+
+def _arguments(given: Any, as_text: bool, where: str) -> Any:
+    """Return the arguments of a tool call as a JSON text, or as an object. Raises BadRow."""
+    if as_text:
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        made = json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {error}.") from error
+    if not isinstance(made, dict):
+        raise BadRow(f"{where}: the 'arguments' in 'tool_calls' must be an object, or a text with one as JSON.")
+    return made

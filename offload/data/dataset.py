@@ -290,6 +290,7 @@ def build_dataset(
     cache_dir: Path | None = None,
     num_workers: int | None = None,
     no_pictures: str = "",
+    no_answers: str = "",
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
     """Prepare the data (once; later calls find it in the cache) and return its batches.
@@ -302,7 +303,8 @@ def build_dataset(
     `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
     skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
     for none but this. `no_pictures`: why rows with pictures cannot be trained on, and what to change; empty where they
-    can: each is a row then, whatever `packing` says. `progress` is called with (stage, fraction done) while there is
+    can: each is a row then, whatever `packing` says. `no_answers`: the same of rows that tell a prompt from an answer.
+    `progress` is called with (stage, fraction done) while there is
     something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
     nothing would be trained on.
     """
@@ -322,6 +324,10 @@ def build_dataset(
     pictured = next((each for each in (*found, *held) if each.holds_pictures), None)
     if pictured is not None and no_pictures:
         raise ConfigError(f"{pictured.source.setting} {pictured.source} has pictures, and {no_pictures}")
+    answered = next((each for each in (*found, *held) if each.may_mask), None)
+    if answered is not None and no_answers and not train_on_prompt:
+        formats = ", ".join(sorted(answered.formats))
+        raise ConfigError(f"{answered.source.setting} {answered.source} has the format {formats}, and {no_answers}")
     where = cache_dir if cache_dir is not None else default_cache_dir()
     preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers, asked)
     loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)

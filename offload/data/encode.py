@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, pict
 from offload.data.pictures import Pictured
 from offload.data.rows import BadRow, BadRows
 from offload.data.workers import Maker, made_ahead
-from offload.errors import ConfigError
+from offload.errors import ConfigError, shorten
 
 _BATCH_CHARS = 2 << 20  # of which three are in memory, one of them with some hundred bytes a token
 _BATCH_RECORDS = 4096
@@ -179,26 +180,27 @@ class _Maker:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = _frame(tokenizer)  # after which nothing is cut off or padded
+        self._prefix, self._suffix = frame_of(tokenizer)  # after which nothing is cut off or padded
         self._eos: int | None = tokenizer.eos_token_id
 
     def make(self, batch: list[Asked]) -> Made:
         """Encode the records of a batch."""
-        made, found = Made([]), list[Encoded | BadRow | _Draft]()
+        made, found = Made([]), list[tuple[Asked, list[Encoded | _Draft] | BadRow]]()
         for asked in batch:
             try:
-                begun = self._begun(asked)
-                found += begun
-                made.num_split += isinstance(asked.record, Chat) and len(begun) > 1
+                found.append((asked, self._begun(asked)))
             except BadRow as bad:
-                found.append(bad)
-        tokenized = self._tokenized(part for part in found if isinstance(part, _Draft))
-        for part in found:
-            encoded = self._finished(part, next(tokenized)) if isinstance(part, _Draft) else part
-            if encoded is None:
-                made.num_empty += 1
-            else:
-                made.parts.append(encoded)
+                found.append((asked, bad))
+        drafts = (part for _, begun in found if isinstance(begun, list) for part in begun if isinstance(part, _Draft))
+        tokenized = self._tokenized(drafts)
+        for asked, begun in found:
+            done = begun if isinstance(begun, BadRow) else self._documents(asked.record, begun, tokenized)
+            if isinstance(done, BadRow):
+                made.parts.append(done)
+                continue
+            made.num_split += isinstance(asked.record, Chat) and len(done) > 1
+            made.num_empty += done.count(None)
+            made.parts += [each for each in done if each is not None]
         return made
 
     def _begun(self, asked: Asked) -> list[Encoded | _Draft]:
@@ -212,9 +214,6 @@ class _Maker:
                 f"{record.where} has a picture, and none of the first rows of its source has one, so that it was taken "
                 "for one of text alone: put a row with a picture first."
             )
-        if isinstance(record, Chat) and (marked := self._renderer.token_mask(record)) is not None:
-            made = self._close(Tokenized(np.asarray(marked[0], np.int64), marked[1]), framed=False)
-            return [Encoded(record.where, asked.in_eval, made.ids, made.trained, True)]
         if isinstance(record, Preference):
             return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
         draft = partial(_Draft, record.where, asked.in_eval, asked.measured)
@@ -260,18 +259,51 @@ class _Maker:
             closing.append(self._eos)
         return made.framed((), closing)
 
-    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized]:
-        """Yield the tokens of each, made of so many at a time as the memory is meant for."""
+    def _documents(
+        self, record: Record, begun: list[Encoded | _Draft], tokenized: Iterator[Tokenized | BadRow]
+    ) -> list[Encoded | None] | BadRow:
+        """Return the documents of a record, None for one without a token. Where the tokenizer refuses one of them, the
+        record goes as a whole, since a preference is two documents. Raises ConfigError for a piece of a text file,
+        which is no row.
+        """
+        made = [part if isinstance(part, Encoded) else (part, next(tokenized)) for part in begun]
+        done: list[Encoded | None] = []
+        for each in made:
+            if isinstance(each, Encoded):
+                done.append(each)
+                continue
+            draft, tokens = each
+            if not isinstance(tokens, BadRow):
+                done.append(self._finished(draft, tokens))
+            elif isinstance(record, Text) and not (record.opens and record.closes):
+                raise ConfigError(str(tokens)) from tokens
+            else:
+                return tokens
+        return done
+
+    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
+        """Yield the tokens of each, made of so many at a time as the memory is meant for, or what the tokenizer says of
+        a text that it refuses.
+        """
         some: list[_Draft] = []
         num_chars = 0
         for draft in drafts:
             some.append(draft)
             num_chars += len(draft.text)
             if num_chars >= _BATCH_CHARS:
-                yield from self._tokenize(some)
+                yield from self._tokenize_each(some)
                 some, num_chars = [], 0
-        if some:
-            yield from self._tokenize(some)
+        yield from self._tokenize_each(some)
+
+    def _tokenize_each(self, drafts: list[_Draft]) -> list[Tokenized | BadRow]:
+        """Return the tokens of each, or what the tokenizer says of it."""
+        try:
+            return [*self._tokenize(drafts)]
+        except Exception as error:  # whatever a tokenizer raises, such as of half a surrogate pair
+            if len(drafts) != 1:
+                return [made for draft in drafts for made in self._tokenize_each([draft])]
+            said = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_shown(drafts[0].text)}: {said}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
         """Return the tokens of each document, or piece of one."""
@@ -298,7 +330,13 @@ class _Maker:
         return Tokenized(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
 
 
-def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _shown(text: str) -> str:
+    """Return the name of a text in an error: where it holds half a surrogate pair, that."""
+    lone = re.search("[\ud800-\udfff]", text)
+    return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
+
+
+def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the ids a tokenizer puts before and after every sequence, found by encoding a letter with and without
     them."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]

@@ -3,20 +3,21 @@
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
 jsonl               {"text": "..."}
-messages            {"messages": [{"role": "user", "content": "..."}, ...]}, optionally with "tools"; a content may be a
+messages            {"messages": [{"role": "user", "content": "..."}, ...]}; a content may be a
                     list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures of a
                     column "images" (paths, or bytes as `datasets` has them) take the places of <image> in texts, and
                     of parts of type image without a path
-sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "system" and "images"
-alpaca              {"instruction": "...", "input": "...", "output": "..."}, optionally with "system"
-prompt-completion   {"prompt": "...", "completion": "..."}
+sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "images"
+alpaca              {"instruction": "...", "input": "...", "output": "..."}
+prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two lists of messages
 preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without the prompt
-                    what both begin with; optionally with "system" and "tools"; the prompt may be called "messages"
-tokens              {"input_ids": [...]}, optionally with "labels" (-100 where nothing is trained) and "attention_mask";
+                    what both begin with; the prompt may be called "messages"
+tokens              {"input_ids": [...]}, optionally with "labels" (-100 where nothing is trained) and masks;
                     .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
                     (uint32 for vocabularies above 65536), or the same after llm.c's header
 
-Records are rows of any of the files that `rows` reads. In a table of strings, as csv is, lists are written as JSON.
+The other keys of rows and messages are in `row_keys`. Records are rows of any of the files that `rows` reads. In a
+table of strings, as csv is, lists are written as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import numpy as np
 from offload.data.docstrings import docstring_chats
 from offload.data.packing import IGNORE
 from offload.data.pictures import Picture, Places
+from offload.data.row_keys import MARKS, TEMPLATE_KEYS, check_row, columns_for, mark_of, refused_in, without_marks
 from offload.data.rows import BadRow, columns_of, read_rows
 from offload.data.sources import STDLIB_CHAT, SourceFile
 from offload.data.storage import LocalFile, first_bad_byte, opened
@@ -53,14 +55,6 @@ _KEYS = {
     "preference": ("chosen", "rejected"),
     "tokens": ("input_ids",),
 }
-_MORE_KEYS = {
-    "messages": ("tools", "images"),
-    "sharegpt": ("system", "images"),
-    "alpaca": ("input", "system"),
-    "preference": ("prompt", "messages", "system", "tools", "images"),
-    "tokens": ("labels", "attention_mask"),
-}
-"""What a record may have beside what it has to have."""
 _NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
 _NUM_FIRST = 10  # rows that are looked at for the first that can be read
 _SHAREGPT_ROLES = {
@@ -90,14 +84,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the messages format; the assistant's messages are what is trained, but for those among the
-    first `num_given`. `pictures`: those that stand in it, in order, of which the messages have the places."""
+    """A conversation in the messages format. The assistant's messages are trained, from message `num_given` on where a
+    row tells the prompt from the answer. `marks` overrule that for single messages, by their number from 0. `options`
+    are variables for the chat template. `pictures`: those that stand in it, in order, of which the messages have the
+    places."""
 
     where: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    num_given: int = 0
+    num_given: int | None = None
     pictures: tuple[Picture, ...] = ()
+    marks: Mapping[int, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def trains(self, index: int) -> bool:
+        """Tell whether a message is trained."""
+        by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_given or 0)
+        return self.marks.get(index, by_role)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     if len(fitting) > 1 and "preference" in fitting:  # is asked for by train.method, and taken for what else it is
         fitting.remove("preference")
     if columns and len(fitting) > 1:  # the one that was meant when its columns were named
-        fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *_MORE_KEYS.get(name, ())}] or fitting
+        fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *columns_for(name)}] or fitting
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -239,13 +242,14 @@ def _columns_to_read(file: SourceFile) -> list[str] | None:
     if names is None:
         return None
     _check_keys(file.format, names, str(file.place), file.columns)
-    wanted = (*_KEYS[file.format], *_MORE_KEYS.get(file.format, ()))
-    return [own for key in wanted if (own := file.columns.get(key, key)) in names]
+    wanted = (*_KEYS[file.format], *columns_for(file.format), *refused_in(file.format))
+    return list(dict.fromkeys(own for key in wanted if (own := file.columns.get(key, key)) in names))
 
 
 def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
     if file.columns and isinstance(row, dict):
-        row = {**row, **{key: row[own] for key, own in file.columns.items() if own in row}}
+        renamed = {key: row[own] for key, own in file.columns.items() if own in row}
+        row = {key: value for key, value in row.items() if key not in file.columns.values()} | renamed
     try:
         return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
     except BadRow as bad:
@@ -299,19 +303,17 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
             f"{where} lacks {_named(missing)} for data.format={data_format}; "
             f"it has {_named(sorted(record)) or 'nothing'}."
         )
+    check_row(data_format, record, where)
     if data_format == "tokens":
         return _ids(record, where)
     if data_format == "jsonl":
         return Text(where, _string(record, "text", where))
     if data_format == "prompt-completion":
-        return Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
+        return _completion(record, where)
     if data_format == "preference":
         return _preference(record, where)
     if data_format == "alpaca":
-        extra = _string(record, "input", where) if record.get("input") else ""
-        question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
-        answer = _string(record, "output", where)
-        return Chat(where, [*_system(record, where), _message("user", question), _message("assistant", answer)])
+        return _chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
     turns = _structured(record["conversations" if data_format == "sharegpt" else "messages"], where)
     if not isinstance(turns, list) or not turns:
         raise BadRow(
@@ -321,10 +323,59 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
     check = _sharegpt_turn if data_format == "sharegpt" else _checked_message
     messages = [check(turn, f"{where}, message {i}", places) for i, turn in enumerate(turns, 1)]
     places.check()
-    if data_format == "sharegpt":
-        return Chat(where, _system(record, where) + messages, pictures=tuple(places.found))
-    tools = _structured(None if record.get("tools") == "" else record.get("tools"), where)
-    return Chat(where, messages, tools, pictures=tuple(places.found))
+    return _chat(record, where, [*_system(record, where), *messages], pictures=tuple(places.found))
+
+
+def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
+    """Return a conversation with marks, tools and template variables. Raises BadRow."""
+    marks = {
+        i: mark for i, each in enumerate(messages) if (mark := mark_of(each, f"{where}, message {i + 1}")) is not None
+    }
+    if marks and "num_given" in more:
+        named = ", ".join(repr(key) for key in MARKS if any(key in each for each in messages))
+        raise BadRow(f"{where} has {named} in a message, and a completion is trained as a whole: leave it out.")
+    tools, options = _tools_and_options(record, where)
+    return Chat(where, [without_marks(each) for each in messages], tools, marks=marks, options=options, **more)
+
+
+def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return the tools of a row and the variables for the chat template. Raises BadRow."""
+    tools = _structured(record.get("tools") or None, where) or None
+    options = _structured(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"{where}: 'tools' must be a list, it is {type(tools).__name__}.")
+    if not isinstance(options, dict):
+        raise BadRow(f"{where}: 'chat_template_kwargs' must be an object, it is {type(options).__name__}.")
+    parallel = record.get("parallel_tool_calls")
+    return tools, options if parallel is None else {"parallel_tool_calls": parallel, **options}
+
+
+def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the turns of `history`, [[question, answer], ...], followed by the turn of the row. Raises BadRow."""
+    history = _structured(record.get("history") or [], where)
+    if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
+        raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
+    extra = _string(record, "input", where) if record.get("input") else ""
+    question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
+    pairs = [*history, (question, record["output"])]
+    return [
+        _message(role, _string({key: text}, key, where))
+        for pair in pairs
+        for role, key, text in zip(("user", "assistant"), ("instruction", "output"), pair, strict=True)
+    ]
+
+
+def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
+    """Return a prompt and a completion as texts, or as one conversation for lists of messages. Raises BadRow."""
+    if all(isinstance(record[key], list) for key in ("prompt", "completion")):
+        prompt, completion = (_said(record[key], f"{where}, {key!r}") for key in ("prompt", "completion"))
+        return _chat(record, where, [*prompt, *completion], num_given=len(prompt))
+    pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
+    if any(_tools_and_options(record, where)):
+        raise BadRow(
+            f"{where} has 'tools' or 'chat_template_kwargs' beside texts: write prompt and completion as messages."
+        )
+    return pair
 
 
 def _preference(record: dict[str, Any], where: str) -> Preference:
@@ -341,7 +392,8 @@ def _preference(record: dict[str, Any], where: str) -> Preference:
     for key in ("chosen", "rejected"):
         if not own[key]:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
-    if not system and all(isinstance(each, str | None) for each in (prompt, *answers)):
+    is_rendered = bool(system) or any(_tools_and_options(record, where))
+    if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
         num_given = 0 if prompt is not None else _num_same(*answers)
         prompt = answers[0][:num_given] if prompt is None else prompt
         return Preference(where, *(Pair(where, prompt, answer[num_given:]) for answer in answers))
@@ -349,8 +401,7 @@ def _preference(record: dict[str, Any], where: str) -> Preference:
     turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
     whole = [each if given and each[: len(given)] == given else [*given, *each] for each in turns]
     num_given = len(system) + (len(given) or min(_num_same(*whole), *(len(each) - 1 for each in whole)))
-    tools = _structured(record.get("tools") or None, where)
-    chats = [Chat(where, [*system, *each], tools, num_given) for each in whole]
+    chats = [_chat(record, where, [*system, *each], num_given=num_given) for each in whole]
     for key, chat in zip(("chosen", "rejected"), chats, strict=True):
         if all(message["role"] != "assistant" for message in chat.messages[num_given:]):
             raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
@@ -395,21 +446,23 @@ def _listed(value: Any, where: str) -> Any:
 
 
 def _ids(record: dict[str, Any], where: str) -> Ids:
-    """Return token ids that were made elsewhere. Labels are unshifted, as transformers has them."""
-    arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *_MORE_KEYS["tokens"]) if key in record}
-    ids, labels, mask = (arrays.get(key) for key in ("input_ids", "labels", "attention_mask"))
-    assert ids is not None
+    """Return token ids that were made elsewhere. Labels are unshifted, as transformers has them; masks of completions
+    and answers leave out of the training what they leave out.
+    """
+    arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record}
+    ids = arrays["input_ids"]
     for key, array in arrays.items():
         if len(array) != len(ids):
             raise BadRow(f"{where} has {len(array)} {key} and {len(ids)} input_ids.")
-    trained = None if labels is None else labels != IGNORE
-    if labels is not None and trained is not None and not np.array_equal(labels[trained], ids[trained]):
+    seen = arrays.pop("attention_mask", np.ones(len(ids))) != 0
+    labels = arrays.pop("labels", ids)
+    if not np.array_equal(labels[labels != IGNORE], ids[labels != IGNORE]):
         raise BadRow(
             f"{where} has labels that are neither {IGNORE} nor the input id in the same place: labels are unshifted."
         )
-    if mask is not None:
-        ids, trained = ids[mask != 0], None if trained is None else trained[mask != 0]
-    return Ids(where, ids, closes=True, stream=False, trained=trained)
+    masks = [mask != 0 for key, mask in arrays.items() if key != "input_ids"]
+    trained = np.logical_and.reduce([labels != IGNORE, *masks])[seen] if masks or "labels" in record else None
+    return Ids(where, ids[seen], closes=True, stream=False, trained=trained)
 
 
 def _integers(value: Any, key: str, where: str) -> np.ndarray:
@@ -431,7 +484,8 @@ def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[
             f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
         )
     value = _string(turn, "value", where)
-    return _message(_SHAREGPT_ROLES[turn["from"]], value if places is None else places.parts(value, where))
+    more = {key: each for key, each in turn.items() if key not in ("from", "value")}
+    return {**more, **_message(_SHAREGPT_ROLES[turn["from"]], value if places is None else places.parts(value, where))}
 
 
 def _checked_message(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
@@ -446,7 +500,7 @@ def _checked_message(turn: Any, where: str, places: Places | None = None) -> dic
         if places is None:
             raise BadRow(f"{where} {_NO_PICTURES}")
         return {**turn, "content": content}
-    if content is None and turn.get("tool_calls"):
+    if content is None and any(turn.get(key) for key in TEMPLATE_KEYS):
         content = ""
     return {**turn, "content": _string({"content": content}, "content", where)}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
-from offload.data.encode import Encoded, Encoder, Measured
+from offload.data.encode import Encoded, Encoder, Measured, frame_of
 from offload.data.formats import (
     CHAT_FORMATS,
     RENDERED_FORMATS,
@@ -100,11 +100,11 @@ class Found:
 
     @property
     def renders(self) -> bool:
-        """Whether conversations are written by a chat template; of preferences the first one tells."""
-        if not self.holds_pairs:
+        """Whether conversations are written by a chat template; of pairs and preferences the first one tells."""
+        if not self.formats & {"prompt-completion", "preference"}:
             return bool(self.formats & RENDERED_FORMATS)
         first = next((record for _, _, record in self.records(BadRows("skip"))), None)
-        return isinstance(first, Preference) and isinstance(first.chosen, Chat)
+        return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
 
     @cached_property
     def holds_pictures(self) -> bool:
@@ -207,8 +207,28 @@ class Preparation:
                     "pictures: these are trained on beside conversations alone. Write its rows as messages."
                 )
 
+    def _check_ends(self, found: Found, tokenizer: Any) -> None:
+        """Raise ConfigError for pairs of texts that nothing would end, and note it of texts."""
+        if tokenizer is None or tokenizer.eos_token_id is not None or frame_of(tokenizer)[1]:
+            return
+        named = f"{found.source.setting} {found.source}"
+        if found.formats & {"prompt-completion", "preference"} and not found.renders:
+            raise ConfigError(
+                f"{named} has prompts and answers as texts, and the tokenizer has no EOS token, so that no answer "
+                "would have an end: set eos_token in tokenizer_config.json in the folder of the tokenizer, or write "
+                "the rows as messages, which the chat template ends."
+            )
+        if found.formats & {"text", "jsonl"}:
+            self.notes.append(
+                f"The tokenizer has no EOS token: nothing marks the end of a text of {named}, and texts that are "
+                "packed into a row run together."
+            )
+
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
-        """Return the token stores of a source, from the cache when the same data was prepared before."""
+        """Return the token stores of a source, from the cache when the same data was prepared before. Raises
+        ConfigError.
+        """
+        self._check_ends(found, tokenizer)
         encodes, places = tokenizer if self.processor is None else self.processor, list[str]()
         if self.processor is not None:  # where pictures are found from, wherever this is run
             own = [file.place for file in found.files]
@@ -230,7 +250,8 @@ class Preparation:
             for _, name, record in found.records(BadRows(found.on_bad_row)):
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
-                yield from texts_of(record)
+                for text in texts_of(record):  # a row with half a surrogate pair is refused later, with its line
+                    yield text.encode("utf-8", "ignore").decode()
 
     def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
         maker = None if self.processor is None else PicturedMaker(self.processor, train_on_prompt)

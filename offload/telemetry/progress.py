@@ -33,6 +33,12 @@ def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
     return LiveProgress(log_every, stream) if stream.isatty() else PlainProgress(log_every, stream)
 
 
+def printable(text: str, stream: Any) -> str:
+    """Return a text with escapes for the characters that the encoding of a stream lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None, width: int | None = None) -> str:
     """Return one line about a step, the same on a terminal and in a file; of at most `width` characters, if that is
     given, without what it has no room for.
@@ -72,7 +78,7 @@ class PlainProgress(Progress):
 
     def say(self, text: str) -> None:
         try:
-            print(text, file=self._stream, flush=True)
+            print(printable(text, self._stream), file=self._stream, flush=True)
         except OSError as error:
             if error.errno != errno.ENOSPC:  # a full disk takes the line, and not the run
                 raise
@@ -94,7 +100,7 @@ class LiveProgress(Progress):
         self._live: Live = Live(console=self._console, refresh_per_second=8, transient=True)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text, self._console.file), markup=False, soft_wrap=True)
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         from rich.progress_bar import ProgressBar

@@ -107,7 +107,7 @@ class MaskedTokens(Objective):
 
 class Continuation(Objective):
     """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
-    arXiv:1910.10683).
+    arXiv:1910.10683). Rows that tell a prompt from an answer are refused before.
     """
 
     name = "second half of a row from the first"

@@ -69,6 +69,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         seed=config.run.seed,
         num_workers=data.num_workers,
         no_pictures=_no_pictures(config, kind),
+        no_answers=_NO_ANSWERS if kind.name == "seq2seq" else "",
         progress=progress,
     )
     if dataset.pictures is not None and config.train.micro_batch_size is not None and not dataset.one_picture_a_row:
@@ -78,6 +79,14 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
             "memory is short, lower --train.batch_size."
         )
     return dataset
+
+
+_NO_ANSWERS = (
+    "the model is an encoder-decoder: its encoder reads the first half of a row and its decoder writes the second, so "
+    "that a prompt and an answer would be cut apart somewhere else than where the answer begins. Train it on batches "
+    "of your own, with the prompt as input_ids and the answer as labels, by offload.Engine or OffloadTrainer, or set "
+    "--data.train_on_prompt true, which takes each row as plain text."
+)
 
 
 def _no_pictures(config: Config, kind: Kind) -> str:

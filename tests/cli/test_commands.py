@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
+import signal
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 
 from offload import __main__ as offload
 from offload import __version__
-from offload.config.command_line import run_command
+from offload.config.command_line import as_utf8, run_command
 from offload.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +61,24 @@ def test_every_command_tells_its_version(capsys: Any) -> None:
         run_command(lambda _words: pytest.fail("not called"), ["--version"])
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith(f"offload {__version__}, python ")
+
+
+def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a locale of ASCII, and of half a surrogate pair."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for encoding in ("ascii", "utf-8")]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers of this process stay
+    monkeypatch.setattr("offload.config.command_line._ignore_sigterm", lambda: None)
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda _words: [print("三 \ud83d", file=stream) for stream in streams] and 0, [])
+    assert left.value.code == 0
+    assert [stream.buffer.getvalue().decode() for stream in streams] == ["\\u4e09 \\ud83d\n", "三 \\ud83d\n"]
+
+
+def test_a_word_is_utf8_whatever_the_locale() -> None:
+    assert (
+        as_utf8("один".encode().decode("ascii", "surrogateescape"), "--prompt") == as_utf8("один", "--prompt") == "один"
+    )
+    with pytest.raises(ConfigError, match="--prompt is not UTF-8 text"):
+        as_utf8("\udcff", "--prompt")

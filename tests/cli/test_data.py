@@ -102,6 +102,11 @@ def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -
     return (labels != -100) & ((np.arange(width) > 0) | (objective.name != "next token"))  # the first has none before
 
 
+def test_an_encoder_decoder_takes_no_answers(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chats\.jsonl has the format messages, and the model is an encoder-decoder"):
+        main(words(model="t5.json"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
@@ -110,7 +115,7 @@ def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -
         ("--data.packing_isolated", "false"),
         ("--data.packing", "false"),
         ("--model.path", "bert.json"),
-        ("--model.path", "t5.json"),
+        ("--model.path", "t5.json", "--data.train_on_prompt", "true"),
     ],
     ids=["apart", "stream", "a document a row", "masked", "encoder-decoder"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from offload.data.encode import Encoded, Encoder
-from offload.data.formats import Chat, Pair, Record, Text
+from offload.data.formats import Chat, Pair, Preference, Record, Text
+from offload.data.rows import BadRow, BadRows
 from offload.data.tokenizer import load_tokenizer
 from offload.errors import ConfigError
 
@@ -260,6 +262,32 @@ def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
     records = (Pair("x", "two  \n\n ", "It   is four\n\n"), Pair("x", "Fox   ", "\n\nIt"), Pair("x", "日", "本 Ü"))
     for plain, trimmed in zip(encode(bpe, *records), encode(trimming, *records), strict=True):
         assert trained_runs(trimming, trimmed) == trained_runs(bpe, plain)
+
+
+@pytest.mark.parametrize("measured", ["none", "all"])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured: Any, bpe: Any) -> None:
+    """Half a surrogate pair, as of an emoji cut in half: the row is left out whole, also one of two documents."""
+    from transformers import ByT5Tokenizer
+
+    half, records = "cut \ud83d here", list[tuple[bool, Record]]()
+    for where, text in (("a", "fox"), ("b", half), ("c", "dog")):
+        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+        chosen, rejected = Pair(where, "Hi ", "fox"), Pair(where, "Hi ", text)
+        rows = (Text(where, text), Pair(where, "Hi ", text), Chat(where, chat), Preference(where, chosen, rejected))
+        records += [(False, record) for record in rows]
+    bad = BadRows("skip")
+    tokenizer = bpe if is_fast else ByT5Tokenizer()
+    tokens = list(Encoder(tokenizer, False, bad, measured).encode(records))
+    assert [each.where for each in tokens] == list("aaaaaccccc")
+    assert bad.num == 4
+    told = r"b: the tokenizer refuses half a surrogate pair \('\\ud83d' at character \d+\): \w+Error: .*"
+    assert all(re.fullmatch(told, each) for each in bad.examples)
+    with pytest.raises(BadRow, match=f"{told} \\(--data.on_bad_row skip"):
+        list(Encoder(tokenizer, False).encode(records))
+    with pytest.raises(ConfigError, match="half a surrogate") as caught:  # a piece of a file is no row
+        list(Encoder(tokenizer, False, bad).encode([(False, Text("b", half, closes=False))]))
+    assert not isinstance(caught.value, BadRow)
 
 
 def test_a_tokenizer_without_ranges() -> None:

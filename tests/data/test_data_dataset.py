@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from offload.data.cache import cached
 from offload.data.dataset import Dataset, build_dataset, share
@@ -480,3 +482,38 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
             if speaker == user or token == assistant:
                 assert label == -100, "a question and the marker of an answer are not trained"
         assert any(label != -100 for label in labels)
+
+
+def test_a_tokenizer_without_an_end(build: Build, bpe: Any, write_lines: Callable[..., Path], tmp_path: Path) -> None:
+    """Pairs of texts are refused, texts are noted, and conversations end as their template says."""
+    endless = copy.deepcopy(bpe)
+    endless.eos_token, endless.chat_template = (
+        None,
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    )
+    endless.save_pretrained(tmp_path / "endless")
+    own = {"tokenizer": str(tmp_path / "endless"), "eval_share": 0.0, "packing": False, "batch_size": 1}
+    assert "has no EOS token: nothing marks the end" in " ".join(build(**own).notes)
+    turns = [[{"role": role, "content": text}] for role, text in (("user", "Hi"), ("assistant", "fox"))]
+    for prompt, completion in (("Hi ", "fox"), turns):
+        source = str(write_lines("a.jsonl", *[{"prompt": prompt, "completion": completion}] * 9))
+        if isinstance(prompt, str):
+            with pytest.raises(ConfigError, match=r"a\.jsonl has prompts .*no EOS token.*tokenizer_config\.json"):
+                build(source=source, **own)
+        else:
+            assert not build(source=source, **own).notes
+    endless.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|user|>", special_tokens=[("<|user|>", endless.convert_tokens_to_ids("<|user|>"))]
+    )
+    endless.save_pretrained(tmp_path / "endless")  # as BERT's, which ends a text by a token of another name
+    assert "EOS" not in " ".join(build(**own).notes)
+
+
+def test_rows_with_answers_are_refused_where_they_cannot_be_told_apart(
+    build: Build, write_lines: Callable[..., Path]
+) -> None:
+    source = str(write_lines("a.jsonl", *[{"prompt": "Hi", "completion": "fox"}] * 9))
+    with pytest.raises(ConfigError, match=r"a\.jsonl has the format prompt-completion, and it cannot"):
+        build(source=source, no_answers="it cannot", eval_share=0.0)
+    for more in ({"train_on_prompt": True, "source": source}, {}):
+        assert build(no_answers="it cannot", eval_share=0.0, **more).num_train_rows

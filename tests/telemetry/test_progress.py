@@ -47,6 +47,17 @@ def test_plain_lines_come_every_few_steps_without_control_characters() -> None:
     assert all(character.isprintable() for line in lines for character in line)
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_encoding_without_the_letters_gets_escapes(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    progress = make_progress(1, stream)
+    progress.say("sample: 三 \ud83d")
+    progress.close()
+    stream.flush()
+    assert b"sample: \\u4e09 \\ud83d\n" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_terminal_gets_a_live_line() -> None:
     stream = Terminal()
     progress = make_progress(2, stream)

@@ -1,0 +1,213 @@
+"""The table of keys: each is honoured, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.data.encode import Encoder
+from offload.data.formats import Ids, detect_format, read_records
+from offload.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
+from offload.data.rows import BadRow
+from offload.errors import ConfigError
+from tests.data.asked import files_of
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ALL = (
+    "{{ tools | tojson if tools }}{{ mood }}{{ parallel_tool_calls }}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{{ m.reasoning_content }}{{ m.refusal }}"
+    "{{ (m.function_call or {}).name }}{{ (m.audio or {}).id }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "ring", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "ring", "arguments": '{"bell":1}'}}
+
+
+def turns(user: Any = None, **answer: Any) -> list[dict[str, Any]]:
+    """Return a conversation of two answers; the keys are those of the first one."""
+    first = [{"role": "user", "content": "one", **(user or {})}, {"role": "assistant", "content": "A", **answer}]
+    return [*first, {"role": "user", "content": "two"}, {"role": "assistant", "content": "B"}]
+
+
+ALPACA = {"instruction": "two", "output": "B"}
+PAIR = {"prompt": "one", "completion": "B"}
+CHATS = {"prompt": turns()[:1], "completion": turns()[1:2]}
+LIKED = {"prompt": "one", "chosen": "A", "rejected": "B"}
+HUMAN = {"from": "human", "value": "one"}
+SECOND = "<assistant>A<|endoftext|><user>two<|endoftext|><assistant>[B"
+IDS = {"input_ids": [5, 6, 7]}
+OF_ROWS = [  # key, row, what the tokens say, or what the error does
+    ("input", {**ALPACA, "input": "more"}, "two\n\nmore"),
+    ("input", {**LIKED, "input": "more"}, BadRow),
+    ("system", {"messages": turns(), "system": "kind"}, "<system>kind"),
+    ("system", {**PAIR, "system": "kind"}, BadRow),
+    ("tools", {"messages": turns(), "tools": [TOOL]}, '"ring"'),
+    ("tools", {**ALPACA, "tools": json.dumps([TOOL])}, '"ring"'),
+    ("tools", {**CHATS, "tools": [TOOL]}, '"ring"'),
+    ("tools", {**LIKED, "tools": [TOOL]}, '"ring"'),
+    ("tools", {**PAIR, "tools": [TOOL]}, BadRow),
+    ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": {"mood": "glad"}}, "glad<user>"),
+    ("chat_template_kwargs", {"messages": turns(), "chat_template_kwargs": ["mood"]}, BadRow),
+    ("parallel_tool_calls", {"messages": turns(), "parallel_tool_calls": False}, "False<user>"),
+    ("history", {**ALPACA, "history": [["before", "yes"]]}, "<user>before<|endoftext|><assistant>[yes<|endoftext|>]"),
+    ("history", {"messages": turns(), "history": [["before", "yes"]]}, BadRow),
+    ("prompt", LIKED, "one[A<|endoftext|>]"),
+    ("messages", {"messages": turns()[:1], "chosen": "A", "rejected": "B"}, "<user>one<|endoftext|><assistant>[A"),
+    *((key, {"chosen": "A", "rejected": "B", key: "one"}, BadRow) for key in ("instruction", "question")),
+    ("conversations", {"chosen": "A", "rejected": "B", "conversations": turns()[:1]}, BadRow),
+    ("images", {**ALPACA, "images": ["a.png"]}, BadRow),
+    *((key, {"messages": turns(), key: ["a.bin"]}, BadRow) for key in ("image", "video", "videos", "audio", "audios")),
+    ("functions", {"messages": turns(), "functions": [TOOL["function"]]}, BadRow),
+    ("available_tools", {"messages": turns(), "available_tools": [TOOL]}, BadRow),
+    ("system_prompt", {"messages": turns(), "system_prompt": "kind"}, BadRow),
+    ("weight", {"messages": turns(), "weight": 0.5}, BadRow),
+    ("weight", {"messages": turns(), "weight": 1}, "[A<|endoftext|>]"),
+    *((key, {**PAIR, key: False}, BadRow) for key in ("label", "kto_tag")),
+    ("label", {**PAIR, "label": True}, "one[B<|endoftext|>]"),
+    ("labels", {**IDS, "labels": [-100, 6, 7]}, [0, 1, 1]),
+    ("attention_mask", {**IDS, "attention_mask": [0, 1, 1]}, [1, 1]),
+    *((key, {**IDS, key: [0, 0, 1]}, [0, 0, 1]) for key in ("completion_mask", "assistant_masks", "loss_mask")),
+    ("position_ids", {**IDS, "position_ids": [0, 1, 0]}, BadRow),
+    ("position_ids", {**IDS, "position_ids": [0, 1, 2]}, [1, 1, 1]),
+    ("seq_lengths", {**IDS, "seq_lengths": [2, 1]}, BadRow),
+]
+OF_MESSAGES = [
+    *((key, {"messages": turns(**{key: 0})}, SECOND) for key in MARKS),
+    *((key, {"messages": turns(**{key: True})}, "<assistant>[A<|endoftext|>]<user>") for key in MARKS),
+    ("train", {"messages": turns({"train": True})}, "[<user>one<|endoftext|>]<assistant>[A"),
+    ("weight", {"conversations": [HUMAN, {"from": "gpt", "value": "A", "weight": 0}]}, "<assistant>A"),
+    ("weight", {"messages": turns(weight=0.5)}, BadRow),
+    ("weight", {"messages": turns(weight=0, train=True)}, BadRow),
+    ("weight", {"prompt": turns()[:1], "completion": [turns(weight=0)[1]]}, BadRow),
+    ("train_detail", {"messages": turns(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])}, BadRow),
+    ("loss_scale", {"messages": turns(loss_scale=0.5)}, BadRow),
+    ("tool_calls", {"messages": turns(content=None, tool_calls=[CALL])}, '<assistant>[{"bell": 1}'),
+    ("tool_calls", {"messages": turns(tool_calls=[{**CALL, "function": {"arguments": "{bell"}}])}, BadRow),
+    ("function_call", {"messages": turns(content=None, function_call={"name": "ring"})}, "[ring"),
+    ("refusal", {"messages": turns(content=None, refusal="No.")}, "[No."),
+    ("audio", {"messages": turns(content=None, audio={"id": "song"})}, "[song"),
+    ("reasoning_content", {"messages": turns(reasoning_content="Hm.")}, "[Hm.A"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def encode(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str | list[int]]:
+    """Return the text of a row's first document with what is trained in brackets, or the mask of token ids."""
+    from tokenizers import processors
+
+    path: Path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    own = copy.deepcopy(bpe)
+
+    def show(
+        row: dict[str, Any], template: Any = ALL, train_on_prompt: bool = False, trims: bool = False
+    ) -> str | list[int]:
+        own.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+        path.write_text(json.dumps(row))
+        own.chat_template = template
+        (file,) = files_of(str(path), "preference" if "chosen" in row else "auto")
+        (record,) = read_records(replace(file, format=detect_format(file)), 1000)
+        if isinstance(record, BadRow):
+            raise record
+        if isinstance(record, Ids):
+            return [1] * len(record.ids) if record.trained is None else [int(each) for each in record.trained]
+        made = next(Encoder(own, train_on_prompt).encode([(False, record)]))
+        mask = np.ones(len(made.ids), bool) if made.trained is None else made.trained
+        cuts = [0, *np.flatnonzero(np.diff(mask)) + 1, len(mask)]
+        parts = [(own.decode(made.ids[a:b]), mask[a]) for a, b in pairwise(cuts)]
+        return "".join(f"[{text}]" if trained else text for text, trained in parts)
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "expected"), OF_ROWS + OF_MESSAGES, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_each_key_is_honoured_or_refused(
+    key: str, row: dict[str, Any], expected: Any, encode: Callable[..., str | list[int]]
+) -> None:
+    if expected is BadRow:
+        with pytest.raises(BadRow, match=rf"a\.jsonl:1.*{key}"):
+            encode(row)
+    elif isinstance(expected, str):
+        assert expected in encode(row)
+    else:
+        assert encode(row) == expected
+
+
+def test_the_table_is_whole() -> None:
+    """Each key has its row here, and in the documentation."""
+    assert {key for key, _, _ in OF_ROWS} == {key.name for key in ROW_KEYS}
+    of_messages = {*MARKS, *TEMPLATE_KEYS, "train_detail", "loss_scale"}
+    assert {key for key, _, _ in OF_MESSAGES} | {"reasoning", "thinking"} == of_messages
+    page = (Path(__file__).parents[2] / "docs/reference/data.md").read_text()
+    missing = [key for key in (*(each.name for each in ROW_KEYS), *of_messages) if f"`{key}`" not in page]
+    assert not missing
+    assert not set(columns_for("preference")) & set(refused_in("preference"))
+    assert "system_prompt" in refused_in("messages")
+
+
+@pytest.mark.parametrize("key", [*TEMPLATE_KEYS, "tools", "developer"])
+def test_what_a_template_does_not_write_is_refused(key: str, encode: Callable[..., str | list[int]]) -> None:
+    value = [CALL] if key == "tool_calls" else {"name": "x"} if key == "function_call" else "x"
+    row = {"messages": turns(**{key: value}), "tools": [TOOL] if key == "tools" else None}
+    if key == "developer":
+        row = {"messages": [{"role": key, "content": "kind"}, *turns()]}
+    template = PLAIN.replace(
+        "<{{ m.role }}>{{ m.content }}", "{{ '<' + m.role + '>' + m.content if m.role != 'developer' }}"
+    )
+    with pytest.raises(BadRow, match=rf"a\.jsonl:1 has .*'{key}'.*does not write it"):
+        encode(row, template)
+
+
+def test_templates_have_names(encode: Callable[..., str | list[int]]) -> None:
+    named = {"default": PLAIN, "tool_use": ALL, "other": "x"}
+    assert encode({"messages": turns()}, named) == encode({"messages": turns()}, PLAIN)
+    row = {"messages": turns(), "tools": [TOOL]}
+    assert encode(row, named) == encode(row, ALL)
+    with pytest.raises(
+        ConfigError, match=r"chat templates first, second, and none is named default.*chat_template\.jinja"
+    ):
+        encode(row, {"second": PLAIN, "first": ALL})
+
+
+@pytest.mark.parametrize("given", ['{"bell": 1}', {"bell": 1}])
+def test_arguments_go_in_as_the_template_takes_them(given: Any, encode: Callable[..., str | list[int]]) -> None:
+    row = {"messages": turns(content=None, tool_calls=[{**CALL, "function": {"name": "ring", "arguments": given}}])}
+    for written in ("arguments | tojson", "arguments", "name + call.function.arguments"):
+        assert '{"bell": 1}' in encode(row, ALL.replace("arguments | tojson", written)), written
+
+
+def test_a_variable_whose_text_the_template_drops_is_refused(encode: Callable[..., str | list[int]]) -> None:
+    row = {"messages": turns(), "chat_template_kwargs": {"mood": "glad"}}
+    dropped = PLAIN.replace("<assistant>", "<assistant>{{ mood }}")
+    with pytest.raises(BadRow, match=r"a\.jsonl:1: with \{'mood': 'glad'\} of 'chat_template_kwargs'"):
+        encode(row, dropped)
+
+
+def test_marks_of_a_template_and_of_a_row(encode: Callable[..., str | list[int]]) -> None:
+    """Answers that end in a line or begin with a blank keep their borders, and a row leaves out one of them."""
+    marked = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ ' ' + m.content + eos_token + '\n' }}{% endgeneration %}"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    end = "<|endoftext|>\n"
+    for trims in (False, True):
+        shown = encode({"messages": turns()}, marked, trims=trims)
+        assert shown == f"<user>one;<assistant>[ A{end}]<user>two;<assistant>[ B{end}]"
+        row = {"messages": turns(weight=0)}
+        assert encode(row, marked, trims=trims) == f"<user>one;<assistant> A{end}<user>two;<assistant>[ B{end}]"
+        shown = encode(row, marked, train_on_prompt=True, trims=trims)
+        assert shown == f"[<user>one;<assistant>] A{end}[<user>two;<assistant> B{end}]"
