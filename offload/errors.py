@@ -144,6 +144,20 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+def written_size(num_bytes: int) -> str:
+    """Return a size as a setting takes it, such as `14.8GiB`: three digits, rounded down."""
+    shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
+    whole, scale = num_bytes >> shift, 1 << shift
+    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
+    size = num_bytes * 10**digits // scale / 10**digits
+    return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, as in `1 step` and `1,070 steps`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a size as people read it: exact below one KiB, else three digits in binary units."""
     size = float(num_bytes)
