@@ -30,7 +30,8 @@ _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
 
 
 def parse_size(value: Any, key: str | None = None) -> int | None:
-    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number; None stays None (no limit).
+    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number; None stays None
+    (no limit).
 
     Raises ConfigError; its message begins with `key` if that is given.
     """
@@ -58,9 +59,10 @@ def _as_budget(value: Any) -> int | None:
     num_bytes = parse_size(value)
     least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
     if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
+        unit = "GiB" if num_bytes < 2**10 else "MiB"
         raise ValueError(
-            f"without a unit it is a number of bytes: did you mean {value}{'GiB' if num_bytes < 2**10 else 'MiB'}? Write "
-            f"{num_bytes}B where bytes are meant"
+            f"without a unit it is a number of bytes: did you mean {value}{unit}? Write {num_bytes}B where bytes are "
+            "meant"
         )
     return num_bytes
 
@@ -633,8 +635,8 @@ class OffloadSection(Section):
     as far as memory reaches.
     """
     device_memory: Size = None
-    """Budget of the device, per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on
-    a CPU).
+    """Budget of the device, per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the
+    built-in run on a CPU).
     """
     host_memory: Size = None
     """Budget of the CPU memory, per machine, same forms. none: no limit."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload import export, generate, verify
 from offload.errors import CheckpointError, ConfigError
+from offload.inference.sampler import Sampled, Sampler
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT
@@ -281,6 +282,11 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     assert call(generate, made / "hf", "--prompt", "-", *words[2:], "0", "--seed", "1")[1] in seeds
     chat = call(generate, made / "hf", *words, "0", "--chat")[1]
     assert chat not in seeds
+    monkeypatch.setattr(Sampler, "write", lambda *_: Sampled([0], 1.0, 0))  # the end alone, as of an untold chat model
+    monkeypatch.setattr(generate, "say", (told := []).append)
+    for more in ((), ("--chat",)):
+        call(generate, made / "hf", *words, "0", *more)
+    assert ["add --chat" in text for text in told if "at once" in text] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,14 @@ def test_a_budget_that_lost_its_unit_is_asked_for_it(given: Any, meant: str) -> 
 
 
 def test_sizes_and_numbers_are_written_as_people_read_them() -> None:
-    sizes = {15915223612: "14.8GiB", 6 << 30: "6GiB", 1305 << 20: "1.27GiB", 100 << 20: "100MiB", 1023: "1023B", 0: "0B"}
+    sizes = {
+        15915223612: "14.8GiB",
+        6 << 30: "6GiB",
+        1305 << 20: "1.27GiB",
+        100 << 20: "100MiB",
+        1023: "1023B",
+        0: "0B",
+    }
     assert {num_bytes: written_size(num_bytes) for num_bytes in sizes} == sizes
     assert all(0.99 * num_bytes <= (parse_size(text) or 0) <= num_bytes for num_bytes, text in sizes.items())
     assert flags({"offload.optimizer_memory": 15915223612, "offload.prefetch": 2, "offload.graphs_memory": None}) == (

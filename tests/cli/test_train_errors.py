@@ -47,11 +47,14 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (
             ["--model_name_or_path", "x", "--dataset_name", "y", "--num_epochs=3"],
             [
-                "unknown keys model_name_or_path (did you mean model.path?), dataset_name (did you mean data.source?), "
-                "num_epochs (did you mean train.epochs?); the sections are run,"
+                "unknown keys model_name_or_path (did you mean model.path?), dataset_name (did you mean data.source?)",
+                "num_epochs (did you mean train.epochs?); the sections are run,",
             ],
         ),
-        (["--debgu", "--lr", "1"], ["unknown option --debgu (did you mean debug?)", "unknown key lr (did you mean opt"]),
+        (
+            ["--debgu", "--lr", "1"],
+            ["unknown option --debgu (did you mean debug?)", "unknown key lr (did you mean opt"],
+        ),
         (["--train.precision", "fp16"], ["train.precision is 'fp16' (did you mean bf16?); it"]),
         (["--optimizer.name", "adam"], ["optimizer.name is 'adam' (did you mean adamw?)"]),
         (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'muon' or 'mezo'"]),
