@@ -153,6 +153,11 @@ def written_size(num_bytes: int) -> str:
     return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"
 
 
+def ratio(number: float) -> str:
+    """Return a number of times, as in `0.5`, `3.14` and `1,070`: three digits, and all of a whole number."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number of things, as in `1 step` and `1,070 steps`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
-from offload.errors import ConfigError, shorten
+from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -94,7 +94,7 @@ def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
         bar = "█" * -(-_BAR * count // most)
         yield f"  up to {end:>{width},}  {bar}{' ' * bool(bar)}{count:,}"
         if end == view.sequence_length:
-            yield f"  {'-' * (6 + width)}  a row has {end:,} tokens"
+            yield f"  {'-' * (6 + width)}  a row has {counted(end, 'token')}"
 
 
 def _legend(in_colour: bool) -> Text:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
-from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 
 if TYPE_CHECKING:
     from offload.forecast.forecast import Alternative, Forecast
@@ -110,8 +110,10 @@ def heading(found: Forecast) -> Iterator[str]:
     machines, ranks = found.hardware.num_machines, ""
     if found.total_ranks > 1:
         where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
-        ranks = f", {found.total_ranks} ranks{where}; of one of them:"
-    rows = f"{found.config.train.num_rows} rows of {found.config.data.sequence_length} tokens a step"
+        ranks = f", {counted(found.total_ranks, 'rank')}{where}; of one of them:"
+    rows = (
+        f"{counted(found.config.train.num_rows, 'row')} of {counted(found.config.data.sequence_length, 'token')} a step"
+    )
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""

@@ -142,7 +142,8 @@ def verify_shown(folder: Path) -> str:
     """
     with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as tell:
         reader.verify(tell)
-        return f"{len(reader.contents)} parameters and buffers, {format_bytes(reader.num_bytes)}; all checksums agree"
+        about = f"{len(reader.contents):,} parameters and buffers, {format_bytes(reader.num_bytes)}"
+        return f"{about}; all checksums agree"
 
 
 def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from offload.data.storage import PACKINGS, Place, unpacked
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 
 CONTAINERS = {
     "json": frozenset({".jsonl", ".json", ".ndjson"}),
@@ -149,8 +149,8 @@ def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -
     listed = [f"{number} {suffix}" for suffix, number in found.most_common(_NUM_NAMED)]
     more = ", ..." if len(found) > _NUM_NAMED else ""
     return (
-        f"{_files(found.total())} of {source} {'is' if found.total() == 1 else 'are'} not read, by the ending: "
-        f"{', '.join(listed)}{more}. A glob takes any."
+        f"{counted(found.total(), 'file')} of {source} {'is' if found.total() == 1 else 'are'} not read, by the "
+        f"ending: {', '.join(listed)}{more}. A glob takes any."
     )
 
 
@@ -213,8 +213,4 @@ def _by_first_bytes(place: Place) -> str | None:
 def _counted(kind: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
     shown = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{_files(len(paths))} of {kind or 'another kind'} ({shown})"
-
-
-def _files(number: int) -> str:
-    return "1 file" if number == 1 else f"{number:,} files"
+    return f"{counted(len(paths), 'file')} of {kind or 'another kind'} ({shown})"

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from offload.config.presets import PRESETS
 from offload.config.sections import GIVEN, ModelSection
-from offload.errors import ConfigError, OffloadError, format_bytes
+from offload.errors import ConfigError, OffloadError, counted, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.quantized import quantization_of, unquantized
@@ -394,7 +394,7 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
     lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
     if lacking:
         raise ConfigError(
-            f"the weights of {path} lack {len(lacking)} parameters of {type(model).__name__}, for example "
+            f"the weights of {path} lack {counted(len(lacking), 'parameter')} of {type(model).__name__}, for example "
             f"{lacking[0]}; give a folder with all weights, or set --model.init random."
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import OffloadError, format_bytes
+from offload.errors import OffloadError, counted, format_bytes
 from offload.hf.models import in_eval_mode
 from offload.machine.environment import memory
 
@@ -66,7 +66,9 @@ def reload(folder: Path, auto: Any) -> Any:
         ) from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise OffloadError(f"the exported folder {folder} lacks {len(missing)} parameters, for example {missing[0]}.")
+        raise OffloadError(
+            f"the exported folder {folder} lacks {counted(len(missing), 'parameter')}, for example {missing[0]}."
+        )
     return model.eval()
 
 
