@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import socket
 import typing
@@ -27,6 +26,7 @@ from offload.config.sections import GIVEN, ModelSection
 from offload.errors import ConfigError, OffloadError, counted, format_bytes
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
+from offload.hf.places import find_model, missing
 from offload.hf.quantized import quantization_of, unquantized
 from offload.hf.read import LoadReport, conversion, read_model, weight_files
 from offload.hf.sources import Fill, Removed, Source
@@ -95,18 +95,8 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     if path is None:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    find_model(str(path))
     file = path / "config.json" if path.is_dir() else path
-    if (path / "adapter_config.json").is_file() and not file.is_file():
-        raise ConfigError(
-            f"model.path is {section.path}, which holds an adapter of PEFT and no model: set --lora.adapter to it, and "
-            "--model.path to the model that it is of."
-        )
-    if not file.is_file():
-        raise ConfigError(
-            f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model "
-            "folder."
-        )
-    _check_json(file, str(section.path))
     return _read_configuration(file, f"model.path is {section.path}, whose configuration")
 
 
@@ -116,21 +106,18 @@ def locate(section: ModelSection) -> Path | None:
     """
     if section.path is None or section.path.startswith(GIVEN):
         return None
-    path = Path(section.path).expanduser()
-    if path.exists():
-        return path
-    missing = (
-        f"model.path is {section.path}, which does not exist; set --model.path to a model folder or a config.json."
-    )
-    if path.is_absolute() or section.path.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) != 2:
-        raise ConfigError(missing)
+    found = find_model(section.path)
+    if found.exists:
+        return found.path
     wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
     is_online = _reaches_hub()
     try:
         return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
         reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
-        raise ConfigError(f"{missing} As the name of a hub model it cannot be had either: {reason}.") from error
+        raise ConfigError(
+            f"{missing(section.path)} As the name of a hub model it cannot be had either: {reason}."
+        ) from error
 
 
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
@@ -145,15 +132,6 @@ def _reaches_hub() -> bool:
     except OSError:
         return False
     return not huggingface_hub.constants.HF_HUB_OFFLINE
-
-
-def _check_json(path: Path, given: str) -> None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path is {given}, but {path} is not a JSON file: {error}.") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(f"model.path is {given}, but {path} names no model_type, so the architecture is unknown.")
 
 
 def _brief(error: Exception) -> str:
