@@ -7,7 +7,6 @@ import os
 from offload import __version__
 from offload.config.command_line import importing, parse_config, run_command, take_gpus
 from offload.distributed.launch import end_with_launcher, launch
-from offload.training.early import check_names
 
 DESCRIPTION = (
     "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
@@ -20,6 +19,8 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
+    from offload.training.early import check_names  # once an interrupt finds a command that can end
+
     check_names(config)
     if num_ranks > 1:
         config.check_ranks(num_ranks)
