@@ -320,11 +320,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     if unknown:
         raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
     placement = options.pop("placement", None) or Placement()
-    if isinstance(placement, Mapping):
-        unknown = set(placement) - {field.name for field in fields(Placement)}
-        if unknown:
-            raise ConfigError(f"placement has {min(unknown)!r}, which it does not know: see help(offload.Placement).")
-        placement = Placement(**placement)
+    placement = Placement.of(placement)
     empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
     if empty is not None:
         raise ConfigError(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+
 from offload.accelerators import parse_device
 from offload.config.arguments import check_types
 from offload.config.sections import parse_chunks
-from offload.errors import ConfigError
+from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8
 from offload.optim.adamw import AdamW
@@ -123,12 +125,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, UpdateRule):
+            kind, is_torch = type(self.optimizer).__name__, isinstance(self.optimizer, torch.optim.Optimizer)
+            shown = f"a torch.optim.{kind}" if is_torch else shorten(repr(self.optimizer))
             raise ConfigError(
-                f"the optimizer is {self.optimizer!r}; it must be an update rule, such as AdamW(lr=1e-4). (Settings as "
-                "a whole are given by name: settings=...)"
+                f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), and its "
+                "learning rate is engine.lr. (Settings as a whole are given by name: settings=...)"
             )
-        if not isinstance(self.placement, Placement):
-            raise ConfigError(f"the placement is {self.placement!r}; it must be a Placement, such as Placement().")
+        object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         if self.precision == "fp32" and not self.optimizer.has_low:
