@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -126,6 +128,17 @@ def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
     )
 
 
+_BETWEEN = {"offload", "torch", "transformers", "accelerate", "trl", "peft", "contextlib", "functools"}
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's own that led here, and not at one of a library."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
 _MAX_SHOWN = 200
 
 
@@ -142,6 +155,11 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
         return ""
     found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def allocation_name(name: str) -> str:
+    """Return the name of an allocation as people read it."""
+    return "master, low 16 bits" if name == "low" else name
 
 
 def written_size(num_bytes: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
-from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
     from offload.forecast.forecast import Alternative, Forecast
@@ -94,7 +94,7 @@ def _show(found: Forecast) -> None:
     for tier, held in found.tiers.items():
         table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}", style="bold")
         for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
-            table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
+            table.add_row(f"  {allocation_name(each['name'])}", format_bytes(each["bytes"]))
     beside = {"while loading": found.memory.loading_bytes, "while operations run": found.memory.operations_bytes}
     for when, num_bytes in beside.items():
         if num_bytes:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from offload.config.presets import PRESETS
 from offload.config.sections import GIVEN, ModelSection
-from offload.errors import ConfigError, OffloadError, counted, format_bytes
+from offload.errors import ConfigError, OffloadError, counted, format_bytes, warn
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.places import find_model, missing
@@ -342,10 +342,9 @@ def _load(
                 f"the weights of {path} are in few bits, and cannot be read part by part: {error} Give the folder of "
                 "the model that it was made from."
             ) from error
-        warnings.warn(
+        warn(
             f"the weights of {path} are read by transformers, which holds all of them in memory at once "
-            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}",
-            stacklevel=2,
+            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}"
         )
         return _load_whole(auto, path, config, options)
     _check_complete(model, path, weights.report.missing)

@@ -129,7 +129,7 @@ def test_device_bytes(precision: str) -> None:
         "unit slot": width * max(sizes.streamed),
         "gradient buffer": width * max(sizes.streamed),
         "resident weights": width * sizes.norm,
-        "lasting gradients": 4 * sizes.norm,
+        "accumulated gradients": 4 * sizes.norm,
     }
 
 
