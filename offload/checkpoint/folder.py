@@ -169,5 +169,10 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
 def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
     """Return the Hugging Face folder or the checkpoint that is meant; as `chosen_checkpoint` for a run."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; give a Hugging Face folder, a checkpoint (RUN/checkpoints/step-N), or RUN for its "
+            "newest one."
+        )
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
     return path if is_folder else chosen_checkpoint(path, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -15,7 +16,7 @@ from offload.config.config import Config
 from offload.data.excerpt import excerpt_of
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
-from offload.errors import DiskError, common, is_common, shorten
+from offload.errors import DiskError, common, format_bytes, is_common, shorten
 from offload.hf import reload
 from offload.hf.models import max_positions
 from offload.training.build import Run
@@ -60,7 +61,7 @@ class Export:
             self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
-        self._say(f"exported to {self.path}")
+        self._say(f"exported to {self.path}{_contents(self.path)}")
         return self.path
 
     def check(self) -> None:
@@ -97,6 +98,16 @@ class Export:
             answer = tokenizer.decode(cut.answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
             reference = f"; in the data: {answer!r}"
         self._say(f"sample: {shorten(repr(tokenizer.decode(cut.prompt)))} -> {text!r}{reference}")
+
+
+def _contents(folder: Path) -> str:
+    """Return how many bytes of weights a folder has, and of what kind, which may be wider than the model had them."""
+    try:
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    except (OSError, ValueError):  # of an adapter, or of a rank that has another disk
+        return ""
+    return f": {format_bytes(num_bytes)} of weights{f' in {kind}' if kind else ''}"
 
 
 def go_back(

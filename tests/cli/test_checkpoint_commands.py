@@ -193,6 +193,10 @@ def test_verify_as_json(run: Path, made: Path, call: Call) -> None:
 
 
 def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
+    with pytest.raises(ConfigError, match=r"^--prompt is missing; see --help\.$"):
+        call(generate, tmp_path)
+    with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, a checkpoint"):
+        call(generate, tmp_path / "nowhere", "--prompt", "a")
     with pytest.raises(ConfigError, match="does not exist"):
         call(verify, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds neither checkpoints nor"):
