@@ -111,9 +111,8 @@ def heading(found: Forecast) -> Iterator[str]:
     if found.total_ranks > 1:
         where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
         ranks = f", {counted(found.total_ranks, 'rank')}{where}; of one of them:"
-    rows = (
-        f"{counted(found.config.train.num_rows, 'row')} of {counted(found.config.data.sequence_length, 'token')} a step"
-    )
+    length = int(found.config.data.sequence_length or 0)
+    rows = f"{counted(found.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""

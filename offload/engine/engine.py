@@ -93,9 +93,7 @@ class Engine(StateAccess):
         self._recovery.also(self._steps.trial_runs.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
 
     def __repr__(self) -> str:
-        """Return what trains where, such as `<Engine: AdamW over LlamaForCausalLM on cpu>`."""
-        ranks = f", {self.comm.size} ranks" if self.comm.size > 1 else ""
-        return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}{ranks}>"
+        return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""

@@ -124,13 +124,7 @@ class Settings:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, UpdateRule):
-            kind, is_torch = type(self.optimizer).__name__, isinstance(self.optimizer, torch.optim.Optimizer)
-            shown = f"a torch.optim.{kind}" if is_torch else shorten(repr(self.optimizer))
-            raise ConfigError(
-                f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), and its "
-                "learning rate is engine.lr. (Settings as a whole are given by name: settings=...)"
-            )
+        _check_rule(self.optimizer)
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
@@ -332,6 +326,17 @@ class Settings:
     def delay_seed(self) -> int | None:
         """The seed by which lanes wait at random; None where they do not."""
         return None if self.debug is False else int(self.debug)
+
+
+def _check_rule(given: Any) -> None:
+    if isinstance(given, UpdateRule):
+        return
+    is_torch = isinstance(given, torch.optim.Optimizer)
+    shown = f"a torch.optim.{type(given).__name__}" if is_torch else shorten(repr(given))
+    raise ConfigError(
+        f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), and its learning rate "
+        "is engine.lr. (Settings as a whole are given by name: settings=...)"
+    )
 
 
 def check_max_grad_norm(norm: float | None) -> None:

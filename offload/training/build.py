@@ -261,6 +261,7 @@ def make_run(
         )
         say(f"note: {why}: conversations are not packed. {data.rows}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
+    doing("trying the model, and taking the first step")
     return Run(
         config, kind, data, asked, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )

@@ -145,7 +145,6 @@ class Trainer:
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:
                 self._say(*run.disk_needs.check(self._folder.path, self.config, self._stands.num_done))
-        self._progress.doing("trying the model, and taking the first step")
         self._stop.begin()
         self._callbacks.begin(run, self._stands)
         try:
@@ -270,9 +269,7 @@ class Trainer:
         if votes["stop"]:
             self._stop.agree(comm)
         elif votes["over"]:
-            self._say(
-                f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after {counted(step, 'step')}."
-            )
+            self._say(f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after step {step}.")
         elif votes["without"]:
             self._say(f"the data are at their end after {counted(step, 'step')}.")
         else:

@@ -196,7 +196,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
 
 
 def test_a_run_far_slower_than_its_plan_is_told_so_before_anything_else(tmp_path: Path) -> None:
-    lines = [line(step, 1.0) for step in range(1, 9)]
+    lines = [line(step, 1.0, lanes={}) for step in range(1, 9)]
     for planned, told in ((0.25, True), (0.8, False)):
         path = write_run(tmp_path / str(planned), lines, plan={**PLAN, "step_seconds": planned})
         first = [each.why for each in advise(Recorded.read(path), figures_of(path))][:1]
