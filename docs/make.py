@@ -39,8 +39,8 @@ SETTINGS = """# Settings
 A setting is given as `--section.field VALUE` on the command line, or in a YAML file with the same sections, which
 `--config` reads. The command line wins. `train`, `plan`, `parity` and `bench sweep` take all of them.
 
-A size is `6GiB`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with the name
-that is probably meant.
+A size is `6GiB` or `6G`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with
+the name that is probably meant.
 
 """
 COMMANDS_INTRO = """# Commands

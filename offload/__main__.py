@@ -47,7 +47,7 @@ def main(words: list[str]) -> int | None:
     name = words[0]
     if name not in COMMANDS:
         raise ConfigError(
-            f"{shorten(name)!r} is no command{nearest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
+            f"unknown command {shorten(name)!r}{nearest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
         )
     return typing.cast("int | None", module_of(name).main(words[1:]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
 _bounds: dict[torch.device, list[int]] = {}
@@ -53,7 +52,7 @@ def own_accelerator(
     asked, found = parse_device(name, flag), accelerators()
     if not found if asked is None else asked.type == "cpu":
         if asked is None and (why := unusable_gpu(environ)):
-            warnings.warn(why, stacklevel=2)
+            warn(why)
         return None
     if asked is not None and asked.type not in {each.device.type for each in found}:
         there = f"{found[0].device.type} alone" if found else "nothing but the CPU"

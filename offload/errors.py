@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -126,6 +128,17 @@ def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
     )
 
 
+_BETWEEN = {"offload", "torch", "transformers", "accelerate", "trl", "peft", "contextlib", "functools"}
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's own that led here, and not at one of a library."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
 _MAX_SHOWN = 200
 
 
@@ -142,6 +155,30 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
         return ""
     found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def allocation_name(name: str) -> str:
+    """Return the name of an allocation as people read it."""
+    return "master, low 16 bits" if name == "low" else name
+
+
+def written_size(num_bytes: int) -> str:
+    """Return a size as a setting takes it, such as `14.8GiB`: three digits, rounded down."""
+    shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
+    whole, scale = num_bytes >> shift, 1 << shift
+    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
+    size = num_bytes * 10**digits // scale / 10**digits
+    return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"
+
+
+def ratio(number: float) -> str:
+    """Return a number of times, as in `0.5`, `3.14` and `1,070`: three digits, and all of a whole number."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, as in `1 step` and `1,070 steps`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ import tyro
 
 from offload.config.command_line import parse_options, run_command, say
 from offload.config.sections import parse_size
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, counted, format_bytes
 
 DESCRIPTION = (
     "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "
@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
         done = export_merged(folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original")
     else:
         done = export_stored(folder, out, dtype, shard_bytes)
-    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+    files = counted(len(done.files), "file")
     print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and the same.")
     return 0
 

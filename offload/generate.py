@@ -11,7 +11,7 @@ import tyro
 
 from offload.config.command_line import as_utf8, parse_options, run_command, say
 from offload.config.sections import parse_size
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, counted, format_bytes
 
 DESCRIPTION = (
     "Continue a text with a causal or an encoder-decoder model. Weights that do not fit the memory are read again for "
@@ -103,12 +103,26 @@ def main(words: list[str]) -> int:
     ) as sampler:
         done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
         total = sampler.stream.total_bytes
+        text = sampler.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        has_template = bool(sampler.tokenizer.chat_template)
     print()
+    if not text.strip():
+        say(_no_text(lacks_template=has_template and not options.chat))
+    num_tokens = len(done.token_ids)
     say(
-        f"{len(done.token_ids)} tokens in {done.seconds:.1f} s, {len(done.token_ids) / done.seconds:.3g} a second; "
+        f"{counted(num_tokens, 'token')} in {done.seconds:.1f} s, {num_tokens / done.seconds:.3g} a second; "
         f"{format_bytes(total)} of weights, {format_bytes(done.bytes_read)} read while writing"
     )
     return 0
+
+
+def _no_text(*, lacks_template: bool) -> str:
+    if not lacks_template:
+        return "note: the model ended its text at once."
+    return (
+        "note: the model ended its text at once. The folder has a chat template, and a chat model expects a prompt in "
+        "it: add --chat."
+    )
 
 
 def _check(options: Options) -> None:

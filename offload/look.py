@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
-from offload.errors import ConfigError, shorten
+from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,6 +30,7 @@ OPTIONS = {
 _MOST_ROWS = 1000
 _STYLES = {"trained": "green", "context": "", "padding": "dim"}
 _BAR = 40  # characters of the longest bar
+_MOST_DOCUMENTS = 4  # of a row that a terminal shows
 _HEAD, _TAIL = 600, 300  # characters of a long piece that a terminal shows
 
 
@@ -38,6 +39,9 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.data", description=DESCRIPTION, own=OPTIONS)
     num_samples, as_json = _num_samples(own["samples"]), is_on(own, "json")
     page = None if own["page"] is None else Path(own["page"]).expanduser()
+    from offload.training.early import check_names
+
+    check_names(config)
     with importing():
         from offload.reporting.data_page import write_data_page
         from offload.reporting.html import check_path
@@ -94,7 +98,7 @@ def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
         bar = "█" * -(-_BAR * count // most)
         yield f"  up to {end:>{width},}  {bar}{' ' * bool(bar)}{count:,}"
         if end == view.sequence_length:
-            yield f"  {'-' * (6 + width)}  a row has {end:,} tokens"
+            yield f"  {'-' * (6 + width)}  a row has {counted(end, 'token')}"
 
 
 def _legend(in_colour: bool) -> Text:
@@ -108,11 +112,13 @@ def _legend(in_colour: bool) -> Text:
 
 
 def _row(sample: Sample, in_colour: bool) -> Text:
-    """Return a row's text, with what is trained in colour or between marks."""
+    """Return a row's text, with what is trained in colour or between marks: of many documents the first ones."""
     from rich.text import Text
 
     row, is_open = Text(), False
-    for piece in sample.pieces:
+    begins = [index for index, piece in enumerate(sample.pieces) if piece.begins_document]
+    left_out = max(0, len(begins) - _MOST_DOCUMENTS)
+    for piece in sample.pieces[: begins[_MOST_DOCUMENTS] if left_out else None]:
         is_trained = piece.kind == "trained"
         if is_open and (piece.begins_document or not is_trained):
             row.append("" if in_colour else "⟧")
@@ -123,7 +129,8 @@ def _row(sample: Sample, in_colour: bool) -> Text:
             row.append("" if in_colour else "⟦")
             is_open = True
         row.append(_shown(piece), f"{_STYLES[piece.kind]}{' bold' * (piece.is_special and piece.kind != 'padding')}")
-    return row.append("⟧" if is_open and not in_colour else "")
+    row.append("⟧" if is_open and not in_colour else "")
+    return row.append(f"\n[... {counted(left_out, 'document')} more, which --page shows ...]" if left_out else "")
 
 
 def _shown(piece: Piece) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from offload import __version__
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.distributed.launch import end_with_launcher, launch
-from offload.errors import ConfigError, shorten
+from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
     from offload.config.config import Config
@@ -150,10 +150,10 @@ def show(verdict: Verdict) -> None:
     apart = "every bit is equal"
     if differing:
         apart = (
-            f"{differing:,} elements of {len(weights.differing)} parameters differ, by {weights.largest:.3g} at most; "
-            f"as a whole by {weights.distance:.1e} of the way that they have gone"
+            f"{differing:,} elements of {counted(len(weights.differing), 'parameter')} differ, by "
+            f"{weights.largest:.3g} at most; as a whole by {weights.distance:.1e} of the way that they have gone"
         )
-    print(f"weights: {weights.num_elements:,} elements of {weights.num_parameters} parameters: {apart}")
+    print(f"weights: {weights.num_elements:,} elements of {counted(weights.num_parameters, 'parameter')}: {apart}")
     for text in verdict.notes:
         print(f"note: {text}")
     for text in verdict.reasons:
@@ -174,7 +174,7 @@ def show(verdict: Verdict) -> None:
 
 
 def _summary(verdict: Verdict) -> str:
-    steps = f"over {len(verdict.steps)} steps"
+    steps = f"over {counted(len(verdict.steps), 'step')}"
     if not verdict.is_equal:
         return f"offloaded and resident training differ {steps}"
     if verdict.is_bit_equal:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
-from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
     from offload.forecast.forecast import Alternative, Forecast
@@ -94,7 +94,7 @@ def _show(found: Forecast) -> None:
     for tier, held in found.tiers.items():
         table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}", style="bold")
         for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
-            table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
+            table.add_row(f"  {allocation_name(each['name'])}", format_bytes(each["bytes"]))
     beside = {"while loading": found.memory.loading_bytes, "while operations run": found.memory.operations_bytes}
     for when, num_bytes in beside.items():
         if num_bytes:
@@ -110,8 +110,9 @@ def heading(found: Forecast) -> Iterator[str]:
     machines, ranks = found.hardware.num_machines, ""
     if found.total_ranks > 1:
         where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
-        ranks = f", {found.total_ranks} ranks{where}; of one of them:"
-    rows = f"{found.config.train.num_rows} rows of {found.config.data.sequence_length} tokens a step"
+        ranks = f", {counted(found.total_ranks, 'rank')}{where}; of one of them:"
+    length = int(found.config.data.sequence_length or 0)
+    rows = f"{counted(found.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
     precision = found.config.train.precision
     trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
     of = f", {trained:,} of them trained" if found.config.adapts else ""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from offload.config.command_line import parse_options, run_command, say
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 
 DESCRIPTION = (
     "Make the steps of a run with --optimizer.name mezo again, bit for bit, without its data and without a pass: from "
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     from offload.training.replay import replay_run  # imports torch
 
     num_steps = replay_run(base, run, out, options.dtype, say)
-    print(f"{out}: the weights after {num_steps} steps of {run}.")
+    print(f"{out}: the weights after {counted(num_steps, 'step')} of {run}.")
     return 0
 
 

@@ -19,6 +19,9 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
+    from offload.training.early import check_names  # once an interrupt finds a command that can end
+
+    check_names(config)
     if num_ranks > 1:
         config.check_ranks(num_ranks)
         print(f"offload {__version__}: starting {num_ranks} ranks ...")

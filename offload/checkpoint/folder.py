@@ -142,7 +142,8 @@ def verify_shown(folder: Path) -> str:
     """
     with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as tell:
         reader.verify(tell)
-        return f"{len(reader.contents)} parameters and buffers, {format_bytes(reader.num_bytes)}; all checksums agree"
+        about = f"{len(reader.contents):,} parameters and buffers, {format_bytes(reader.num_bytes)}"
+        return f"{about}; all checksums agree"
 
 
 def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
@@ -168,5 +169,10 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
 def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
     """Return the Hugging Face folder or the checkpoint that is meant; as `chosen_checkpoint` for a run."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; give a Hugging Face folder, a checkpoint (RUN/checkpoints/step-N), or RUN for its "
+            "newest one."
+        )
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
     return path if is_folder else chosen_checkpoint(path, say)

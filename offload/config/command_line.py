@@ -153,6 +153,9 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
     """
     import tyro
 
+    asks_for_help = {"--help", "-h"} & set(words)
+    if not asks_for_help and (missing := _missing(kind, words)):
+        raise ConfigError(f"--{missing} is missing; see --help.")
     options, unknown = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
     if unknown:
         names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
@@ -167,6 +170,20 @@ def as_utf8(word: str, option: str) -> str:
         return word.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
         raise ConfigError(f"{option} is not UTF-8 text: {error}.") from error
+
+
+def _missing(kind: type[Any], words: Sequence[str]) -> str | None:
+    """Return the name of an option that has no default and is not among the words; None where there is none."""
+    import tyro
+
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for each in dataclasses.fields(kind):
+        name, has_default = each.name.replace("_", "-"), each.default is not dataclasses.MISSING
+        is_option = tyro.conf.Positional not in getattr(hints[each.name], "__metadata__", ())
+        if is_option and not has_default and each.default_factory is dataclasses.MISSING and f"--{name}" not in given:
+            return name
+    return None
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:

@@ -745,14 +745,13 @@ def _show(value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """Turn pydantic's findings into one paragraph: key, value, what is allowed."""
-    sentences = []
     found = error.errors()
-    for item in found[:3]:
+    unknown = [".".join(map(str, item["loc"][:2])) for item in found if item["type"] == "extra_forbidden"]
+    wrong = [item for item in found if item["type"] != "extra_forbidden"]
+    sentences = [unknown_keys(unknown)] if unknown else []
+    for item in wrong[:3]:
         place = [str(part) for part in item["loc"]]
         key = ".".join(place[:2])
-        if item["type"] == "extra_forbidden":
-            sentences.append(unknown_key(key))
-            continue
         if len(place) == 1:
             sentences.append(
                 f"{key} is {_show(item['input'])}; it should be a section with keys "
@@ -761,29 +760,51 @@ def _explain(error: ValidationError) -> str:
             continue
         reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
         inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
-        meant = familiar(str(item["input"]))
-        close = f" (did you mean {meant}?)" if meant else ""
-        sentences.append(f"{key}{inner} is {_show(item['input'])}{close}; {reason}.")
-    if len(found) > 3:
-        sentences.append(f"{len(found) - 3} more like these.")
+        sentences.append(f"{key}{inner} is {_show(item['input'])}{_meant_value(key, item)}; {reason}.")
+    if len(wrong) > 3:
+        sentences.append(f"{len(wrong) - 3} more like these.")
     return " ".join(sentences)
 
 
-def unknown_key(key: str) -> str:
-    """Return the sentence about a key that does not exist, with the one that is meant: of the same name in another
-    section, by the name it has in other trainers, or the nearest.
+def _meant_value(key: str, item: Mapping[str, Any]) -> str:
+    """Return ` (did you mean VALUE?)` of a value that another key has, or of the nearest that this key has."""
+    value = str(item["input"])
+    meant = familiar(value)
+    if meant and meant != key:
+        return f" (did you mean {meant}?)"
+    return nearest(value, re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected", ""))), cutoff=0.6)
+
+
+def unknown_keys(unknown: Iterable[str]) -> str:
+    """Return the sentences about keys that do not exist, each with the one that is meant."""
+    sections = [key for key in dict.fromkeys(unknown) if key in Config.SECTIONS]
+    sentences = [
+        f"{section} is a section; its keys are {', '.join(k for k in all_keys() if k.startswith(section + '.'))}."
+        for section in sections
+    ]
+    if others := [key for key in dict.fromkeys(unknown) if key not in Config.SECTIONS]:
+        named = ", ".join(f"{shorten(key)}{_meant_key(key)}" for key in others)
+        owners = {key.partition(".")[0] for key in others}
+        section = owners.pop()
+        if not owners and section in Config.SECTIONS:
+            allowed = f"{section} has {', '.join(Config.SECTIONS[section].model_fields)}"
+        else:
+            allowed = f"the sections are {', '.join(Config.SECTIONS)}"
+        sentences.append(f"unknown key{'s' if len(others) > 1 else ''} {named}; {allowed}.")
+    return " ".join(sentences)
+
+
+def _meant_key(key: str) -> str:
+    """Return ` (did you mean KEY?)`: of the same name in another section, by the name it has in other trainers, or the
+    nearest.
     """
     section, _, field = key.partition(".")
     keys = all_keys()
-    if section in Config.SECTIONS and not field:
-        return f"{section} is a section; its keys are {', '.join(k for k in keys if k.startswith(section + '.'))}."
     name = field or section
     owners = [known for known in keys if known.split(".")[1] == name]
-    meant = owners[0] if owners else familiar(name)
-    close = f" (did you mean {meant}?)" if meant else ""
+    if meant := owners[0] if owners else familiar(name):
+        return f" (did you mean {meant}?)"
     if section in Config.SECTIONS:
-        fields = Config.SECTIONS[section].model_fields
-        close = close or nearest(field, fields).replace("mean ", f"mean {section}.") or nearest(key, keys)
-        return f"unknown key {shorten(key)}{close}; {section} has {', '.join(fields)}."
-    close = close or nearest(key, keys if field else Config.SECTIONS)
-    return f"unknown key {shorten(key)}{close}; the sections are {', '.join(Config.SECTIONS)}."
+        near = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")
+        return near or nearest(key, keys)
+    return nearest(key, keys if field else Config.SECTIONS)

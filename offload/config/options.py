@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic.fields import FieldInfo
 
-from offload.config.config import Config, all_keys, unknown_key
+from offload.config.config import Config, all_keys, unknown_keys
 from offload.config.familiar import familiar, present_name
 from offload.config.sections import kinds_in
 from offload.errors import ConfigError, nearest, shorten
@@ -50,7 +50,7 @@ def read_command(
         use_underscores=True,
     )
     if unknown:
-        raise ConfigError(_unknown_word(unknown, own))
+        raise ConfigError(_unknown_words(unknown, own))
     overrides = {}
     for key in all_keys():
         value = attrgetter(key)(parsed)
@@ -90,15 +90,20 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
     return result
 
 
-def _unknown_word(unknown: Sequence[str], own: Iterable[str]) -> str:
-    for word in unknown:
-        if word.startswith("--"):
-            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = (
-                nearest(key, ["config", "debug", "gpus", "help", *own]) if "." not in key and not familiar(key) else ""
-            )
-            return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
-    return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
+def _unknown_words(unknown: Sequence[str], own: Iterable[str]) -> str:
+    sentences, keys = [], []
+    for word in dict.fromkeys(word for word in unknown if word.startswith("--")):
+        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        is_option = "." not in key and not familiar(key)
+        if is_option and (close := nearest(key, ["config", "debug", "gpus", "help", *own])):
+            sentences.append(f"unknown option {shorten(word)}{close}; see --help.")
+        else:
+            keys.append(key)
+    if keys:
+        sentences.append(unknown_keys(keys))
+    return " ".join(sentences) or (
+        f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
+    )
 
 
 def _field(key: str) -> FieldInfo:

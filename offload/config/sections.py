@@ -22,11 +22,16 @@ _SIZE_UNITS = {
     "": 1, "b": 1,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
+"""Bytes by unit, in lower case. A letter alone is a binary unit, as of `free -h`, Slurm and Docker."""
+_LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
+"""Budgets below, without a unit, have lost one: as a text, and as a number, in which a run writes its own budgets."""
 
 
 def parse_size(value: Any, key: str | None = None) -> int | None:
-    """Return a number of bytes from "6GiB", "512MiB", "1.5GB" or a number; None stays None (no limit).
+    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number; None stays None
+    (no limit).
 
     Raises ConfigError; its message begins with `key` if that is given.
     """
@@ -47,6 +52,19 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
             f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
         ) from None
     return int(num_bytes)
+
+
+def _as_budget(value: Any) -> int | None:
+    """Do what `parse_size` does, and refuse a number that has lost its unit."""
+    num_bytes = parse_size(value)
+    least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
+    if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
+        unit = "GiB" if num_bytes < 2**10 else "MiB"
+        raise ValueError(
+            f"without a unit it is a number of bytes: did you mean {value}{unit}? Write {num_bytes}B where bytes are "
+            "meant"
+        )
+    return num_bytes
 
 
 def _as_list(value: Any) -> Any:
@@ -179,7 +197,7 @@ def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
     return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
 
 
-Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
+Size = Annotated[int | None, BeforeValidator(_as_budget)]
 Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
@@ -617,8 +635,8 @@ class OffloadSection(Section):
     as far as memory reaches.
     """
     device_memory: Size = None
-    """Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for the built-in run on
-    a CPU).
+    """Budget of the device, per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the
+    built-in run on a CPU).
     """
     host_memory: Size = None
     """Budget of the CPU memory, per machine, same forms. none: no limit."""

@@ -18,7 +18,7 @@ from offload.data.source_rows import SourceFacts, SourceRows, names_of
 from offload.data.sources import Source, SourceFile, both_names, hash_text
 from offload.data.storage import Mark
 from offload.data.tokenizer import UNKNOWN
-from offload.errors import ConfigError, too_few_rows
+from offload.errors import ConfigError, counted, too_few_rows
 from offload.files.user_cache import default_cache_dir
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Dataset:
         """How many rows there are, and how they are cut, in words."""
         group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
         return (
-            f"{rows}: {self.num_train_rows // group:,} of {self.sequence_length} tokens to train on, "
+            f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
             f"{self.num_eval_rows // group:,} to evaluate; {self.layout}"
         )
 

@@ -55,6 +55,11 @@ _KEYS = {
     "preference": ("chosen", "rejected"),
     "tokens": ("input_ids",),
 }
+_USUAL_NAMES = {
+    "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
+    "completion": ("completion", "answer", "response", "output", "solution", "target", "reply"),
+}
+"""What other data sets call the columns of the format prompt."""
 _NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
 _NUM_FIRST = 10  # rows that are looked at for the first that can be read
 _SHAREGPT_ROLES = {
@@ -200,8 +205,16 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     renamed = f" (with data.columns {dict(columns)})" if columns else ""
     raise ConfigError(
         f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_known()} Where a column has "
-        "another name, say which: --data.columns '{text: NAME}'."
+        f"another name, say which: --data.columns '{_renaming(names)}'."
     )
+
+
+def _renaming(names: list[str]) -> str:
+    """Return a value for data.columns: for columns with usual names of prompts and answers, these."""
+    found = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
+    if None in found.values():
+        return "{text: NAME}"
+    return "{" + ", ".join(f"{key}: {name}" for key, name in found.items()) + "}"
 
 
 def _known() -> str:
@@ -271,7 +284,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by `iconv "
-            f"-f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}; data.format={file.format}."
+            f"-f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}."
         ) from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from offload.data.storage import PACKINGS, Place, unpacked
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 from offload.files.pointers import FIRST_BYTES, pointer_error
 
 CONTAINERS = {
@@ -52,6 +52,16 @@ _FIRST_BYTES = {
     b"\xfe\xff": _UTF16,
 }
 _NUM_FIRST = max(map(len, _FIRST_BYTES))
+_DOCUMENTS = {
+    b"%PDF": "a PDF document: extract its text first, such as by `pdftotext IN.pdf OUT.txt`",
+    b"\xd0\xcf\x11\xe0": "an office document: save its text first, as a .txt file",
+    b"\x89PNG": "a picture, which rows of a chat name (data.format messages)",
+    b"\xff\xd8\xff": "a picture, which rows of a chat name (data.format messages)",
+    b"SQLite format": "a database: export its rows first, as .csv or .jsonl",
+    b"GGUF": "a model, and no text",
+}
+"""What is taken for text by mistake, by its first bytes."""
+_OFFICE = {".docx", ".xlsx", ".pptx", ".odt", ".epub"}
 _UNPACK = (
     "a packed file of a kind that is not read (.gz and .zst are). Unpack it first (bunzip2, unxz, unzip, tar -x) and "
     "give what was in it"
@@ -90,6 +100,8 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             raise pointer_error(named, "the folder of this file")
     if kind == _TOKENS or data_format == "tokens":
         return
+    if document := _document(place):
+        raise ConfigError(f"{named} is {document}.")
     begins = _by_first_bytes(place)
     if begins and begins.startswith(_UTF16):
         raise ConfigError(
@@ -109,6 +121,11 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise ConfigError(f"{named} is {_UNPACK}.")
     if suffix in PACKINGS and begins != suffix and place.num_bytes:
         raise ConfigError(f"{named} does not begin as a {suffix} file: give it its right ending, or pack it anew.")
+    if data_format == "preference" and kind == "text" and not _may_be_records(place):
+        raise ConfigError(
+            f"{named} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
+            "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
+        )
     if kind == _COLUMNS and not place.num_bytes:
         raise ConfigError(f"{named} is an empty file, which is no {suffix} file: write it anew, or leave it out.")
     if suffix == ".parquet" and begins != ".parquet":
@@ -139,8 +156,8 @@ def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, set
         what = "is a folder with" if is_folder else "matches"
         base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
         raise ConfigError(
-            f"{setting}={source!r} {what} files of several kinds: {listed}. Which of them are meant cannot be told: "
-            f"name them, by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...), which "
+            f"{setting}={source!r} {what} files of several kinds: {listed}. Ambiguous: name them, "
+            f"by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...), which "
             "takes those files alone."
         )
 
@@ -153,8 +170,8 @@ def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -
     listed = [f"{number} {suffix}" for suffix, number in found.most_common(_NUM_NAMED)]
     more = ", ..." if len(found) > _NUM_NAMED else ""
     return (
-        f"{_files(found.total())} of {source} {'is' if found.total() == 1 else 'are'} not read, by the ending: "
-        f"{', '.join(listed)}{more}. A glob takes any."
+        f"{counted(found.total(), 'file')} of {source} {'is' if found.total() == 1 else 'are'} not read, by the "
+        f"ending: {', '.join(listed)}{more}. A glob takes any."
     )
 
 
@@ -206,6 +223,19 @@ def _kind(path: PurePath) -> str:
     return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "")
 
 
+def _may_be_records(place: Place) -> bool:
+    with place.open() as stream:
+        return stream.read(_NUM_FIRST).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+
+
+def _document(place: Place) -> str | None:
+    if place.name.suffix.lower() in _OFFICE:
+        return "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
+    with place.open() as stream:
+        start = stream.read(max(map(len, _DOCUMENTS)))
+    return next((what for magic, what in _DOCUMENTS.items() if start.startswith(magic)), None)
+
+
 def _by_first_bytes(place: Place) -> str | None:
     with place.open() as stream:
         start = stream.read(_NUM_FIRST)
@@ -217,8 +247,4 @@ def _by_first_bytes(place: Place) -> str | None:
 def _counted(kind: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
     shown = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{_files(len(paths))} of {kind or 'another kind'} ({shown})"
-
-
-def _files(number: int) -> str:
-    return "1 file" if number == 1 else f"{number:,} files"
+    return f"{counted(len(paths), 'file')} of {kind or 'another kind'} ({shown})"

@@ -19,7 +19,7 @@ from offload.data.encode import Asked, Encoded, Made, trained_tokens
 from offload.data.formats import Chat
 from offload.data.pictures import Picture, Pictured, decoded, digest_of
 from offload.data.rows import BadRow
-from offload.errors import ConfigError, MissingLibraryError, shorten
+from offload.errors import ConfigError, MissingLibraryError, counted, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class PicturedMaker:
         number = text.count(self._place)
         if number > len(images) or (number < len(images) and not is_part):
             raise BadRow(
-                f"{where} has {len(images)} pictures, and the chat template writes {number} places for them "
+                f"{where} has {counted(len(images), 'picture')}, and the chat template writes {number} places for them "
                 f"({self._place}): a message says that itself, or the template is none for pictures."
             )
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.data.sources import SourceFile
 from offload.data.storage import LocalFile, Place, first_bad_byte, library, opened
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
 """Where a row stands, for messages, and what it holds."""
@@ -215,8 +215,8 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
                 yield (
                     where,
                     BadRow(
-                        f"{where} has {len(fields)} fields, and the header names {len(names)} columns "
-                        f"({', '.join(names[:8])})."
+                        f"{where} has {counted(len(fields), 'field')}, and the header names "
+                        f"{counted(len(names), 'column')} ({', '.join(names[:8])})."
                     ),
                 )
                 continue

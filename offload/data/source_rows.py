@@ -14,7 +14,7 @@ from offload.data.packing import Layout
 from offload.data.prepare import Found, TokenizedData
 from offload.data.sources import STDLIB_CHAT, Source
 from offload.data.storage import unpacked
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted, ratio
 
 _A_ROW = "makes a row of each document"
 
@@ -76,8 +76,9 @@ class SourceRows:
         source, num_tokens = self.found.source, self.num_tokens
         skipped = "".join(f" {text}." for text in self._left_out())
         return (
-            f"{source.setting}={list(source.paths)!r} has {num_tokens} tokens and none of them can be trained; one row "
-            f"needs a trained token after another token within data.sequence_length={sequence_length}. "
+            f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} and none of them can be "
+            f"trained; one row needs a trained token after another token within "
+            f"data.sequence_length={sequence_length}. "
             + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
             + skipped
             + "".join(f" {example}" for example in self.tokens.bad[:1])
@@ -113,7 +114,8 @@ class SourceRows:
         """Return what is to be said; `quota`: how many of an epoch's `num_rows` are this source's."""
         more = self._left_out()
         if quota is not None and num_rows != self.train.num_rows:
-            passes = "" if quota == self.train.num_rows else f", {quota / self.train.num_rows:.3g} times its own rows"
+            often = ratio(quota / self.train.num_rows)
+            passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
             more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
         targets = sum(rows.num_targets for rows in self.layouts)
         return SourceFacts(self.name, self._contents(), targets / self.num_tokens, tuple(more))
@@ -123,11 +125,9 @@ class SourceRows:
         files, tokens = self.found.files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
         pairs, chats = self.found.holds_pairs, self.found.holds_chats
-        documents = ("pair" if pairs else "conversation" if chats else "document") + "s" * (num_documents != 1)
-        return (
-            f"{self.format} of {self.found.source}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
-            f"{num_documents:,} {documents}, {self.num_tokens:,} tokens"
-        )
+        documents = counted(num_documents, "pair" if pairs else "conversation" if chats else "document")
+        in_files = f" ({counted(len(files), 'file')})" if len(files) > 1 else ""
+        return f"{self.format} of {self.found.source}{in_files}: {documents}, {counted(self.num_tokens, 'token')}"
 
     @property
     def format(self) -> str:
@@ -147,26 +147,28 @@ class SourceRows:
         tokens, notes = self.tokens, []
         if tokens.num_bad:
             examples = " ".join(tokens.bad)
-            notes.append(f"{tokens.num_bad} rows cannot be read and were left out (data.on_bad_row skip): {examples}")
+            bad = counted(tokens.num_bad, "row")
+            notes.append(f"left out, since it cannot be read (data.on_bad_row skip): {bad}. {examples}")
         if tokens.num_empty:
-            notes.append(f"{tokens.num_empty} documents hold no text and were left out.")
+            notes.append(f"left out, without text: {counted(tokens.num_empty, 'document')}.")
         if tokens.num_split:
             notes.append(
-                f"{tokens.num_split} conversations became one document for each answer, as the chat template rewrites "
-                "earlier turns."
+                f"made into one document for each answer, as the chat template rewrites earlier turns: "
+                f"{counted(tokens.num_split, 'conversation')}."
             )
         if self.num_truncated:
             notes.append(
-                f"{self.num_truncated} tokens lie beyond data.sequence_length={self.train.sequence_length} and are cut "
-                f"off (data.packing{'_isolated=true' if self.train.packing else '=false'})."
+                f"cut off beyond data.sequence_length={self.train.sequence_length} "
+                f"(data.packing{'_isolated=true' if self.train.packing else '=false'}): "
+                f"{counted(self.num_truncated, 'token')}."
             )
         if self.num_too_long:
             notes.append(
-                f"{self.num_too_long} documents with pictures are longer than data.sequence_length="
-                f"{self.train.sequence_length} and were left out, since no picture is cut."
+                f"left out, with pictures and longer than data.sequence_length={self.train.sequence_length}, since no "
+                f"picture is cut: {counted(self.num_too_long, 'document')}."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
-            notes.append(f"{without_target} rows hold no trained token and were left out.")
+            notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.")
         return [f"{self.name}: {note}" if of else note for note in notes]
 
 

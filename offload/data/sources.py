@@ -172,9 +172,20 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
     if _may_be_on_hub(path, source):
         data_set = saved.from_hub(path, source.name, source.revision, source.split, source.setting)
         return [_of_data_set(data_set, path, source)]
-    raise ConfigError(
-        f"{source.setting}={path!r} does not exist (looked for {local.absolute()}). Give a file, a folder or a glob."
-    )
+    raise _is_nowhere(path, source.setting)
+
+
+def check_exists(path: str, setting: str) -> None:
+    """Raise ConfigError where a path of a source is nowhere. A glob that matches nothing is refused when it is read."""
+    local = Path(path).expanduser()
+    is_local = "://" not in path and not path.startswith("builtin:") and not glob.has_magic(path)
+    if is_local and not local.exists() and not _may_be_on_hub(path, Source((path,))):
+        raise _is_nowhere(path, setting)
+
+
+def _is_nowhere(path: str, setting: str) -> ConfigError:
+    where = Path(path).expanduser().absolute()
+    return ConfigError(f"{setting}={path!r} does not exist (looked for {where}). Give a file, a folder or a glob.")
 
 
 def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> list[SourceFile]:

@@ -14,6 +14,7 @@ import numpy as np
 from offload.data.dataset import Dataset
 from offload.data.mixture import Mixture
 from offload.data.source_rows import SourceRows
+from offload.errors import counted, ratio
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +83,10 @@ class Sample:
     def title(self) -> str:
         """Which row this is, and what it is made of."""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
-        documents = "1 document" if self.num_documents == 1 else f"{self.num_documents:,} documents"
         which = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
-            f"step {self.step}, {which}, of {self.source}: {documents}, {num_tokens:,} tokens, "
+            f"step {self.step}, {which}, of {self.source}: "
+            f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
             f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
         )
 
@@ -197,16 +198,15 @@ class DataView:
         longer = f"{source.num_longer:,} of {source.num_documents:,} longer than a row"
         if source.num_cut_off:
             share = source.num_cut_off / source.num_tokens
-            return f"{longer}: {source.num_cut_off:,} tokens, {share:.1%} of all, are cut off"
+            return f"{longer}: {counted(source.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
         return f"{longer}, to go on in other rows: no token is cut off"
 
 
 def told_rows(view: DataView) -> str:
     """Return how full rows are, and how often a run reads the data."""
-    number, what = view.batch_size // view.group, "row" if view.group == 1 else "pair"
-    rows = f"{number:,} {what}{'s' * (number != 1)}"
-    often = f"{view.epochs:.3g} times the data"
-    return f"{view.num_steps:,} steps of {rows}: {often}; {told_padding(view.padding_share)}"
+    rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
+    often = f"{ratio(view.epochs)} times the data"
+    return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {told_padding(view.padding_share)}"
 
 
 def told_padding(share: float) -> str:

@@ -37,8 +37,8 @@ from offload.tiers.placement import Placement
 
 
 class Engine(StateAccess):
-    """Trains `model` with its states on the tiers that `placement` says; the other keywords are the fields of
-    `Settings`, which may also be given as one.
+    """Trains `model` with its states on the tiers that `placement`, a Placement or its fields, says; the other keywords
+    are the fields of `Settings`, which may also be given as one.
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
@@ -54,7 +54,7 @@ class Engine(StateAccess):
         self,
         model: nn.Module,
         optimizer: UpdateRule | None = None,
-        placement: Placement | None = None,
+        placement: Placement | Mapping[str, Any] | None = None,
         *,
         fill: Fill | None = None,
         quantized: Mapping[nn.Parameter, Codec] | None = None,
@@ -91,6 +91,9 @@ class Engine(StateAccess):
         self._own_loop = OwnLoop(self._state, self._steps)
         self._reading = Reading(self._state, self.counters, self._own_loop)
         self._recovery.also(self._steps.trial_runs.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
+
+    def __repr__(self) -> str:
+        return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from copy import copy
@@ -23,7 +22,7 @@ from offload.engine.recording.judge import Case, Judge, Verdict
 from offload.engine.recording.trial_runs import MOST_CHOICES
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, warn
 from offload.hf.models import in_eval_mode
 from offload.tiers.host import trim_heap
 
@@ -137,10 +136,9 @@ class Judging:
             else (", and another result each time it runs: what moves it is out of reach, and trials have moved it")
         )
         changes = way.changes(before)
-        warnings.warn(
+        warn(
             f"a pass in the engine's way is not that of the model: {first.difference}{unsteady}."
-            f"{f' From here on {changes}.' if changes else ''}",
-            stacklevel=2,
+            f"{f' From here on {changes}.' if changes else ''}"
         )
         return True
 

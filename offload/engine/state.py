@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +32,7 @@ from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, open_units, put_parameters
 from offload.engine.units.way import Way
+from offload.errors import warn
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
@@ -297,10 +297,9 @@ class EngineState:
             return
         self._has_room_for_sums = None
         if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
-            warnings.warn(
+            warn(
                 "gradients that are summed over several backward passes wait in host memory, in fp32, although "
-                "offload.gradients is nvme.",
-                stacklevel=2,
+                "offload.gradients is nvme."
             )
         self.lanes.drain_updates()  # they read what goes
         self.store.hold_gradients(accumulates, waits=self._keeps_gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, nearest, warn
 from offload.hf.safetensors_file import reader
 from offload.hf.write import SHARD_BYTES
 from offload.layout.codecs import EXACT
@@ -316,7 +315,7 @@ class StateAccess:
                 anew = check_contents(self._state, reader, may_reset=reset)
             bring(self.comm, reader, reader.files_of(spans_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:
-                warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
+                warn(f"{path} holds the states of another update rule: this one's begin anew.")
             self._recovery.tear(f"{path} was read in part")
             self._steps.method.forget()
             self._state.store.forgive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
@@ -32,7 +31,7 @@ from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.way import Way
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.hf.models import in_eval_mode
 from offload.planning.estimates import forward_seconds, is_small, update_seconds
 from offload.planning.machines import ThisMachine
@@ -225,10 +224,9 @@ class Steps:
         if self._state.way.cut != "whole":
             before = copy(self._state.way)
             self._state.way.change(cut="whole")
-            warnings.warn(
+            warn(
                 f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {obstacle}. From "
-                f"here on {self._state.way.changes(before)}.",
-                stacklevel=2,
+                f"here on {self._state.way.changes(before)}."
             )
 
     def _judge(self, facts: BatchFacts) -> None:

@@ -10,7 +10,7 @@ from offload.config.config import Config
 from offload.config.rules import OFFERS
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.tiles import tile_rows
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, format_bytes, written_size
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.forecast.memory import KEPT
 from offload.hf.models import locate
@@ -277,8 +277,13 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
 
 def flags(change: Mapping[str, Any]) -> str:
     """Return a change as it is written on a command line."""
-    shown = {key: value[0] if isinstance(value, tuple) else value for key, value in change.items()}
-    return " ".join(f"--{key} {'none' if value is None else value}" for key, value in shown.items())
+    return " ".join(f"--{key} {_as_flag(key, value)}" for key, value in change.items())
+
+
+def _as_flag(key: str, value: Any) -> Any:
+    if isinstance(value, int) and key.endswith("_memory"):
+        return written_size(value)
+    return "none" if value is None else value[0] if isinstance(value, tuple) else value
 
 
 def _more_host_memory(forecaster: Forecaster, given: Forecast) -> tuple[int, Forecast]:

@@ -121,7 +121,7 @@ def hidden_from(timing: Timing) -> str:
     """Return from how many tokens a step on links hide behind compute, and how many it has; nothing where none do."""
     tokens = round(timing.tokens_per_second * timing.step_seconds)
     least = timing.hides_from_tokens
-    return "" if least is None else f"hidden from {least:,} tokens a step on, and this one has {tokens:,}"
+    return "" if least is None else f"transfers hide behind compute above {least:,} tokens a step; this has {tokens:,}"
 
 
 def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:

@@ -21,7 +21,7 @@ from offload.planning.settings import Settings
 
 INPUTS, KEPT = "unit inputs", "kept tensors"
 """As the engine's ledgers call them."""
-LASTING = "lasting gradients"
+LASTING = "accumulated gradients"
 OPERATIONS = "operations"
 """The most that operations hold at once beside everything that has a name."""
 

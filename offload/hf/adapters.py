@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload.config.sections import LoraSection
-from offload.errors import ConfigError, MissingLibraryError, OffloadError, nearest, shorten
+from offload.errors import ConfigError, MissingLibraryError, OffloadError, counted, nearest, shorten
 from offload.files.pointers import refuse_pointers
 from offload.hf.base_reads import BaseReads
 from offload.hf.models import BuiltModel
@@ -239,7 +239,7 @@ def summary(model: nn.Module) -> str:
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     of = f", over {kinds.total()} modules ({listed})" if kinds else ""
     share = 100 * trained / max(1, total)
-    return f"{kind_of(model)}, {trained:,} of {total:,} parameters train ({share:.3g}%){of}"
+    return f"{kind_of(model)}, {trained:,} of {counted(total, 'parameter')} train ({share:.3g}%){of}"
 
 
 def put_over(

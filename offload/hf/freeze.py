@@ -20,7 +20,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not found:
             raise ConfigError(
                 f"optimizer.freeze has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
-                f"as {named[len(named) // 2][0]}: mend the expression, or leave it out."
+                f"as {named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
         for parameter in found:
             parameter.requires_grad_(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import socket
 import typing
@@ -24,10 +23,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from offload.config.presets import PRESETS
 from offload.config.sections import GIVEN, ModelSection
-from offload.errors import ConfigError, OffloadError, format_bytes
-from offload.files.pointers import refuse_pointers
+from offload.errors import ConfigError, OffloadError, counted, format_bytes, warn
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
+from offload.hf.places import find_model, missing
 from offload.hf.quantized import quantization_of, unquantized
 from offload.hf.read import LoadReport, conversion, read_model, weight_files
 from offload.hf.sources import Fill, Removed, Source
@@ -96,18 +95,8 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     if path is None:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    find_model(str(path))
     file = path / "config.json" if path.is_dir() else path
-    if (path / "adapter_config.json").is_file() and not file.is_file():
-        raise ConfigError(
-            f"model.path is {section.path}, which holds an adapter of PEFT and no model: set --lora.adapter to it, and "
-            "--model.path to the model that it is of."
-        )
-    if not file.is_file():
-        raise ConfigError(
-            f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model "
-            "folder."
-        )
-    _check_json(file, str(section.path))
     return _read_configuration(file, f"model.path is {section.path}, whose configuration")
 
 
@@ -117,21 +106,18 @@ def locate(section: ModelSection) -> Path | None:
     """
     if section.path is None or section.path.startswith(GIVEN):
         return None
-    path = Path(section.path).expanduser()
-    if path.exists():
-        return path
-    missing = (
-        f"model.path is {section.path}, which does not exist; set --model.path to a model folder or a config.json."
-    )
-    if path.is_absolute() or section.path.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) != 2:
-        raise ConfigError(missing)
+    found = find_model(section.path)
+    if found.exists:
+        return found.path
     wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
     is_online = _reaches_hub()
     try:
         return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
         reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
-        raise ConfigError(f"{missing} As the name of a hub model it cannot be had either: {reason}.") from error
+        raise ConfigError(
+            f"{missing(section.path)} As the name of a hub model it cannot be had either: {reason}."
+        ) from error
 
 
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
@@ -146,16 +132,6 @@ def _reaches_hub() -> bool:
     except OSError:
         return False
     return not huggingface_hub.constants.HF_HUB_OFFLINE
-
-
-def _check_json(path: Path, given: str) -> None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        refuse_pointers(path)
-        raise ConfigError(f"model.path is {given}, but {path} is not a JSON file: {error}.") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(f"model.path is {given}, but {path} names no model_type, so the architecture is unknown.")
 
 
 def _brief(error: Exception) -> str:
@@ -366,10 +342,9 @@ def _load(
                 f"the weights of {path} are in few bits, and cannot be read part by part: {error} Give the folder of "
                 "the model that it was made from."
             ) from error
-        warnings.warn(
+        warn(
             f"the weights of {path} are read by transformers, which holds all of them in memory at once "
-            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}",
-            stacklevel=2,
+            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}"
         )
         return _load_whole(auto, path, config, options)
     _check_complete(model, path, weights.report.missing)
@@ -396,7 +371,7 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
     lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
     if lacking:
         raise ConfigError(
-            f"the weights of {path} lack {len(lacking)} parameters of {type(model).__name__}, for example "
+            f"the weights of {path} lack {counted(len(lacking), 'parameter')} of {type(model).__name__}, for example "
             f"{lacking[0]}; give a folder with all weights, or set --model.init random."
         )
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from offload.errors import OffloadError, format_bytes
+from offload.errors import OffloadError, counted, format_bytes
 from offload.hf.models import in_eval_mode
 from offload.machine.environment import memory
 
 Batch = dict[str, torch.Tensor]
+SAMPLE_TOKENS = 48
 
 # Largest difference of logits, as a share of the largest logit: where the order of sums differs between two devices
 # or kernels.
@@ -65,7 +66,9 @@ def reload(folder: Path, auto: Any) -> Any:
         ) from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise OffloadError(f"the exported folder {folder} lacks {len(missing)} parameters, for example {missing[0]}.")
+        raise OffloadError(
+            f"the exported folder {folder} lacks {counted(len(missing), 'parameter')}, for example {missing[0]}."
+        )
     return model.eval()
 
 
@@ -91,9 +94,9 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
 
 
 def sample_text(
-    model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = 48
-) -> tuple[str, str]:
-    """Return (prompt, continuation): tokens drawn at temperature 0.8 from a prompt of shape [1, sequence]."""
+    model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = SAMPLE_TOKENS
+) -> str:
+    """Return what a model says behind a prompt of shape [1, sequence]: tokens drawn at temperature 0.8."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         written = model.generate(
@@ -104,5 +107,4 @@ def sample_text(
             temperature=0.8,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         )
-    length = prompt_ids.shape[1]
-    return tokenizer.decode(prompt_ids[0]), tokenizer.decode(written[0, length:], skip_special_tokens=True)
+    return str(tokenizer.decode(written[0, prompt_ids.shape[1] :], skip_special_tokens=True))

@@ -6,7 +6,7 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, counted, format_bytes
 from offload.hf.adapters import CONFIG, WEIGHTS
 from offload.hf.models import configuration, model_kind
 from offload.hf.names import CannotStream
@@ -27,7 +27,9 @@ def verify_folder(folder: Path) -> str:
             found.update(dict.fromkeys(file.entries, path))
             num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
     _check_index(folder, found)
-    about = f"{len(found)} tensors, {format_bytes(num_bytes)}, in {len(set(found.values()))} files"
+    about = (
+        f"{counted(len(found), 'tensor')}, {format_bytes(num_bytes)}, in {counted(len(set(found.values())), 'file')}"
+    )
     return f"{about}; headers, index and sizes agree; {_compared(folder)}"
 
 
@@ -43,7 +45,7 @@ def _verify_adapter(folder: Path) -> str:
         raise ConfigError(f"{folder} has no {WEIGHTS}.")
     with TensorFile(folder / WEIGHTS) as file:
         num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
-        about = f"{len(file.entries)} tensors, {format_bytes(num_bytes)}"
+        about = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
     return f"an adapter ({kind.lower()}): {about}; header and size agree"
 
 

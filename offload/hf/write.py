@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from offload.errors import ConfigError, DiskError, OffloadError, errno_text
+from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
 from offload.files.atomic_folder import clear, take_place
 from offload.hf.names import Conversion, plan_writing, stays_fp32, untied
 from offload.hf.safetensors_file import DTYPES, Read, TensorFile, TensorFileWriter, Written, reader
@@ -260,7 +259,7 @@ def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
         if old is not None and (own := _foreign(old, folder)):
             kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
             old.rename(kept)
-            warnings.warn(f"{folder} held {own[0]}, which no export has, and is now {kept}.", stacklevel=4)
+            warn(f"{folder} held {own[0]}, which no export has, and is now {kept}.")
         elif old is not None:
             shutil.rmtree(old)
     except OSError as error:

@@ -17,7 +17,7 @@ from offload.accelerators import Accelerator, device_of
 from offload.checkpoint.folder import is_checkpoint, offering_another
 from offload.checkpoint.stored import read_stored
 from offload.data.tokenizer import load_tokenizer, tokenizer_folder
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, counted
 from offload.hf.adapters import put_over
 from offload.hf.models import configuration, max_positions, model_kind, vocab_size
 from offload.hf.read import read_model
@@ -92,8 +92,8 @@ class Sampler:
                 if weights.report.missing:
                     lacking = sorted(weights.report.missing)
                     raise ConfigError(
-                        f"the weights in {path} lack {len(lacking)} parameters of {type(self.model).__name__}, for "
-                        f"example {lacking[0]}: it cannot continue a text."
+                        f"the weights in {path} lack {counted(len(lacking), 'parameter')} of "
+                        f"{type(self.model).__name__}, for example {lacking[0]}: it cannot continue a text."
                     )
             source = weights.source
             if adapter is not None:
@@ -161,7 +161,9 @@ class Sampler:
         limit = max_positions(self.model.config) if self.kind.name == "causal" else None
         if limit is not None:
             if num_tokens >= limit:
-                raise ConfigError(f"the prompt has {num_tokens} tokens, and the model has positions for {limit}.")
+                raise ConfigError(
+                    f"the prompt has {counted(num_tokens, 'token')}, and the model has positions for {limit}."
+                )
             config.max_new_tokens = min(choices.max_new_tokens, limit - num_tokens)
         given = {"temperature": choices.temperature, "top_p": choices.top_p, "top_k": choices.top_k}
         given = {key: value for key, value in given.items() if value is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from offload.engine.engine import Engine
 from offload.engine.units.residency import engine_of
 from offload.engine.units.uncompiled import uncompiled
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
 from offload.integrations.rules import followed, rate_of, rule_of_optimizer
@@ -147,10 +146,9 @@ class OffloadAccelerator(Accelerator):
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not given:
-            warnings.warn(
+            warn(
                 "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
-                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time.",
-                stacklevel=2,
+                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time."
             )
             return torch.tensor(0.0)
         trained = sum(len(group["params"]) for group in own.param_groups)
@@ -320,11 +318,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     if unknown:
         raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
     placement = options.pop("placement", None) or Placement()
-    if isinstance(placement, Mapping):
-        unknown = set(placement) - {field.name for field in fields(Placement)}
-        if unknown:
-            raise ConfigError(f"placement has {min(unknown)!r}, which it does not know: see help(offload.Placement).")
-        placement = Placement(**placement)
+    placement = Placement.of(placement)
     empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
     if empty is not None:
         raise ConfigError(

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from torch import nn
 from offload.engine.assemble import leave_off_checkpointing
 from offload.engine.engine import Engine
 from offload.engine.units.uncompiled import uncompiled
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
@@ -84,10 +83,9 @@ class OffloadMixin(_Base):
         super().create_accelerator_and_postprocess()
         _adopt(self)
         if self.args.n_gpu > 1:
-            warnings.warn(
+            warn(
                 f"{self.args.n_gpu} GPUs are visible, and one process: an engine uses one. Start with torchrun to use "
-                "all.",
-                stacklevel=4,
+                "all."
             )
             self.args._n_gpu = 1
 
@@ -137,10 +135,9 @@ class OffloadMixin(_Base):
         self.accelerator._models = [each for each in self.accelerator._models if each is not engine.model]
         self.accelerator._optimizers = [each for each in self.accelerator._optimizers if find_own(each) is None]
         if engine.model is self.model:
-            warnings.warn(
+            warn(
                 "the Trainer's engine has given its model back (to another Trainer, or by close(restore=True)): its "
-                "moments are gone, and the next engine begins without any.",
-                stacklevel=2,
+                "moments are gone, and the next engine begins without any."
             )
         elif not engine.closed:
             engine.close()

@@ -8,7 +8,6 @@ compiles no kernels, or refuses to. Before a kernel is used it has to give the h
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.accelerators import open_accelerator
+from offload.errors import warn
 from offload.native.core import core
 from offload.native.moments import BLOCK
 from offload.native.torch_fallback import join, split
@@ -121,10 +121,9 @@ def _checked(
             raise RuntimeError(f"{kind.function} over {kind.states} moments gives other bits than the host")
     except Exception as error:  # of a compiler, a driver, or a torch that has no such thing
         _refused[device] = f"{type(error).__name__}: {error}"
-        warnings.warn(
+        warn(
             f"Updates on {device} run as torch's operations, some thirty launches each, as their own kernels cannot be "
-            f"had there ({_refused[device][:300]}). Results are the same but for the last bits.",
-            stacklevel=2,
+            f"had there ({_refused[device][:300]}). Results are the same but for the last bits."
         )
         return None
     return kernel

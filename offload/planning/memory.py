@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import DoesNotFitError, allocation_name, format_bytes
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, ERROR, summed
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
@@ -25,7 +25,7 @@ SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 BETWEEN = "sums over replicas"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
-STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
+STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "accumulated gradients"
 _PASSING = (
     SLOT,
     BUFFER,
@@ -318,7 +318,7 @@ def bytes_on(tier: str, allocations: Iterable[Allocation]) -> int:
 
 def name_all(allocations: Sequence[Allocation]) -> str:
     """Return allocations and their bytes as messages list them."""
-    return ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
+    return ", ".join(f"{allocation_name(a.name)} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
 
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:

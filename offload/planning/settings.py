@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+
 from offload.accelerators import parse_device
 from offload.config.arguments import check_types
 from offload.config.sections import parse_chunks
-from offload.errors import ConfigError
+from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8
 from offload.optim.adamw import AdamW
@@ -122,13 +124,8 @@ class Settings:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, UpdateRule):
-            raise ConfigError(
-                f"the optimizer is {self.optimizer!r}; it must be an update rule, such as AdamW(lr=1e-4). (Settings as "
-                "a whole are given by name: settings=...)"
-            )
-        if not isinstance(self.placement, Placement):
-            raise ConfigError(f"the placement is {self.placement!r}; it must be a Placement, such as Placement().")
+        _check_rule(self.optimizer)
+        object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         if self.precision == "fp32" and not self.optimizer.has_low:
@@ -329,6 +326,17 @@ class Settings:
     def delay_seed(self) -> int | None:
         """The seed by which lanes wait at random; None where they do not."""
         return None if self.debug is False else int(self.debug)
+
+
+def _check_rule(given: Any) -> None:
+    if isinstance(given, UpdateRule):
+        return
+    is_torch = isinstance(given, torch.optim.Optimizer)
+    shown = f"a torch.optim.{type(given).__name__}" if is_torch else shorten(repr(given))
+    raise ConfigError(
+        f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), and its learning rate "
+        "is engine.lr. (Settings as a whole are given by name: settings=...)"
+    )
 
 
 def check_max_grad_norm(norm: float | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.config.rules import OFFERS
-from offload.errors import format_bytes
+from offload.errors import format_bytes, ratio
 from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
 from offload.reporting.recorded import Recorded, number, seconds_text
 
@@ -14,6 +14,7 @@ _WORTH = 0.02  # of a step: waits below are not worth a change
 _FULL = 0.9  # of a step: a lane that works longer cannot begin any earlier
 _ROOM = 0.75  # of a budget: a peak below leaves room
 _ALTERNATIVES = 3
+_FAR_SLOWER = 2.0  # times the plan, from which on a plan is not merely rough
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,23 @@ def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
             found.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
         if not found and binding.lane == COMPUTE:
             found.append(_computes(run, binding))
-    return (*found, *_memory(run, figures, found), *_planned(figures))
+    return (*_slower_than_planned(figures), *found, *_memory(run, figures, found), *_planned(figures))
+
+
+def _slower_than_planned(figures: Figures) -> list[Advice]:
+    """Tell of a run whose steps take far longer than the plan says: no setting explains that."""
+    planned = number(figures.planned, "step_seconds")
+    if planned is None or figures.binding is None or figures.binding.step_s < _FAR_SLOWER * planned:
+        return []
+    taken = figures.binding.step_s
+    return [
+        Advice(
+            "Nothing else at work on this machine while it trains",
+            f"a step takes {ratio(taken / planned)} times what the plan says ({seconds_text(taken)}, plan "
+            f"{seconds_text(planned)}): other processes had the processor, the link or the disk, or the plan errs",
+            taken - planned,
+        )
+    ]
 
 
 def _of(seconds: float, binding: Binding) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from offload.errors import ConfigError, DiskError, errno_text, format_bytes
+from offload.errors import ConfigError, DiskError, allocation_name, errno_text, format_bytes, ratio
 from offload.reporting.recorded import seconds_text
 
 
@@ -21,7 +21,12 @@ def fill(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"bytes": format_bytes, "seconds": seconds_text}
+    environment.filters |= {
+        "allocation": allocation_name,
+        "bytes": format_bytes,
+        "ratio": ratio,
+        "seconds": seconds_text,
+    }
     environment.globals["percent"] = _percent
     return environment.get_template(template).render(values)
 

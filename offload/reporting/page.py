@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, counted, format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
@@ -62,7 +62,8 @@ class RunView:
         """How far it came."""
         done, asked = self.figures.num_steps, self.figures.num_asked
         of = f" of {asked:,}" if asked is not None and asked != done else ""
-        return f"{done:,}{of} steps" + ("; still going" if self.run.is_running else "")
+        made = f"{done:,}{of} steps" if of else counted(done, "step")
+        return made + ("; still going" if self.run.is_running else "")
 
     @property
     def median(self) -> StepView | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from offload.errors import ConfigError, shorten
+from offload.errors import ConfigError, counted, shorten
 
 METRICS = "metrics.jsonl"
 _STEPS = "steps"
@@ -132,7 +132,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
         notes.append(f"{path.name} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
         return ()
     if num_torn:
-        notes.append(f"{path.name}: {num_torn} line{'s' if num_torn > 1 else ''} cannot be read, as of a killed run.")
+        notes.append(f"{path.name}: {counted(num_torn, 'line')} left out that cannot be read, as of a killed run.")
     if not found:
         notes.append(f"{path.name} has no step.")
     return tuple(found[step] for step in sorted(found))

@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.errors import errno_text
+from offload.errors import errno_text, warn
 from offload.native.io import sync_path
 
 
@@ -35,10 +34,7 @@ class MetricsLog:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            warnings.warn(
-                f"{self._file.name} cannot be written: {errno_text(error.errno or 0)}. Its lines wait in memory.",
-                stacklevel=2,
-            )
+            warn(f"{self._file.name} cannot be written: {errno_text(error.errno or 0)}. Its lines wait in memory.")
 
     def amend(self, fields: Mapping[str, Any]) -> None:
         """Put more fields at the end of the last line, where there is one and the disk has room: in one write, so that

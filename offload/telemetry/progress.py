@@ -20,6 +20,9 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line that stays."""
 
+    def doing(self, text: str) -> None:
+        """Show the work before the first step, where that can be taken away again."""
+
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         """Show a finished step; `fields` is its line of metrics.jsonl."""
 
@@ -102,6 +105,17 @@ class LiveProgress(Progress):
     def say(self, text: str) -> None:
         self._console.print(printable(text, self._console.file), markup=False, soft_wrap=True)
 
+    def doing(self, text: str) -> None:
+        from rich.spinner import Spinner
+
+        self._show(Spinner("dots", text))
+        self._live.refresh()
+
+    def _show(self, line: Any) -> None:
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(line)
+
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -112,9 +126,7 @@ class LiveProgress(Progress):
         line.add_column(width=_BAR)
         line.add_column(no_wrap=True, overflow="ellipsis")
         line.add_row(ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None), text)
-        if not self._live.is_started:
-            self._live.start()
-        self._live.update(line)
+        self._show(line)
         if fields["step"] % self._log_every == 0:
             self.say(describe(fields, num_steps, eta_s, columns))
 

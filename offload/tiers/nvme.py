@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from offload.errors import DiskError
+from offload.errors import DiskError, warn
 from offload.files.directories import check_dirs, check_space
 from offload.files.scratch import open_nameless
 from offload.lanes.lane import Lane
@@ -365,10 +364,7 @@ class Nvme:
         reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
         found = [reason for reason in reasons if reason]
         if found:
-            warnings.warn(
-                f"the nvme tier works, by {self._io.name}, and is slower than it could be: {'; '.join(found)}.",
-                stacklevel=2,
-            )
+            warn(f"the nvme tier works, by {self._io.name}, and is slower than it could be: {'; '.join(found)}.")
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

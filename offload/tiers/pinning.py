@@ -6,13 +6,12 @@ import ctypes
 import mmap
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from weakref import ref
 
 from offload.accelerators import Accelerator
-from offload.errors import format_bytes
+from offload.errors import format_bytes, warn
 
 LARGEST_BYTES = 64 << 30
 """Of one registration. Above 512 GiB newer drivers fail."""
@@ -60,13 +59,12 @@ class Pinning:
         if self._has_warned or not num_bytes:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory "
             f"(CUDA error {self._error}): they are used as they are, and copies from and to them are staged "
             f"and slower. Pinned memory counts in full against the "
             f"memory limit of the container, pod or job that this runs in: raise that limit, or lower "
-            f"offload.host_memory. (This is said once.)",
-            stacklevel=2,
+            f"offload.host_memory. (This is said once.)"
         )
 
 

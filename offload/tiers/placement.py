@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from offload.config.arguments import check_types
 from offload.config.sections import parse_size
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, nearest, shorten
 
 TIERS = ("device", "cpu", "nvme")
 _EXPERTS = ("auto", "whole", "streamed")
@@ -60,6 +61,21 @@ class Placement:
     """The folder of the nvme tier, or several on different disks."""
     nvme_memory: float | str | None = None
     """The budget of the disk."""
+
+    @classmethod
+    def of(cls, given: Placement | Mapping[str, Any]) -> Placement:
+        """Return a placement as it is, or one of its fields by name. Raises ConfigError."""
+        if isinstance(given, Placement):
+            return given
+        names = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"the placement is {shorten(repr(given))}; give a Placement, or its fields by name.")
+        if unknown := [name for name in given if name not in names]:
+            raise ConfigError(
+                f"placement has {unknown[0]!r}{nearest(str(unknown[0]), names)}, which it does not know: see "
+                "help(offload.Placement)."
+            )
+        return cls(**given)
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))

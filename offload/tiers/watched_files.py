@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from offload.errors import DiskError, errno_text
+from offload.errors import DiskError, errno_text, warn
 from offload.native.io import ALIGNMENT_BYTES, File, IoEngine, Ticket, wait_for_all
 from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.ledger import Ledger
@@ -49,7 +48,7 @@ class WatchedFiles:
         if path not in self._files:
             file = WatchedFile(self._io, path, self._pieces)
             if file.why_buffered and not any(each.why_buffered for each in self._files.values()):
-                warnings.warn(f"offload.parameters is files: {file.why_buffered}.", stacklevel=2)
+                warn(f"offload.parameters is files: {file.why_buffered}.")
             self._files[path] = file
         return self._files[path]
 

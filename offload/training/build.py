@@ -132,12 +132,18 @@ class Begun(NamedTuple):
         return cls(config, architecture, kind, trained, grows)
 
 
-def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenModel | None = None) -> Run:
+def _nothing(_text: str) -> None:
+    """Show nothing of what is under way."""
+
+
+def make_run(
+    start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenModel | None = None, doing: Say = _nothing
+) -> Run:
     """Read the architecture, make the data, then the model and its engine; each checks what it can before the next.
     Collective.
 
     `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank; `given`: a model in place
-    of the one that the configuration names. Raises OffloadError.
+    of the one that the configuration names; `doing` shows the work that is under way. Raises OffloadError.
     """
     first = next(iter(start.folders), None)
     whole = None if start.config.adapts else first  # the checkpoint that has all weights
@@ -201,9 +207,10 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
         for text in built.notes:
             note(text)
         built.model.train()
-    config, forecast = _foretell(config, architecture, comm, say, note)
+    untold: list[str] = []
+    config, forecast = _foretell(config, architecture, comm, say, note, untold.append)
     if forecast is not None and data.pictures is not None:
-        note("what this run will hold is foretold of its text alone: what is computed of pictures comes on top.")
+        note("the memory forecast covers text only: images need more.")
     if forecast is not None:
         say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
@@ -212,8 +219,11 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
     comm.agree("what lies beside the states", {name: xxh3_64_hexdigest(data) for name, data in own_files.items()})
     beside_states = {**files, **own_files}
     needs = DiskNeeds.of(config, trained, built.model)
+    doing("reading the weights")
     made = engine(config, built, comm)
     trained.check(made)
+    for text in untold:
+        note(text)
     built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
         note(integrated_note(accelerator.describe()["name"]))
@@ -251,6 +261,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenMo
         )
         say(f"note: {why}: conversations are not packed. {data.rows}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
+    doing("trying the model, and taking the first step")
     return Run(
         config, kind, data, asked, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
     )
@@ -296,15 +307,16 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
 
 
 def _foretell(
-    config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say
+    config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
 ) -> tuple[Config, Forecast | None]:
     """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
-    where that is not known. Collective.
+    where that is not known. `note_later` takes why it is not, to be shown where the engine has no error of its own,
+    which would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:
         if comm.num_machines == 1:
-            note("what this run will hold is not forecast: the machines have different numbers of ranks.")
+            note("there is no memory forecast: the machines have different numbers of ranks.")
             return config, None
         network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
@@ -314,15 +326,15 @@ def _foretell(
         try:
             decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
-            note(f"what this run will hold is not forecast: {error}")
+            note_later(f"there is no memory forecast: {error}")
         except Exception as error:
             if config.run.debug:
                 traceback.print_exception(error)
             what = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
             hint = "" if config.run.debug else ", and --debug shows where"
             note(
-                f"what this run will hold is not forecast, by a defect of the forecast ({what}): training goes on "
-                f"without one{hint}."
+                f"there is no memory forecast, by a defect of the forecast ({what}): training goes on without "
+                f"one{hint}."
             )
     decided = comm.gather_objects(decided, "placement")[0]
     if found is not None and not found.fits:

@@ -14,7 +14,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving
 from offload.engine.engine import Engine
-from offload.errors import DiskError, format_bytes
+from offload.errors import DiskError, errno_text, format_bytes
 from offload.files.atomic_folder import remove
 from offload.files.directories import free_bytes
 from offload.training.build import Run
@@ -63,6 +63,7 @@ class Saves:
         self._hourly: int | None = None  # the step of the last one, if that was saved for the hour
         self.last_step = None if run.meta is None else stands.num_done
         self.failure: DiskError | None = None  # of the last save
+        self._failed_step: int | None = None
         self._under_way: _UnderWay | None = None
         self._stalled_s = 0.0  # for how long training stood still for saves
 
@@ -191,17 +192,20 @@ class Saves:
         try:
             work()
         except DiskError as error:
-            self.failure = error
+            is_told = self._failed_step == step
+            self.failure, self._failed_step = error, step
             if self._section.on_error == "stop":
                 raise
-            self._say(f"note: step {step} could not be saved, {self._last}: {error}")
+            if not is_told:
+                self._say(f"note: step {step} could not be saved, {self._last}: {error}")
 
     def unsaved(self, step: int, exported: Path | None) -> DiskError:
         """Return the error of a run that is over, and whose last step could not be saved."""
         assert self.failure is not None
-        where = f", and exported to {exported}" if exported is not None else ""
+        where = f"; it is exported to {exported}" if exported is not None else ""
+        reason = errno_text(self.failure.errno) if self.failure.errno else "a disk failed"
         return DiskError(
-            f"all {step} steps are done{where}, but step {step} could not be saved, {self._last}: {self.failure} Make "
+            f"the last step, {step}, could not be saved, {self._last}: {reason}, as the note above says{where}. Make "
             "room and start the same command again.",
             self.failure.errno or 0,
             self.failure.path,

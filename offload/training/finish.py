@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
+from offload.data.excerpt import excerpt_of
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
-from offload.errors import DiskError, common, is_common
+from offload.errors import DiskError, common, format_bytes, is_common, shorten
 from offload.hf import reload
+from offload.hf.models import max_positions
 from offload.training.build import Run
 from offload.training.progress import RunProgress
 from offload.training.resident import as_travelling
@@ -55,7 +61,7 @@ class Export:
             self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
-        self._say(f"exported to {self.path}")
+        self._say(f"exported to {self.path}{_contents(self.path)}")
         return self.path
 
     def check(self) -> None:
@@ -75,8 +81,33 @@ class Export:
         library = self._trained.library
         self._say(f"reloaded: by {library}, from {self.path}: {found}")
         if self._kind.name == "causal" and tokenizer is not None and self._data.pictures is None:
-            prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)
-            self._say(f"sample: {prompt!r} -> {text!r}")
+            self._say_sample(model, tokenizer)
+
+    def _say_sample(self, model: Any, tokenizer: Any) -> None:
+        """Tell what the model says to the beginning of a row, and what the data say if they have an answer."""
+        rows = next(iter(self._data.evals.values()), self._data.train)
+        cut, limit = excerpt_of(rows, 0), max_positions(model.config)
+        num_tokens = reload.SAMPLE_TOKENS if limit is None or cut is None else limit - len(cut.prompt)
+        if cut is None or num_tokens < 1:
+            return
+        num_tokens = min(num_tokens, reload.SAMPLE_TOKENS)
+        prompt = torch.from_numpy(cut.prompt)[None]
+        text = reload.sample_text(model, tokenizer, prompt, seed=self._seed, num_tokens=num_tokens)
+        reference = ""
+        if cut.answer is not None:
+            answer = tokenizer.decode(cut.answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
+            reference = f"; in the data: {answer!r}"
+        self._say(f"sample: {shorten(repr(tokenizer.decode(cut.prompt)))} -> {text!r}{reference}")
+
+
+def _contents(folder: Path) -> str:
+    """Return how many bytes of weights a folder has, and of what kind, which may be wider than the model had them."""
+    try:
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    except (OSError, ValueError):  # of an adapter, or of a rank that has another disk
+        return ""
+    return f": {format_bytes(num_bytes)} of weights{f' in {kind}' if kind else ''}"
 
 
 def go_back(

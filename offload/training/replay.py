@@ -15,7 +15,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored import DTYPES, rebuild_model
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
 from offload.hf.adapters import write_adapter
 from offload.hf.freeze import freeze
 from offload.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
@@ -56,7 +56,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
         records = [line for line in lines if line["step"] > first]
         num_made = sum("projected_grad" in line for line in records)
         skipped = f", {len(records) - num_made} more were skipped" if len(records) > num_made else ""
-        say(f"replaying {num_made} steps{skipped} ...")
+        say(f"replaying {counted(num_made, 'step')}{skipped} ...")
         begins = [number for number, line in enumerate(records) if number and "weights" in line]
         for begin, end in pairwise([0, *begins, len(records)]):
             part = records[begin:end]

@@ -21,7 +21,7 @@ from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
-from offload.errors import InterruptedRun, OffloadError, common, is_common
+from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
@@ -131,7 +131,7 @@ class Trainer:
         self.config = start.config
         if self._is_first:
             self._records = Records(self._folder, self._say)
-        run = make_run(start, comm, self._say, self._notes.add, self._given)
+        run = make_run(start, comm, self._say, self._notes.add, self._given, self._progress.doing)
         self.config, self._objective, self._trained = run.config, run.objective, run.trained
         self._engine = run.engine
         run = add_reference(run, start, comm, self._say)
@@ -182,7 +182,7 @@ class Trainer:
         for step in itertools.count(stands.num_done):
             if train.steps is not None and step >= train.steps:
                 if step == stands.first_step:
-                    self._say(f"nothing is left of {train.steps} steps; raise --train.steps to train on.")
+                    self._say(f"already at step {step} of {train.steps}; raise --train.steps to train on.")
                 return
             begin = time.perf_counter()
             batch = self._next_batch(step)
@@ -269,9 +269,9 @@ class Trainer:
         if votes["stop"]:
             self._stop.agree(comm)
         elif votes["over"]:
-            self._say(f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after {step} steps.")
+            self._say(f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after step {step}.")
         elif votes["without"]:
-            self._say(f"the data are at their end after {step} steps.")
+            self._say(f"the data are at their end after {counted(step, 'step')}.")
         else:
             return batch
         return None
@@ -320,7 +320,7 @@ class Trainer:
         self._notes.exchange()
         if self._saves.failure is not None:
             raise common(self._saves.unsaved(stands.num_done, exported))
-        self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
+        self._say(f"done: {counted(stands.num_done, 'step')}, loss {stands.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported, stands.best)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
@@ -334,7 +334,7 @@ class Trainer:
             partial(self._leave_if_told, folder),
             self._say,
             waits=self.config.checkpoint.on_error != "stop",
-            saved=f"All {self._stands.num_done} steps are done, and their states are saved: `python -m offload.export "
+            saved="The last step is done, and its states are saved: `python -m offload.export "
             f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
         )
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload import export, generate, verify
 from offload.errors import CheckpointError, ConfigError
+from offload.inference.sampler import Sampled, Sampler
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT
@@ -192,6 +193,10 @@ def test_verify_as_json(run: Path, made: Path, call: Call) -> None:
 
 
 def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
+    with pytest.raises(ConfigError, match=r"^--prompt is missing; see --help\.$"):
+        call(generate, tmp_path)
+    with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, a checkpoint"):
+        call(generate, tmp_path / "nowhere", "--prompt", "a")
     with pytest.raises(ConfigError, match="does not exist"):
         call(verify, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds neither checkpoints nor"):
@@ -281,6 +286,11 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     assert call(generate, made / "hf", "--prompt", "-", *words[2:], "0", "--seed", "1")[1] in seeds
     chat = call(generate, made / "hf", *words, "0", "--chat")[1]
     assert chat not in seeds
+    monkeypatch.setattr(Sampler, "write", lambda *_: Sampled([0], 1.0, 0))  # the end alone, as of an untold chat model
+    monkeypatch.setattr(generate, "say", (told := []).append)
+    for more in ((), ("--chat",)):
+        call(generate, made / "hf", *words, "0", *more)
+    assert ["add --chat" in text for text in told if "at once" in text] == [True, False]
 
 
 @pytest.mark.parametrize(

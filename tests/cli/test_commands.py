@@ -42,7 +42,7 @@ def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("trian", "did you mean train?"), ("--debug", "no command"), ("x" * 5000, "characters")]
+    ("word", "said"), [("trian", "did you mean train?"), ("--debug", "unknown command"), ("x" * 5000, "characters")]
 )
 def test_another_word_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as error:

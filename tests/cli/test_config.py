@@ -15,7 +15,8 @@ from offload.config.command_line import parse_config
 from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
 from offload.config.rules import OFFERS
 from offload.config.sections import OffloadSection, parse_size
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted, written_size
+from offload.forecast.alternatives import flags
 
 
 def test_every_key_of_the_contract_is_there() -> None:
@@ -118,13 +119,39 @@ def test_every_key_has_help() -> None:
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        *[("6GiB", 6 * 2**30), ("512MiB", 2**29), ("1.5GB", 1_500_000_000), ("100 kib", 102_400), ("7", 7)],
-        *[(7, 7), (2.0, 2), ("1e6", 1_000_000), ("1_000", 1000), ("none", None), (None, None), ("3B", 3)],
+        *[("6GiB", 6 * 2**30), ("512MiB", 2**29), ("1.5GB", 1_500_000_000), ("100 kib", 102_400), ("7B", 7)],
+        *[("64G", 2**36), ("80g", 80 * 2**30), ("512 M", 2**29), ("1.5T", 3 * 2**39), ("0", 0), (0, 0)],
+        *[(7000, 7000), (2e3, 2000), ("2e6", 2_000_000), ("2_000_000", 2_000_000), ("none", None), (None, None)],
     ],
 )
 def test_sizes(text: Any, num_bytes: int | None) -> None:
     assert parse_size(text) == num_bytes
     assert Config.load(None, {"offload.host_memory": text}).offload.host_memory == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("6", "6GiB"), (6, "6GiB"), ("64", "64GiB"), ("8192", "8192MiB"), (7.0, "7.0GiB")]
+)
+def test_a_budget_that_lost_its_unit_is_asked_for_it(given: Any, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"offload\.device_memory is .*did you mean {meant}\?.*bytes are meant"):
+        Config.load(None, {"offload.device_memory": given})
+
+
+def test_sizes_and_numbers_are_written_as_people_read_them() -> None:
+    sizes = {
+        15915223612: "14.8GiB",
+        6 << 30: "6GiB",
+        1305 << 20: "1.27GiB",
+        100 << 20: "100MiB",
+        1023: "1023B",
+        0: "0B",
+    }
+    assert {num_bytes: written_size(num_bytes) for num_bytes in sizes} == sizes
+    assert all(0.99 * num_bytes <= (parse_size(text) or 0) <= num_bytes for num_bytes, text in sizes.items())
+    assert flags({"offload.optimizer_memory": 15915223612, "offload.prefetch": 2, "offload.graphs_memory": None}) == (
+        "--offload.optimizer_memory 14.8GiB --offload.prefetch 2 --offload.graphs_memory none"
+    )
+    assert [counted(number, "step") for number in (0, 1, 2, 1070)] == ["0 steps", "1 step", "2 steps", "1,070 steps"]
 
 
 @pytest.mark.parametrize("text", ["6 gigs", "GiB", "-1", "nan", "inf", "", "1.2.3MB", True, [1]])

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from offload import look
 from offload.config.command_line import parse_config
 from offload.data.dataset import Dataset
-from offload.data.view import _text, histogram
+from offload.data.view import Piece, Sample, _text, histogram
 from offload.errors import ConfigError
 from offload.hf.models import vocab_size
 from offload.look import main
@@ -149,6 +150,14 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
         else:
             assert text == data.tokenizer.decode(ids[is_token])
     assert (sum(each["num_documents"] for each in found["samples"]) > 6) == (data.train.packing is not False)
+
+
+def test_a_terminal_shows_the_first_documents_of_a_row() -> None:
+    pieces = [Piece(f"document {number}", "trained", False, True, 1) for number in range(35)]
+    shown = look._row(Sample(1, 1, "", "chats", 35, 0, 35, (), tuple(pieces)), False).plain
+    assert "document 3⟧" in shown
+    assert "document 4" not in shown
+    assert shown.endswith("[... 31 documents more, which --page shows ...]")
 
 
 def test_the_marks_of_the_text_are_the_answers_and_colours_show_the_same(

@@ -44,6 +44,19 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
         (["--optimizer.name", "adamw_8bit"], ["'adamw_8bit' (did you mean optimizer.states int8?)"]),
+        (
+            ["--model_name_or_path", "x", "--dataset_name", "y", "--num_epochs=3"],
+            [
+                "unknown keys model_name_or_path (did you mean model.path?), dataset_name (did you mean data.source?)",
+                "num_epochs (did you mean train.epochs?); the sections are run,",
+            ],
+        ),
+        (
+            ["--debgu", "--lr", "1"],
+            ["unknown option --debgu (did you mean debug?)", "unknown key lr (did you mean opt"],
+        ),
+        (["--train.precision", "fp16"], ["train.precision is 'fp16' (did you mean bf16?); it"]),
+        (["--optimizer.name", "adam"], ["optimizer.name is 'adam' (did you mean adamw?)"]),
         (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'muon' or 'mezo'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (
@@ -100,6 +113,7 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("run: {debug: 7}", ["run.debug", "7", "boolean"]),
         ("optimizer: {lr: true}", ["optimizer.lr", "true"]),
         ("train: 5", ["train is 5", "section"]),
+        ("base_model: x\ndatasets: []\nval_set_size: 0\nwd: 0", ["unknown keys base_model (", "datasets (", "wd ("]),
         ("- 5", ["list", "sections"]),
         ("train: {steps: 5", ["YAML"]),
         ("train: [1]", ["train is [1]", "section"]),
@@ -118,6 +132,7 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) 
     with pytest.raises(ConfigError) as caught:
         parse_config(["--config", str(file), "--train.batch_size", "2"], prog="train", description="")
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+    assert str(caught.value).count("the sections are") <= 1
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,11 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         monkeypatch.setattr(build, "forecast_run", fail)
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
-        decided = build._foretell(config, LlamaConfig(), comm, notes.append, notes.append)
+        decided = build._foretell(config, LlamaConfig(), comm, notes.append, notes.append, later.append)
         assert decided == (config, None)
         return " ".join(notes)
 
+    later: list[str] = []
     comm = open_comm("cpu")
     try:
         note = told(AssertionError("twice\n the same"))
@@ -94,6 +95,8 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         assert not capsys.readouterr().err
         assert "--debug" not in told(AssertionError("twice"), debug=True)
         assert "Traceback" in capsys.readouterr().err
-        assert told(ConfigError("a reason.")) == "what this run will hold is not forecast: a reason."
+        assert not later
+        assert not told(ConfigError("a reason.")), "the engine says it as its own error"
+        assert later == ["there is no memory forecast: a reason."]
     finally:
         comm.close()

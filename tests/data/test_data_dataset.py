@@ -234,7 +234,7 @@ def test_rows_that_lost_their_answer_are_left_out(build: Build, write_lines: Cal
     path = write_lines("a.jsonl", {"prompt": prose, "completion": "x"}, {"prompt": "x", "completion": prose})
     dataset = build(source=str(path), packing=False, eval_share=0.0)
     assert dataset.num_train_rows == 1
-    assert any("1 rows hold no trained token" in note for note in dataset.notes)
+    assert any("without a trained token: 1 row." in note for note in dataset.notes)
 
 
 def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:

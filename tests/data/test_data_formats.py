@@ -228,3 +228,18 @@ def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -
     with pytest.raises(ConfigError, match=r"fit several formats: set --data\.format to jsonl or alpaca"):
         detect_format(*files_of(str(path)))
     assert detect_format(*files_of(str(path), "alpaca")) == "alpaca"
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns"),
+    [
+        (["answer", "question"], "{prompt: question, completion: answer}"),
+        (["id", "query", "response"], "{prompt: query, completion: response}"),
+        (["prompt", "reply"], "{prompt: prompt, completion: reply}"),
+        (["body", "question"], "{text: NAME}"),
+    ],
+)
+def test_columns_with_usual_names_are_told_as_what_they_are(keys: list[str], columns: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        formats._by_keys(keys, "a.jsonl:1", {})
+    assert str(caught.value).endswith(f"--data.columns '{columns}'.")

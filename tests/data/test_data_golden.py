@@ -368,7 +368,7 @@ def test_a_folder_is_read_as_what_it_is(load: Load, tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[str, bytes, str, int | None]] = {
-    "fields": ("a.csv", b'text,n\nok,1\nno\n"a, b",3\n', r"a\.csv:3 has 1 fields, and the header names 2", 2),
+    "fields": ("a.csv", b'text,n\nok,1\nno\n"a, b",3\n', r"a\.csv:3 has 1 field, and the header names 2", 2),
     "quote": ("a.csv", b'text,n\nok,1\n"never,2\nmore,3\n', r"a\.csv:3 opens a quote that never closes", None),
     "stray quote": ("a.csv", b'text\nok\n"a"b\nok\n', r"a\.csv:3 is no row of a csv file", 2),
     "utf-8": ("a.csv", b"text\nok\n\xff\nok\n", r"a\.csv:3 is not UTF-8", 2),
@@ -411,7 +411,7 @@ def test_bad_rows_are_named_or_skipped_and_counted(name: str, load: Load, tmp_pa
         found = load(tmp_path / file, on_bad_row="skip")
         assert found.num_train_rows == num_good
         assert found.sources[0].more[0].endswith("bad rows skipped")
-        assert any("rows cannot be read and were left out" in note for note in found.notes)
+        assert any("left out, since it cannot be read" in note for note in found.notes)
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / file)
 

@@ -184,7 +184,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ),
         (
             {"messages": [*about(["red"]), {"role": "user", "content": "What is <image>?"}]},
-            r"rows.jsonl:2 has 1 pictures, and the chat template writes 2 places for them \(<image>\)",
+            r"rows.jsonl:2 has 1 picture, and the chat template writes 2 places for them \(<image>\)",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_is_longer_than_a_row_is_left_out_and_told(folders: dict[str, Path]
     data = prepared(path, folders["llava"], sequence_length=40)
     assert data.num_train_rows == 1
     assert (data.batch(0)["input_ids"] == data.tokenizer.convert_tokens_to_ids("<image>")).sum() == 4
-    assert any("1 documents with pictures are longer than data.sequence_length=40" in note for note in data.notes)
+    assert any("data.sequence_length=40, since no picture is cut: 1 document." in note for note in data.notes)
 
 
 def test_a_mixture_with_chats_of_text_over_ranks(folders: dict[str, Path], tmp_path: Path) -> None:

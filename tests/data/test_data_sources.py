@@ -124,6 +124,11 @@ def test_sources_have_test_files(tmp_path: Path) -> None:
     ("name", "content", "data_format", "words"),
     [
         ("rows.jsonl", b"PAR1", "auto", "begins as a parquet file"),
+        ("notes.txt", b"%PDF-1.7\n\xe2\xe3", "auto", "a PDF document: .*pdftotext"),
+        ("notes.pdf", b"%PDF-1.7\n\xe2\xe3", "text", "a PDF document: .*pdftotext"),
+        ("notes.docx", b"PK\3\4", "auto", "an office document or a book: .*pandoc"),
+        ("model.txt", b"GGUF", "auto", "a model, and no text"),
+        ("notes.txt", b"Two answers.\n", "preference", "is a text, and train.method dpo.*prompt, chosen and rejected"),
         ("rows.csv", b"ARROW1", "auto", "begins as an Arrow file"),
         ("text.txt", b"\x1f\x8b\x08", "text", "begins as a packed file"),
         ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "begins as a packed file"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from offload import Engine, Placement
+from offload.errors import ConfigError
 from tests.engine.compare import train_both
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
@@ -131,7 +133,7 @@ def test_device_bytes(precision: str) -> None:
         "unit slot": width * max(sizes.streamed),
         "gradient buffer": width * max(sizes.streamed),
         "resident weights": width * sizes.norm,
-        "lasting gradients": 4 * sizes.norm,
+        "accumulated gradients": 4 * sizes.norm,
     }
 
 
@@ -143,3 +145,24 @@ def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
     assert engine.counters.peak_host_bytes == sum(tier_bytes(engine, "cpu").values())
     assert engine.counters.peak_device_bytes > sum(tier_bytes(engine, "device").values()), "unit inputs come on top"
     assert "unit inputs" not in tier_bytes(engine, "device"), "and are gone after the step"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"placement": {"parameter": "cpu"}}, "placement has 'parameter' (did you mean parameters?)"),
+        ({"placement": "cpu"}, "the placement is 'cpu'; give a Placement, or its fields by name"),
+        ({"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "the optimizer is a torch.optim.AdamW; it must be"),
+    ],
+)
+def test_what_an_engine_cannot_take_is_said_in_a_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Engine(torch.nn.Linear(2, 2), **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_takes_the_fields_of_a_placement_and_says_what_it_is() -> None:
+    with Engine(build(llama), placement={"parameters": "cpu", "optimizer": "cpu"}) as engine:
+        assert "cpu" in {tier for tier, *_ in engine.allocations}
+        assert repr(engine) == "<Engine: AdamW over LlamaForCausalLM on cpu>"

@@ -95,7 +95,7 @@ def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
             early = region.index in self._lasting and region.index not in self.landing._landed and not self.accumulates
             if early and any(self.measures.touched[region.index]):
                 lasting = self._lasting[region.index].clone()
-                self.landing.land(region, lasting, Fence("lasting gradients"), is_final=True)
+                self.landing.land(region, lasting, Fence("accumulated gradients"), is_final=True)
 
     def landed_rest(self: GradientFlow) -> None:
         kept = dict(self._lasting)

@@ -179,7 +179,7 @@ def test_a_resumed_run_stops_after_the_same_step(
     assert [[line.get(key) for key in keys] for line in lines] == [[line.get(key) for key in keys] for line in wanted]
     again, _, said = run("parts", **settings)
     assert again.steps == 6
-    assert "so the run ends after 6 steps" in said
+    assert "so the run ends after step 6" in said
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,10 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
     more = ("--optimizer.lr", "0", "--data.eval_share", "0.1", "--checkpoint.export", "false")
     first, second = run("plain", "early", *words, *more)
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", "")
-    assert "none of 2 evaluations since was lower (train.early_stopping_patience), so the run ends after 6" in first.out
+    assert (
+        "none of 2 evaluations since was lower (train.early_stopping_patience), so the run ends after step 6"
+        in first.out
+    )
     lines = [json.loads(line) for line in (folder / "early/metrics.jsonl").read_text().splitlines()]
     assert [line["eval_loss"] for line in lines[1::2]] == [lines[1]["eval_loss"]] * 3
     assert len(lines) == 6
@@ -224,7 +227,7 @@ def test_what_a_callback_of_one_rank_asks_for_all_do(run: Run, folder: Path) -> 
     """Rank 1 asks after its second step, and both are told of what follows."""
     first, second = run("asks", "asked", "--train.eval_every", "0", "--data.eval_share", "0.1")
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", "")
-    assert "a callback asks for it, so the run ends after 2 steps" in first.out
+    assert "a callback asks for it, so the run ends after step 2" in first.out
     for rank, each in enumerate((first, second)):
         told = [line for line in each.out.splitlines() if line.startswith(f"rank {rank}: ")]
         assert told == [f"rank {rank}: on_evaluate 2", f"rank {rank}: on_save 2", f"rank {rank}: on_train_end 2"]

@@ -336,6 +336,7 @@ def test_a_full_disk_during_a_save(
         assert learnt(found) == learnt(wanted)
         shutil.rmtree(result.dir / "hf")
     result, found, output = run("", **settings)
+    assert ("already at step 7 of 7" in output) == (on_error != "stop")
     assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
@@ -486,13 +487,20 @@ def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
         verify(tmp_path / "run/checkpoints/step-3")
 
 
-def test_a_last_save_that_fails_is_an_error_after_the_export(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_fails_is_an_error_after_the_export(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise DiskError("no room", 28, Path("there"))
 
     monkeypatch.setattr(Engine, "begin_checkpoint", full)
-    with pytest.raises(DiskError, match="no room"):
-        run("run", **{"checkpoint.every": 2})
+    with pytest.raises(
+        DiskError, match=r"the last step, 3, could not be saved, .*: No space left .*Make room"
+    ) as caught:
+        run("run", **{"checkpoint.every": 1})
+    assert "no room" not in str(caught.value), "the note says it, once for each step"
+    said = re.findall(r"note: step (\d) could not be saved, and there is none yet: no room", capsys.readouterr().out)
+    assert said == ["1", "2", "3"]
 
 
 def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class GradientFlow:
         self._end_lasting()
         self.landing.accumulate(accumulates, staging)
         for flat in self._idle.values():
-            self._device.ledger.release("lasting gradients", flat.nbytes)
+            self._device.ledger.release("accumulated gradients", flat.nbytes)
         self._idle.clear()
 
     def _end_lasting(self) -> None:
@@ -155,7 +155,7 @@ class GradientFlow:
         if region.trainable and region.index not in self._lasting:
             flat = self._idle.pop(region.index, None)
             if flat is None:
-                flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
+                flat = self._device.allocate("accumulated gradients", 4 * region.numel, _FIX).view(torch.float32)
             so_far = self.landing.sum_so_far(region)
             if so_far is not None:  # what this step has summed so far begins the sum
                 flat[self._store.sharding.shard(region)].copy_(so_far)
@@ -336,4 +336,4 @@ class GradientFlow:
         for index, flat in self._lasting.items():
             region = self._store.region(index)
             if self.landing.lands(region):
-                self.landing.land(region, flat, Fence("lasting gradients"), is_final=True)
+                self.landing.land(region, flat, Fence("accumulated gradients"), is_final=True)

@@ -119,7 +119,7 @@ def describe_parameters(
         if not any(re.search(pattern, name) for name, _ in named):
             raise ConfigError(
                 f"optimizer.groups has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
-                f"as {named[len(named) // 2][0]}: mend the expression, or leave it out."
+                f"as {named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
     kept = _kept_in_fp32(model)

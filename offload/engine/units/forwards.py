@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from torch import nn
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.unit import Unit
-from offload.errors import OffloadError
+from offload.errors import OffloadError, warn
 from offload.tiers.device import Device
 
 Forward = Callable[..., Any]
@@ -192,9 +191,7 @@ class CompiledForwards(OwnForwards):
     def _refuse(self, unit: Unit, why: str) -> None:
         owner = type(unit.module)
         self._refused.add(owner)
-        warnings.warn(
-            f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {why}.", stacklevel=2
-        )
+        warn(f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {why}.")
 
     def _used(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a compiled forward, or the module's own from where torch cannot compile it anew for what is other now."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
+
+from offload.errors import warn
 
 _MOST_NAMES = 3
 
@@ -40,10 +41,9 @@ def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
     if found:
         names = [name.replace("._orig_mod", "") for name in dict.fromkeys(found)]
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        warnings.warn(
+        warn(
             f"torch.compile was taken off {', '.join(names[:_MOST_NAMES])}{rest}, since it cannot look through weights "
-            f"that come and go{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks.",
-            stacklevel=4,
+            f"that come and go{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks."
         )
     return model
 

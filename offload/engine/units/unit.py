@@ -8,7 +8,6 @@ the gradients on.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -21,7 +20,7 @@ from offload.engine.units.belongings import NotePlace, note_places
 from offload.engine.units.find import Candidate, Place, regions_of
 from offload.engine.units.resting import OffloadedTensor, past_subclasses
 from offload.engine.units.traits import Trained, UnitTraits
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, format_bytes, warn
 from offload.layout.regions import Piece, Region
 from offload.tiers.slots import Slots
 
@@ -190,10 +189,8 @@ class Unit:
 
     def warn_that_it_stays(self, num_bytes: int) -> None:
         """Warn that so many bytes of weights will stay on the device; raise ConfigError where they cannot."""
-        warnings.warn(
-            f"unit {self.name} is read from outside itself: its weights stay on the device "
-            f"({format_bytes(num_bytes)}).",
-            stacklevel=3,
+        warn(
+            f"unit {self.name} is read from outside itself: its weights stay on the device ({format_bytes(num_bytes)})."
         )
 
     def stay(self) -> None:

@@ -1,0 +1,54 @@
+"""A short piece of a row, with which the text of a model is compared: a prompt, and the answer that the data have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from offload.data.packing import IGNORE
+
+if TYPE_CHECKING:
+    from offload.data.mixture import RowSet
+
+MOST_PROMPT_TOKENS = 256
+_TEXT_TOKENS = 16
+
+
+class Excerpt(NamedTuple):
+    """The prompt and the answer are int64 [n]; a text that trains whole has no answer."""
+
+    prompt: np.ndarray
+    answer: np.ndarray | None
+
+
+def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
+    """Return an excerpt of the row with an index; None where all of its prompts are long."""
+    indices = np.array([index])
+    ids, labels = rows.read(indices)
+    length = int(rows.lengths(indices)[0])
+    return cut_excerpt(ids[0, :length], labels[0, :length], rows.document_starts(indices)[0].tolist())
+
+
+def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:
+    """Return an excerpt of the ids and labels, int64 [n], of a row whose documents begin at `starts`: of a conversation
+    all up to the first answer, of a text the first words. The first document of a row may have begun in another row,
+    and comes last.
+    """
+    ends = [*starts[1:], len(ids)]
+    documents = list(zip(starts, ends, strict=True))
+    documents = [span for span in [*documents[1:], *documents[:1]] if span[1] - span[0] > 1]
+    asked = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
+    for begin, end in asked:
+        is_answer = labels[begin:end] != IGNORE
+        is_answer[0] = False  # nothing comes before it
+        first = int(is_answer.argmax())
+        behind = ~is_answer[first:]
+        num_tokens = int(behind.argmax()) if behind.any() else len(behind)
+        if is_answer.any() and first <= MOST_PROMPT_TOKENS:
+            return Excerpt(ids[begin : begin + first], ids[begin + first : begin + first + num_tokens])
+    for begin, end in documents:
+        if (begin, end) not in asked:
+            return Excerpt(ids[begin : begin + min(_TEXT_TOKENS, (end - begin) // 2)], None)
+    return None

@@ -1,0 +1,24 @@
+"""What a configuration names, looked for before torch is loaded: a wrong name is refused in a fraction of a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.config.config import Config
+from offload.config.sections import GIVEN
+from offload.data.sources import check_exists
+from offload.hf.places import find_model
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError where the model or the data of a run that begins are nowhere. A run that goes on may do without
+    its model, which the checkpoint has.
+    """
+    goes_on = config.run.dir is not None and (Path(config.run.dir) / "checkpoints").is_dir()
+    if goes_on or config.checkpoint.resume not in ("auto", "never"):
+        return
+    if config.model.path is not None and not config.model.path.startswith(GIVEN):
+        find_model(config.model.path)
+    for setting in ("source", "sources", "eval_source"):
+        for each in getattr(config.data, setting):
+            check_exists(each if isinstance(each, str) else each["path"], f"data.{setting}")

@@ -1,0 +1,75 @@
+"""What a model.path names, found out before torch is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.config.config import Config
+from offload.config.sections import ModelSection
+from offload.errors import ConfigError
+from offload.hf import models
+from offload.hf.places import find_model
+from offload.training.early import check_names
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that names are relative to, with something of each kind."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "adapter", "packed", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    (tmp_path / "packed/m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "renamed").write_bytes(b"GGUF\3")
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "model/model.safetensors").touch()
+    (tmp_path / "text.txt").write_text("a text")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/nowhere", ["/nowhere, which does not exist"]),
+        ("nowhere.gguf", ["does not exist"]),
+        ("a/b/c", ["does not exist"]),
+        ("text.txt", ["text.txt is not a JSON file"]),
+        ("empty", ["a folder without config.json; set --model.path to a Hugging Face"]),
+        ("adapter", ["--lora.adapter"]),
+        ("packed", ["m.gguf in it is a GGUF file", "from_pretrained('packed', gguf_file='m.gguf', ", "package gguf"]),
+        ("packed/m.gguf", ["a GGUF file", "from_pretrained('packed', gguf_file='m.gguf')"]),
+        ("renamed", ["a GGUF file"]),
+        ("model/model.safetensors", ["a file of weights", "to its folder, model,"]),
+    ],
+)
+def test_what_holds_no_model_is_refused_with_the_way_out(here: Path, name: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_names(Config.load(None, {"model.path": name}))
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model("model") == (Path("model"), True)
+    assert find_model("model/config.json").exists
+    assert not find_model("gpt2").exists
+    assert not find_model("org/name").exists
+    with pytest.raises(ConfigError, match=r"data\.eval_source='no\.txt' does not exist"):
+        check_names(Config.load(None, {"data.eval_source": "no.txt"}))
+    with pytest.raises(ConfigError, match=r"data\.source='no\.txt' does not exist"):
+        check_names(Config.load(None, {"data.source": "no.txt"}))
+    check_names(Config.load(None, {"data.source": ["text.txt", "*.none", "builtin:stdlib", "https://a/b"]}))
+    (here / "run/checkpoints").mkdir(parents=True)
+    check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # it has the model
+    monkeypatch.setattr(models, "_reaches_hub", lambda: False)
+    with pytest.raises(ConfigError, match=r"gpt2, which does not exist.*hub cannot be reached"):
+        models.locate(ModelSection(path="gpt2"))
+
+
+def test_names_are_looked_for_without_torch() -> None:
+    code = "import sys, offload.training.early; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
