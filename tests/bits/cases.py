@@ -125,7 +125,7 @@ def _cases() -> list[Case]:
         case("micro-batches-3-bf16", disk, bf16, micro_batch_size=3),
         case("update-on-device", host, update="device"),
         case("update-on-both", bf16, place={"optimizer": "auto", "optimizer_memory": "64KiB"}, update="both"),
-        case("micro-batches-of-a-whole-model", host, model="centred", micro_batch_size=1),
+        case("rows-mixed", host, model="centred", micro_batch_size=1),
         case("own-loop", host, bf16, own_loop=True),
         # families
         case("gpt2-cpu", host, model="gpt2"),
