@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
 from offload.distributed.comm import Comm
@@ -14,6 +16,7 @@ from offload.engine.engine import Engine
 from offload.errors import DiskError, common, is_common
 from offload.hf import reload
 from offload.training.build import Run
+from offload.training.objectives import Batch
 from offload.training.progress import RunProgress
 from offload.training.resident import as_travelling
 from offload.training.run_folder import RunFolder
@@ -47,16 +50,27 @@ class Export:
             is_newer = config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
         return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
 
+    def check_beforehand(self, engine: Engine) -> None:
+        """Refuse a model, before its first step, that its export would not give back. Collective. Raises
+        ConfigError.
+        """
+        if isinstance(engine.model, PreTrainedModel):
+            reload.check_made_alike(engine, self._probe_batch, self._precision)
+
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
         if self._trained.library:
-            data = self._data
-            rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
-            self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
+            self._probe = reload.take_probe(engine, self._probe_batch())
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")
         return self.path
+
+    def _probe_batch(self) -> Batch:
+        """Return rows of the evaluation, or of training where there are none."""
+        data = self._data
+        rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
+        return self._objective.inputs(self._objective.apply(rows, 0))
 
     def check(self) -> None:
         """Load the folder with the library that it is for, and compare logits with the engine's. On rank 0, where no

@@ -141,6 +141,8 @@ class Trainer:
         self._stands = RunProgress(run.meta, self.config.train)
         self._saves = Saves(run, comm, self._folder, self._stands, self._callbacks, self._say)
         self._export = Export(self._folder, run, self._say)
+        if self.config.checkpoint.export:
+            self._export.check_beforehand(self._engine)
         self._evaluations = Evaluations(run, comm, self._records, self._stands, self._callbacks, self._say)
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:
