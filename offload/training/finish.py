@@ -50,23 +50,16 @@ class Export:
             is_newer = config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
         return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
 
-    def check_beforehand(self, engine: Engine) -> None:
-        """Refuse a model, before its first step, that its export would not give back. Collective. Raises
-        ConfigError.
-        """
-        if isinstance(engine.model, PreTrainedModel):
-            reload.check_made_alike(engine, self._probe_batch, self._precision)
-
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
         if self._trained.library:
-            self._probe = reload.take_probe(engine, self._probe_batch())
+            self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}")
         return self.path
 
-    def _probe_batch(self) -> Batch:
+    def probe_batch(self) -> Batch:
         """Return rows of the evaluation, or of training where there are none."""
         data = self._data
         rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
@@ -91,6 +84,16 @@ class Export:
         if self._kind.name == "causal" and tokenizer is not None and self._data.pictures is None:
             prompt, text = reload.sample_text(model, tokenizer, self._probe.batch["input_ids"][:, :16], seed=self._seed)
             self._say(f"sample: {prompt!r} -> {text!r}")
+
+
+def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Export:
+    """Return what a run is to end with. Refuse a model, before its first step, that its export would not give back.
+    Collective. Raises ConfigError.
+    """
+    export = Export(folder, run, say)
+    if run.config.checkpoint.export and isinstance(run.engine.model, PreTrainedModel):
+        reload.check_made_alike(run.engine, export.probe_batch, str(run.config.train.precision))
+    return export
 
 
 def go_back(
