@@ -68,8 +68,14 @@ def configuration(folder: Path) -> PreTrainedConfig:
 def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
     """Return the configuration in a folder or file, which the error calls `said`. Raises ConfigError."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # without, it asks on a terminal
     except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{said} is that of a model with code of its own (auto_map), which no command runs. Train it in Python "
+                "by offload.integrations.transformers.OffloadTrainer, or offload.Engine, over the model that "
+                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) gives."
+            ) from error
         raise ConfigError(f"{said} cannot be read: {_brief(error)}") from error
 
 
