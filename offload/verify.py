@@ -15,7 +15,7 @@ from offload.errors import ConfigError, OffloadError
 
 DESCRIPTION = (
     "Check a checkpoint, all of a run's checkpoints, or a Hugging Face folder. Of a checkpoint every byte is compared "
-    "with its checksum; safetensors have none, so there headers, index and shapes are checked. "
+    "with its checksum; safetensors have none, so there headers, index and shapes are checked, and values for NaN. "
     "Exit codes: 0 all is whole, 1 something is damaged, 2 bad arguments or nothing of the kind there."
 )
 

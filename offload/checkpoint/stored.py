@@ -127,14 +127,12 @@ def read_stored(
     folder: Path,
     dtype: torch.dtype | None = None,
     *,
-    built_alike: bool = False,
     in_part: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, StoredWeights]:
     """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
 
-    built_alike: in the dtype in which it was built for its training, so that its configuration and the buffers that are
-    in no file are the same. options: for the Auto class's `from_config`, such as attn_implementation.
+    options: for the Auto class's `from_config`, such as attn_implementation.
 
     Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
     """
@@ -160,8 +158,6 @@ def read_stored(
         in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
         with DeferredInit(0):
             main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
-            if built_alike:
-                main = DTYPE_OF[reader.meta["engine"]["built_in"]["main"]]
             model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
             settle_buffers(model)
             use_conversions(model, reader.meta["engine"]["conversions"])
@@ -177,7 +173,7 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 
     Raises as `read_stored`.
     """
-    model, weights = read_stored(folder, built_alike=True, in_part=True, **attention_options(section))
+    model, weights = read_stored(folder, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():
             parameter.data = torch.empty(parameter.shape, dtype=weights.built_in(name))
@@ -194,7 +190,7 @@ def export_stored(
     `write_model`.
     """
     with offering_another(folder):
-        model, weights = read_stored(folder, dtype, built_alike=True)
+        model, weights = read_stored(folder, dtype)
         total = sum(parameter.nbytes for parameter in model.parameters())
         with closing(weights), byte_progress("exporting", total) as tell:
 

@@ -62,15 +62,17 @@ class StateAccess:
             if self.comm.size > 1:
                 self._state.lanes.finish()
 
-    def named_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
-        once; all of them, or those that were not frozen at `Engine()`. Of those that rest in codes (`frozen_weights`)
-        it is what the codes stand for. Collective: all ranks ask for all of them.
+    def named_parameters(
+        self, trained_only: bool = False, *, names: Iterable[str] | None = None, as_given: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield fresh CPU copies of the master weights, fp32 or of the dtypes `as_given`, under the model's names, in
+        torch's order, tied names once; all of them, those that were not frozen at `Engine()`, or some `names`. Of those
+        that rest in codes (`frozen_weights`) it is what the codes stand for. Collective: all ranks ask for the same.
         """
         self._settle("named_parameters")
-        for info in self._state.infos:
+        for info in self._infos_of("engine.named_parameters", names):
             if info.trainable or not trained_only:
-                yield info.name, self._read(info)
+                yield info.name, self._read(info).to(self._state.dtypes[info.index] if as_given else torch.float32)
 
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
         """Return fp32 master weights: all in their shape, or those from an element to another, flat. Collective."""
@@ -135,9 +137,8 @@ class StateAccess:
         the elements, those of least magnitude (ReLoRA, arXiv:2307.05695, section 3: 0.99 and 0.999); all with 1. How
         often a parameter was updated stays as it is. Collective: all ranks ask for the same.
 
-        names: of the parameters, as `named_parameters` has them. share: 0 to 1.
-
-        Raises ConfigError for a name that there is none of, and for a share below 1 of moments in int8.
+        names: of the parameters, as `named_parameters` has them. share: 0 to 1. Raises ConfigError for a name that
+        there is none of, and for a share below 1 of moments in int8.
         """
         wanted = self._infos_of("engine.prune_moments", names)
         self._own_loop.refuse_middle("engine.prune_moments")
@@ -300,9 +301,8 @@ class StateAccess:
         sound again. With `reset` the states of an update rule that is not this engine's, or of another width, are left
         out: this one's begin anew.
 
-        Raises:
-            CheckpointError: on all ranks; the folder is damaged. Where its data are, the engine is torn.
-            ConfigError: on all ranks; it is another model's, or, without `reset`, another rule's.
+        Raises, on all ranks, CheckpointError for a folder that is damaged (where its data are, the engine is torn), and
+        ConfigError for another model's, or, without `reset`, another rule's.
         """
         self._recovery.check_open()
         agree_on_pass(self.comm, "load_checkpoint")

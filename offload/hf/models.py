@@ -28,7 +28,7 @@ from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import CannotStream, Shape
 from offload.hf.places import find_model, missing
 from offload.hf.quantized import quantization_of, unquantized
-from offload.hf.read import LoadReport, conversion, read_model, weight_files
+from offload.hf.read import LoadReport, build_empty, conversion, read_model, take_parameters, weight_files
 from offload.hf.sources import Fill, Removed, Source
 from offload.layout.quantized import Quantized
 
@@ -68,8 +68,14 @@ def configuration(folder: Path) -> PreTrainedConfig:
 def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
     """Return the configuration in a folder or file, which the error calls `said`. Raises ConfigError."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # without, it asks on a terminal
     except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{said} is that of a model with code of its own (auto_map), which no command runs. Train it in Python "
+                "by offload.integrations.transformers.OffloadTrainer, or offload.Engine, over the model that "
+                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) gives."
+            ) from error
         raise ConfigError(f"{said} cannot be read: {_brief(error)}") from error
 
 
@@ -252,13 +258,16 @@ def build_model(
     config: PreTrainedConfig | None = None,
     sequence_length: int = 0,
     grow: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> BuiltModel:
     """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises OffloadError.
 
-    `init: random`: the architecture as transformers builds it, fp32, writes to parameters put off until `fill`.
-    `init: pretrained`: as transformers' own loading, in the dtype of the files, which are read on `fill`. With `grow`,
-    the embeddings of `config` may have more rows than the files. Of what the files lack, parameters of a head are
-    initialised, with a note: a folder of the base model gets a new head. Any of the base model is refused.
+    `dtype`: in which it computes; the model is the one that transformers makes in it, but for the parameters. None for
+    that of the parameters.
+    `init: random`: the architecture as transformers builds it, parameters in fp32, writes to them put off until `fill`.
+    `init: pretrained`: as transformers' own loading, parameters in the dtype of the files, which are read on `fill`.
+    With `grow`, the embeddings of `config` may have more rows than the files. Of what the files lack, parameters of a
+    head are initialised, with a note: a folder of the base model gets a new head. Any of the base model is refused.
     """
     path = locate(section)
     config = config or load_model_config(section)
@@ -270,10 +279,10 @@ def build_model(
     options = attention_options(section)
     try:
         if pretrained:
-            built = _load(kind.auto, section, path, config, seed=seed, grow=grow, **options)
+            built = _load(kind.auto, section, path, config, dtype=dtype, seed=seed, grow=grow, **options)
         else:
             with DeferredInit(seed) as deferred:
-                model = kind.auto.from_config(unquantized(config), dtype=torch.float32, **options)
+                model = build_empty(kind.auto.from_config, config, dtype or torch.float32, torch.float32, **options)
             built = BuiltModel(model, deferred.bind(model), folder)
     except OffloadError:
         raise
@@ -320,6 +329,7 @@ def _load(
     path: Path | None,
     config: PreTrainedConfig,
     *,
+    dtype: torch.dtype | None,
     seed: int,
     grow: bool,
     **options: Any,
@@ -335,7 +345,7 @@ def _load(
             + conversion(str(section.path), str(section.path).rpartition("/")[2])
         )
     try:
-        model, weights = read_model(auto, path, config, seed=seed, grow=grow, **options)
+        model, weights = read_model(auto, path, config, dtype=dtype, seed=seed, grow=grow, **options)
     except CannotStream as error:
         if quantization_of(config) is not None:
             raise ConfigError(
@@ -346,15 +356,27 @@ def _load(
             f"the weights of {path} are read by transformers, which holds all of them in memory at once "
             f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}"
         )
-        return _load_whole(auto, path, config, options)
+        return load_whole(auto, path, config, dtype, options)
     _check_complete(model, path, weights.report.missing)
     notes = tuple(_notes(weights.report))
     return BuiltModel(model, weights.fill, path, notes, weights.close, weights.source, quantized=weights.quantized)
 
 
-def _load_whole(auto: Any, path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> BuiltModel:
+def load_whole(
+    auto: Any, path: Path, config: PreTrainedConfig, dtype: torch.dtype | None, options: Mapping[str, Any]
+) -> BuiltModel:
+    """Return the model that transformers' own loading makes in `dtype` (None for that of the files), all in memory,
+    with the parameters as the files have them. Raises ConfigError.
+    """
+
+    def load(dtype: Any) -> Any:
+        own = copy.deepcopy(config)
+        return auto.from_pretrained(str(path), config=own, dtype=dtype, output_loading_info=True, **options)
+
     try:
-        model, info = auto.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **options)
+        model, info = load(dtype or "auto")
+        if dtype is not None:
+            take_parameters(model, load("auto")[0])
     except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: whatever is wrong in a file
         raise ConfigError(f"the weights of {path} cannot be read: {_brief(error)}") from error
     state = model.state_dict()

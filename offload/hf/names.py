@@ -307,7 +307,7 @@ def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) ->
     return info.missing_keys, {name: said for name, said in unexpected.items() if said in info.unexpected_keys}
 
 
-def stays_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return a test for the names of tensors that `from_pretrained` keeps in fp32 when it loads in `dtype`."""
     patterns = {
         pattern

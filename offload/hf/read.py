@@ -187,11 +187,13 @@ class FolderWeights:
         return grown
 
     def _settle_dtypes(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep in fp32 what transformers keeps in fp32, of what the files have."""
-        main = getattr(self._model, "dtype", torch.float32)
-        is_kept = stays_fp32(self._model, main)
+        """Keep in fp32 what transformers keeps in fp32, of what the files have: in the dtype of the parameters, and in
+        that of the computation.
+        """
+        made_in = getattr(getattr(self._model, "config", None), "dtype", None)
+        is_kept = [stays_fp32(self._model, dtype) for dtype in (getattr(self._model, "dtype", None), made_in)]
         for name, source in self._sources.items():
-            if state[name].is_floating_point() and is_kept(name):
+            if state[name].is_floating_point() and any(kept(name) for kept in is_kept):
                 source.dtype = torch.float32
                 if isinstance(state[name], nn.Parameter) and state[name].dtype != torch.float32:
                     state[name].data = torch.empty(state[name].shape, dtype=torch.float32)
@@ -284,23 +286,51 @@ def _embeddings(model: nn.Module) -> set[int]:
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 
 
-def read_model(
-    auto: Any, folder: Path, config: PreTrainedConfig, *, seed: int = 0, grow: bool = False, **options: Any
-) -> tuple[nn.Module, FolderWeights]:
-    """Build the model of a folder as `auto.from_pretrained(folder, dtype="auto")` would, in eval mode, without its
-    weights: `FolderWeights.fill` gives them. Of weights in few bits it is the model that they are dequantised to.
+def build_empty(
+    make: Callable[..., nn.Module], config: PreTrainedConfig, dtype: torch.dtype, held: torch.dtype, **options: Any
+) -> nn.Module:
+    """Build the model of a configuration as `from_pretrained(dtype=dtype)` would, with parameters of the dtype `held`
+    that are not filled. Scales and tables of positions are rounded to the dtype in which a model is made, and stay so
+    under other weights. To be called under a DeferredInit.
 
-    `auto`: transformers' Auto class; `options`: for its `from_config`, such as attn_implementation. Raises ConfigError,
-    DiskError, and CannotStream where only `from_pretrained` itself can do it.
+    `make`: `from_config` of transformers' Auto class; `options`: for it.
+    """
+    model = make(unquantized(copy.deepcopy(config)), dtype=dtype, **options)
+    settle_buffers(model)
+    if held != dtype:
+        take_parameters(model, make(unquantized(copy.deepcopy(config)), dtype=held, **options))
+    return model
+
+
+def take_parameters(model: nn.Module, other: nn.Module) -> None:
+    """Give a model the parameters of another one of its architecture, each in the same places."""
+    for mine, its in zip(model.modules(), other.modules(), strict=True):
+        mine._parameters.update(its._parameters)
+
+
+def read_model(
+    auto: Any,
+    folder: Path,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    grow: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, FolderWeights]:
+    """Build the model of a folder as `auto.from_pretrained(folder, dtype=dtype)` would, in eval mode, without its
+    weights: `FolderWeights.fill` gives them, in the dtype of the files. Of weights in few bits it is the model that
+    they are dequantised to.
+
+    `auto`: transformers' Auto class; `dtype`: None for that of the files; `options`: for its `from_config`, such as
+    attn_implementation. Raises ConfigError, DiskError, and CannotStream where only `from_pretrained` itself can do it.
     """
     if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
         raise CannotStream(f"the configuration in {folder} names files of its own for the weights.")
-    config = copy.deepcopy(config)
     files = open_folder(weight_files(folder), folder, quantization_of(config))
-    dtype = config.dtype or first_dtype(folder, files)
+    held = config.dtype or first_dtype(folder, files)
     with DeferredInit(seed) as deferred:
-        model = auto.from_config(unquantized(config), dtype=dtype, **options)
-        settle_buffers(model)
+        model = build_empty(auto.from_config, config, dtype or held, held, **options)
     weights = FolderWeights(model, folder, deferred, files=files, grow=grow)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)

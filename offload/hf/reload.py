@@ -4,14 +4,18 @@ gave.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.errors import OffloadError, counted, format_bytes
+from offload.errors import ConfigError, OffloadError, counted, format_bytes
+from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import in_eval_mode
+from offload.hf.read import build_empty
+from offload.layout.planes import DTYPES
 from offload.machine.environment import memory
 
 Batch = dict[str, torch.Tensor]
@@ -41,6 +45,58 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     with in_eval_mode(engine.model), torch.no_grad():
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
     return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
+
+
+def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) -> None:
+    """Refuse a model of transformers that computes with other buffers than the one that its export is loaded as: those
+    in no file, such as a scale that was rounded to the dtype in which the model was made. Where there are any the
+    engine's model runs once with either, on a `batch`. Collective.
+
+    Raises ConfigError.
+    """
+    model, dtype = engine.model, DTYPES[precision]
+    try:
+        with DeferredInit(0):
+            again = build_empty(type(model)._from_config, model.config, dtype, dtype)
+    except Exception:  # a class that wants more than its configuration: the check of the export tells that
+        return
+    loaded = dict(again.named_modules())
+    differing = {
+        f"{name}.{key}": (mine, key, loaded[name]._buffers[key])
+        for name, mine in model.named_modules()
+        for key in mine._non_persistent_buffers_set & mine._buffers.keys()
+        if name in loaded and not _is_same(mine._buffers[key], loaded[name]._buffers.get(key))
+    }
+    if not differing:
+        return
+    rows, before = batch(), {name: mine._buffers[key] for name, (mine, key, _) in differing.items()}
+    probe = take_probe(engine, rows)
+    try:
+        for mine, key, value in differing.values():
+            mine._buffers[key] = value.to(mine._buffers[key].device)
+        found = take_probe(engine, rows)
+    finally:
+        for name, (mine, key, _) in differing.items():
+            mine._buffers[key] = before[name]
+    distance, allowed = _distance(found.logits, probe, precision)
+    if distance <= allowed:
+        return
+    said = str(dtype).removeprefix("torch.")
+    name, (_, _, value) = next(iter(differing.items()))
+    raise ConfigError(
+        f"the model that was given computes with another {name} ({_told(before[name])}) than the one that is loaded "
+        f"from its export ({_told(value)}; {said}): logits differ by {distance:.3g}, of {allowed:.1e} allowed. Make it "
+        f"with from_pretrained(..., dtype=torch.{said}), or set --train.precision to the dtype in which it was made."
+    )
+
+
+def _is_same(mine: torch.Tensor | None, its: torch.Tensor | None) -> bool:
+    """True for equal buffers, and where either model has none."""
+    return mine is None or its is None or (mine.dtype == its.dtype and torch.equal(mine.cpu(), its))
+
+
+def _told(buffer: torch.Tensor) -> str:
+    return f"{buffer.item():.6g}" if buffer.numel() == 1 else f"{list(buffer.shape)}, {buffer.dtype}"
 
 
 def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None) -> str | None:
@@ -81,16 +137,21 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
         logits = model(**probe.batch).logits.to(torch.float32)
     if torch.equal(logits, probe.logits):
         return "logits bit-equal"
-    difference = (logits - probe.logits).abs().max().item()
+    difference, allowed = _distance(logits, probe, precision)
     scale = probe.logits.abs().max().item()
-    if not difference <= TOLERANCE[precision] * max(scale, 1.0):
+    if not difference <= allowed:
         raise OffloadError(
             f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the "
             f"largest is {scale:.3g} (allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not "
             "be used."
         )
-    allowed = TOLERANCE[precision] * max(scale, 1.0)
     return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"
+
+
+def _distance(logits: torch.Tensor, probe: Probe, precision: str) -> tuple[float, float]:
+    """Return the largest difference of logits from a probe's, and the one that is allowed."""
+    scale = probe.logits.abs().max().item()
+    return (logits - probe.logits).abs().max().item(), TOLERANCE[precision] * max(scale, 1.0)
 
 
 def sample_text(

@@ -60,6 +60,9 @@ class Entry:
     end: int
 
 
+_WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 class Bytes(Protocol):
     """A file that somebody has open."""
 
@@ -118,12 +121,27 @@ class TensorFile:
             raise
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements `begin` to `end` of a tensor, flat, in the dtype of the file. Raises DiskError."""
+        """Return elements `begin` to `end` of a tensor, flat, in the dtype of the file. Raises DiskError, and
+        ConfigError for NaN.
+        """
         entry = self.entries[name]
         end = math.prod(entry.shape) if end is None else end
         found = torch.empty(end - begin, dtype=entry.dtype)
         self._opened.read(as_bytes(found), entry.begin + begin * entry.dtype.itemsize)
+        if entry.dtype in _WITH_NAN and found.numel() and found.max().isnan():
+            first = begin + int(found.isnan().nonzero()[0])
+            raise ConfigError(
+                f"{self.path} has NaN in {name} (element {first} of {list(entry.shape)} is the first): nothing can be "
+                "trained or written with that. Copy or download the folder again, or repair that tensor."
+            )
         return found
+
+    def check_values(self) -> None:
+        """Read every tensor, piece by piece. Raises as `read`."""
+        for name, entry in self.entries.items():
+            numel = math.prod(entry.shape)
+            for begin in range(0, numel, _PIECE_BYTES):
+                self.read(name, begin, min(begin + _PIECE_BYTES, numel))
 
     def hash(self, name: str) -> str:
         """Return the XXH3-128 of a tensor's bytes. Raises DiskError."""

@@ -15,8 +15,8 @@ from offload.hf.safetensors_file import TensorFile
 
 
 def verify_folder(folder: Path) -> str:
-    """Check headers and sizes of the files of weights, their index, and their shapes against the configuration; return
-    what was found. Raises ConfigError, DiskError for the first fault.
+    """Check headers and sizes of the files of weights, that no value is NaN, their index, and their shapes against the
+    configuration; return what was found. Raises ConfigError, DiskError for the first fault.
     """
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
         return _verify_adapter(folder)
@@ -26,6 +26,7 @@ def verify_folder(folder: Path) -> str:
         with TensorFile(path) as file:
             found.update(dict.fromkeys(file.entries, path))
             num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
+            file.check_values()
     _check_index(folder, found)
     about = (
         f"{counted(len(found), 'tensor')}, {format_bytes(num_bytes)}, in {counted(len(set(found.values())), 'file')}"
@@ -46,6 +47,7 @@ def _verify_adapter(folder: Path) -> str:
     with TensorFile(folder / WEIGHTS) as file:
         num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
         about = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
+        file.check_values()
     return f"an adapter ({kind.lower()}): {about}; header and size agree"
 
 

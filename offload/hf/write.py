@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.dynamic_module_utils import custom_object_save
 
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
 from offload.files.atomic_folder import clear, take_place
@@ -187,7 +189,8 @@ def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, 
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and generation_config.json as `save_pretrained` does; nothing for a module that has none.
+    """Write config.json and generation_config.json as `save_pretrained` does, and the code of a model that has its own
+    (`auto_map`), and files that a `save_pretrained` of its own adds; nothing for a module that has none of these.
 
     dtype: of the weights, None for that of the model's parameters.
     """
@@ -196,12 +199,33 @@ def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | Non
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or _dtype_of(model)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
+    if type(model).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
+        _write_own(model, folder)
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
         except ValueError:  # what was loaded with a warning is refused here: no reason to lose an export
             model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def _write_own(model: nn.Module, folder: Path) -> None:
+    """Let a `save_pretrained` that a model brings along write what it adds, without any weights."""
+    save: Any = model.save_pretrained
+    with TemporaryDirectory(dir=folder) as made:
+        try:
+            save(made, state_dict={})
+        except Exception as error:
+            warnings.warn(
+                f"{type(model).__name__} has a save_pretrained of its own, and it fails without weights "
+                f"({type(error).__name__}: {error}): the files that it adds are missing in {folder}.",
+                stacklevel=2,
+            )
+        for path in Path(made).iterdir():
+            if not path.name.endswith((".safetensors", ".safetensors.index.json")):
+                path.replace(folder / path.name)
 
 
 def _verify(written: Written) -> None:

@@ -21,7 +21,7 @@ from offload.errors import ConfigError, warn
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
 from offload.integrations.rules import followed, rate_of, rule_of_optimizer
-from offload.integrations.saving import full_state, written
+from offload.integrations.saving import state_of, written
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -214,13 +214,14 @@ class OffloadAccelerator(Accelerator):
         models[:] = [model for model in models if not self._is_own(model)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As accelerate's; of the engine's model the fp32 weights, all of which have to fit the host. Collective."""
+        """As accelerate's; of the engine's model the weights in its own dtype, all of which have to fit the host.
+        Collective."""
         if not self._is_own(model):
             return super().get_state_dict(model, unwrap)
         if self._is_saving:
             return _NoWeights()
         assert self.engine is not None
-        return full_state(self.engine)
+        return state_of(self.engine)
 
 
 class _NoWeights:

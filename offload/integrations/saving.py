@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,15 +69,17 @@ def written(engine: Engine, folder: Path) -> Iterator[None]:
             raise OffloadError(f"the write to {folder} failed: {type(error).__name__}: {error}") from error
 
 
-def full_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return what `state_dict()` of the model would be, with the fp32 masters. Collective; all of it in memory."""
-    values = dict(engine.named_parameters())
+def state_of(engine: Engine, only: Callable[[str], bool] = lambda _name: True) -> dict[str, torch.Tensor]:
+    """Return what `state_dict()` of the model would be, in the dtypes in which the model was given; of the parameters
+    those whose first name is wanted `only`. Collective; all of it in memory.
+    """
     first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    values = dict(engine.named_parameters(names=filter(only, first.values()), as_given=True))
     found: dict[str, torch.Tensor] = {}
     for name, module in engine.model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and first[id(parameter)] in values:
                 found[prefix + key] = values[first[id(parameter)]]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -83,6 +87,22 @@ def full_state(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained_weights(engine: Engine, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return the weights that are trained, each in its own dtype, or in fp32. Collective."""
-    return {name: value.to(dtypes.get(name, value.dtype)) for name, value in engine.named_parameters(trained_only=True)}
+def adapters_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the part of `state_dict()` of a model of PEFT that PEFT saves: of each of the adapters, whether it trains
+    or is frozen, and of the base where an adapter goes with some of that. Collective.
+    """
+    import peft
+
+    first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    state: dict[str, Any] = engine.model.state_dict(keep_vars=True)
+    # PEFT names what it saves by picking from a state: from one that has a byte of memory for each parameter.
+    places = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in state.items()}
+    owners = {each.untyped_storage().data_ptr(): first.get(id(state[name])) for name, each in places.items()}
+    trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    found, model, picked = state_of(engine, trained.__contains__), cast(Any, engine.model), set[str | None]()
+    with engine.answering(found), warnings.catch_warnings():  # of prompts it reads the model itself
+        warnings.simplefilter("ignore")
+        for adapter in model.peft_config:
+            saved = peft.get_peft_model_state_dict(model, dict(places), adapter)
+            picked |= {owners.get(value.untyped_storage().data_ptr()) for value in saved.values()}
+    return found | state_of(engine, (picked - trained).__contains__)

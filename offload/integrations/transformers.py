@@ -28,7 +28,7 @@ from offload.errors import ConfigError, warn
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
-from offload.integrations.saving import export_into, trained_weights, weights_dtype, written
+from offload.integrations.saving import adapters_state, export_into, weights_dtype, written
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 
@@ -72,7 +72,6 @@ class OffloadMixin(_Base):
         """
         self._offload = dict(offload or {})
         self._dtype: torch.dtype | None = None  # in which the model is saved
-        self._dtypes: dict[str, torch.dtype] = {}  # of its parameters, as they were given
         super().__init__(*args, **kwargs)
         self.model = self.model_wrapped = uncompiled(self.model)
         _put_callback_first(self)
@@ -173,7 +172,6 @@ class OffloadMixin(_Base):
             **settings,
         }
         self._dtype = weights_dtype(self.model)
-        self._dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         if "optimizer" in settings:
             return OffloadOptimizer(open_engine(self.model, settings.pop("optimizer"), settings))
         create: Any = super().create_optimizer
@@ -238,7 +236,7 @@ class OffloadMixin(_Base):
         assert self.engine is not None
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if hasattr(self.model, "peft_config"):
-            weights = trained_weights(self.engine, self._dtypes)
+            weights = adapters_state(self.engine)
             with written(self.engine, folder):
                 if self.args.should_save:  # older ones write on whichever rank they are called
                     with self.engine.answering(weights):

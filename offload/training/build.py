@@ -42,6 +42,7 @@ from offload.hf.models import (
     vocab_size,
 )
 from offload.hf.quantized import method_of, quantization_of, refuse_training
+from offload.layout.planes import DTYPES
 from offload.machine.limits import integrated_note
 from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
@@ -78,8 +79,8 @@ class Run:
     """config: with all decided that need not wait for the first step. files: the tokenizer's or the processor's, by
     name, on rank 0;
     beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
-    where it begins with nothing. rebuild: makes the model of a run that begins with nothing once more, as the engine
-    was given it; build_base: without an adapter. trained: what of it trains. forecast: what it will hold and take; None
+    where it begins with nothing. build_base: makes the model of a run that begins with nothing once more, without an
+    adapter. trained: what of it trains. forecast: what it will hold and take; None
     where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
     """
 
@@ -91,7 +92,6 @@ class Run:
     files: Mapping[str, bytes]
     beside_states: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
-    rebuild: Callable[[], BuiltModel]
     trained: Trained
     build_base: Callable[[], BuiltModel]
     forecast: Forecast | None
@@ -184,10 +184,8 @@ def make_run(
             config=copy.deepcopy(architecture),
             sequence_length=int(config.data.sequence_length or 0),
             grow=grows,
+            dtype=DTYPES[str(config.train.precision)],
         )
-
-    def rebuild() -> BuiltModel:
-        return trained.over(build_base())
 
     with as_one(comm, "making of the model"):
         asked = objective(config, kind, data, vocabulary)
@@ -203,7 +201,7 @@ def make_run(
         if whole and given is None:
             built = trained.over(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
         else:
-            built = rebuild()
+            built = trained.over(build_base())
         for text in built.notes:
             note(text)
         built.model.train()
@@ -262,9 +260,7 @@ def make_run(
         say(f"note: {why}: conversations are not packed. {data.rows}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
     doing("trying the model, and taking the first step")
-    return Run(
-        config, kind, data, asked, made, files, beside_states, meta, rebuild, trained, build_base, forecast, needs
-    )
+    return Run(config, kind, data, asked, made, files, beside_states, meta, trained, build_base, forecast, needs)
 
 
 def _check_kind(kind: Kind, method: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from transformers import PreTrainedModel
+
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
 from offload.data.excerpt import excerpt_of
@@ -20,6 +22,7 @@ from offload.errors import DiskError, common, format_bytes, is_common, shorten
 from offload.hf import reload
 from offload.hf.models import max_positions
 from offload.training.build import Run
+from offload.training.objectives import Batch
 from offload.training.progress import RunProgress
 from offload.training.resident import as_travelling
 from offload.training.run_folder import RunFolder
@@ -56,13 +59,17 @@ class Export:
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return it. Collective. Raises DiskError."""
         if self._trained.library:
-            data = self._data
-            rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
-            self._probe = reload.take_probe(engine, self._objective.inputs(self._objective.apply(rows, 0)))
+            self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trained.base_bytes(engine.model)
         self._trained.write(engine, self.path, self._files, self._build_base)
         self._say(f"exported to {self.path}{_contents(self.path)}")
         return self.path
+
+    def probe_batch(self) -> Batch:
+        """Return rows of the evaluation, or of training where there are none."""
+        data = self._data
+        rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
+        return self._objective.inputs(self._objective.apply(rows, 0))
 
     def check(self) -> None:
         """Load the folder with the library that it is for, and compare logits with the engine's. On rank 0, where no
@@ -108,6 +115,16 @@ def _contents(folder: Path) -> str:
     except (OSError, ValueError):  # of an adapter, or of a rank that has another disk
         return ""
     return f": {format_bytes(num_bytes)} of weights{f' in {kind}' if kind else ''}"
+
+
+def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Export:
+    """Return what a run is to end with. Refuse a model, before its first step, that its export would not give back.
+    Collective. Raises ConfigError.
+    """
+    export = Export(folder, run, say)
+    if run.config.checkpoint.export and isinstance(run.engine.model, PreTrainedModel):
+        reload.check_made_alike(run.engine, export.probe_batch, str(run.config.train.precision))
+    return export
 
 
 def go_back(

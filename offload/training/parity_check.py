@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
-from offload.hf.models import fill_all
+from offload.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
+from offload.layout.planes import DTYPES
 from offload.machine.environment import memory
 from offload.training.apart import Apart, WeightsApart, json_number
 from offload.training.build import Run, make_run
@@ -334,11 +335,12 @@ class _Sides:
 
 
 def _resident(run: Run, same_order: bool) -> Resident:
-    """Make the resident side of a run, with the weights that the engine was given. Raises DoesNotFitError."""
+    """Make the resident side of a run, of the model that the run begins with. Raises DoesNotFitError."""
     config, engine = run.config, run.engine
-    built = run.rebuild()
+    built = run.trained.over(run.build_base())
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
+    built = run.trained.over(_plain_base(run))
     fill_all(built)
     return Resident(
         built.model.train(),
@@ -354,6 +356,22 @@ def _resident(run: Run, same_order: bool) -> Resident:
         frozen_weights=config.offload.frozen_weights,
         link_weights=config.offload.link_weights,
     )
+
+
+def _plain_base(run: Run) -> BuiltModel:
+    """Return the model of a run without an adapter. One that a folder has whole, and not in few bits, is as
+    `from_pretrained` gives it, and owes nothing to what reads folders here.
+    """
+    base, section = run.build_base(), run.config.model
+    if not is_pretrained(section, base.folder) or base.notes or base.quantized:
+        return base
+    assert base.folder is not None
+    config: Any = load_model_config(section)
+    if run.kind.name == "seq2seq":
+        config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
+    dtype = DTYPES[str(run.config.train.precision)]
+    plain = load_whole(run.kind.auto, base.folder, config, dtype, attention_options(section))
+    return replace(base, model=plain.model, fill=plain.fill)
 
 
 def _check_fit(held: Mapping[str, int], engine: Engine) -> None:

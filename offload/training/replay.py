@@ -20,6 +20,7 @@ from offload.hf.adapters import write_adapter
 from offload.hf.freeze import freeze
 from offload.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
 from offload.hf.sources import Removed
+from offload.layout.planes import DTYPES as COMPUTED
 from offload.planning.from_config import update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -110,7 +111,8 @@ def _whole(base: Path, config: Config) -> BuiltModel:
     torch.manual_seed(config.run.seed)
     architecture = begun_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
     grows = config.model.path is not None and grow_vocabulary(config, architecture)
-    return build_model(section, seed=config.run.seed, config=architecture, grow=grows)
+    dtype = COMPUTED[str(config.train.precision)]
+    return build_model(section, seed=config.run.seed, config=architecture, grow=grows, dtype=dtype)
 
 
 def _adapted(base: Path, config: Config) -> BuiltModel:
@@ -124,7 +126,8 @@ def _adapted(base: Path, config: Config) -> BuiltModel:
         start = ResumePoint(config.with_resolved(model__path=str(base), model__preset=None, model__init="pretrained"))
     architecture = begun_architecture(start)
     trained = what_trains(start.config, architecture, model_kind(architecture), start)
-    return trained.over(build_model(start.config.model, seed=config.run.seed, config=architecture))
+    dtype = COMPUTED[str(config.train.precision)]
+    return trained.over(build_model(start.config.model, seed=config.run.seed, config=architecture, dtype=dtype))
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

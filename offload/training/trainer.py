@@ -29,7 +29,7 @@ from offload.training.build import make_run
 from offload.training.callbacks import Callbacks
 from offload.training.checkpoints import Saves
 from offload.training.evaluation import Evaluations
-from offload.training.finish import Export, export_or_save, go_back
+from offload.training.finish import begin_export, export_or_save, go_back
 from offload.training.given import settle
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
@@ -140,7 +140,7 @@ class Trainer:
         self._share = Share.of(self.config, comm)
         self._stands = RunProgress(run.meta, self.config.train)
         self._saves = Saves(run, comm, self._folder, self._stands, self._callbacks, self._say)
-        self._export = Export(self._folder, run, self._say)
+        self._export = begin_export(self._folder, run, self._say)
         self._evaluations = Evaluations(run, comm, self._records, self._stands, self._callbacks, self._say)
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:

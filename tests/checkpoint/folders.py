@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ QUICK = (
 """Of the default run."""
 
 
-def names() -> list[Any]:
-    """Return every buildable family as a parameter; all but the quick ones are slow."""
+def names(quick: Collection[str] = QUICK) -> list[Any]:
+    """Return every buildable family as a parameter; all but the `quick` ones are slow."""
     import pytest
 
-    assert set(QUICK) <= set(families())
+    assert set(quick) <= set(families())
     return [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
         for name in families()
         if name not in UNBUILDABLE
     ]

@@ -30,6 +30,8 @@ from offload.hf.models import (
 )
 from offload.hf.names import CannotStream
 from tests import forks
+from tests.checkpoint.folders import names, same
+from tests.zoo.families import families
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -195,6 +197,36 @@ def test_pretrained_weights_are_those_of_the_folder(tmp_path: Path) -> None:
     random = build_model(ModelSection(path=str(folder), init="random"), seed=9)
     fill_all(random)
     assert not torch.equal(next(random.model.parameters()), next(theirs.parameters()))
+
+
+@pytest.mark.parametrize("files", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", names(quick=["gemma3_text"]))
+def test_what_hangs_on_the_dtype_of_loading_is_as_from_pretrained_makes_it(
+    name: str, files: torch.dtype, tmp_path: Path
+) -> None:
+    """Buffers, and tensors beside them, are made in the dtype that computes, and parameters in that of the files."""
+    family, auto = families()[name], transformers.AutoModelForCausalLM
+    if auto._model_mapping.get(family.model_class.config_class, None) is not family.model_class:
+        pytest.skip("a part of a larger model, or a family that shares its configuration")
+    family.build(dtype=files).save_pretrained(tmp_path)
+    own = {key: value.dtype for key, value in auto.from_pretrained(tmp_path, dtype="auto").named_parameters()}
+    for dtype in (torch.float32, torch.bfloat16):
+        built = build_model(ModelSection(path=str(tmp_path)), seed=0, dtype=dtype)
+        mine, theirs = tensors_beside(built.model), tensors_beside(auto.from_pretrained(tmp_path, dtype=dtype))
+        assert mine.keys() == theirs.keys()
+        assert [key for key in mine if not same(mine[key], theirs[key])] == []
+        assert {key: value.dtype for key, value in built.model.named_parameters()} == own
+
+
+def tensors_beside(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that are no parameters."""
+    plain = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return plain | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,14 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
 
+from offload import Engine
+from offload.config.sections import ModelSection
 from offload.errors import ConfigError, DiskError
 from offload.hf.deferred_init import DeferredInit
+from offload.hf.models import build_model
 from offload.hf.read import FolderWeights, weight_files
 from offload.hf.sources import Stacked
+from offload.hf.verify import verify_folder
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
 
@@ -118,7 +122,6 @@ def test_filled_parameters_are_held_by_the_model_alone(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "zamba", "phi4_multimodal"])
 def test_an_engine_takes_a_folder_over_unit_by_unit(name: str, tmp_path: Path) -> None:
-    from offload import Engine
 
     families()[name].build(dtype=torch.bfloat16).save_pretrained(tmp_path)
     wanted = families()[name].model_class.from_pretrained(tmp_path, dtype="auto")
@@ -331,6 +334,23 @@ def test_a_truncated_file_is_refused_by_name(folder: Path) -> None:
     path.write_bytes(whole + b"\0")
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
         read(LlamaForCausalLM, folder)
+
+
+def test_a_value_that_is_nan_is_refused_by_name(folder: Path) -> None:
+    """When a folder is verified, and when its weights are taken over, before any step."""
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors) -> None:
+        tensors[name][3, 5] = float("nan")
+
+    verify_folder(folder)
+    edit(folder, spoil)
+    words = rf"model\.safetensors has NaN in {name} \(element 101 of \[48, 32\] is the first\)"
+    with pytest.raises(ConfigError, match=words):
+        verify_folder(folder)
+    built = build_model(ModelSection(path=str(folder)), seed=0)
+    with pytest.raises(ConfigError, match=words):
+        Engine(built.model, fill=built.fill)
 
 
 def test_a_flipped_bit_in_a_header_is_never_read_in_silence(folder: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
 
 from offload.errors import ConfigError, DiskError, OffloadError
+from offload.hf.models import configuration
 from offload.hf.names import CannotStream
 from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
@@ -356,3 +357,37 @@ def test_written_and_read_again_is_the_same(tmp_path: Path) -> None:
     found, weights = read(type(model), tmp_path / "out")
     fill_by_parts(found, weights)
     assert differences(twin, found) == []
+
+
+OWN = """
+import json
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    def save_pretrained(self, folder, **how):
+        super().save_pretrained(folder, **how)
+        (Path(folder) / "added.json").write_text(json.dumps({"rows": 3}))
+"""
+
+
+def test_a_model_with_code_of_its_own_is_written_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with what its own `save_pretrained` adds. No command runs such code, and says what does."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "cache")
+    given = tmp_path / "given"
+    LlamaForCausalLM(llama()).save_pretrained(given)
+    (given / "modeling_own.py").write_text(OWN)
+    config = json.loads((given / "config.json").read_text())
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (given / "config.json").write_text(json.dumps({**config, "model_type": "own_llama", "auto_map": names}))
+    model = AutoModelForCausalLM.from_pretrained(given, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "theirs")
+    write_model(model, rest(model), tmp_path / "ours")
+    assert (tmp_path / "ours/modeling_own.py").is_file()
+    assert (tmp_path / "ours/added.json").is_file()
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"code of its own \(auto_map\), which no command runs.*OffloadTrainer"):
+        configuration(given)

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from offload import AdamW
 from offload.errors import ConfigError
+from tests.checkpoint.folders import same
 from tests.integrations.plain import CLIP, LR, PLACEMENT, SameBits, assert_same_weights, llama, needs, rows
 from tests.matrix import matrix
 
@@ -79,6 +80,19 @@ class Script:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.accelerator.get_state_dict(self.model))
+
+
+def test_what_is_saved_of_a_model_in_bf16_is_in_bf16(tmp_path: Path) -> None:
+    """By each call of a script: of the model, of accelerate, and of both."""
+    script = Script(tmp_path, True, model=lambda: llama().to(torch.bfloat16))
+    script.run(1)
+    accelerator, model = script.accelerator, script.accelerator.unwrap_model(script.model)
+    wanted, found = {key: value.clone() for key, value in model.state_dict().items()}, script.weights()
+    accelerator.save_model(script.model, str(tmp_path / "whole"))
+    model.save_pretrained(tmp_path / "folder", state_dict=dict(found))  # which it empties
+    for state in (found, *(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "folder"))):
+        assert state.keys() == wanted.keys()
+        assert [name for name in wanted if not same(state[name], wanted[name])] == []
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from offload import AdamW, Engine
+from offload.integrations.saving import adapters_state
+from tests.checkpoint.folders import same
 from tests.engine import ranks
 from tests.engine.device import cpu_only
 from tests.integrations.plain import (
@@ -35,6 +38,7 @@ from tests.matrix import quick
 needs("accelerate", "peft")
 pytestmark = cpu_only("accelerate does not know the simulated accelerator")
 
+import peft  # noqa: E402
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: E402
 
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
@@ -201,3 +205,70 @@ def test_two_ranks_save_the_bytes_of_ddp(tmp_path: Path, zero_stage: int) -> Non
     )
     assert len(mine) == (4 if zero_stage == 3 else 8)
     assert [name for name in mine if mine[name] != wanted[name]] == []
+
+
+class Normed(torch.nn.Module):
+    """A module with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x))
+
+
+def of_kind(kind: str) -> Any:
+    """Return a model of PEFT with an adapter of a kind, or with what PEFT saves beside one, and does not train."""
+    if kind == "running statistics":
+        torch.manual_seed(5)
+        model: Any = get_peft_model(Normed(), LoraConfig(r=4, target_modules=["inner"], modules_to_save=["norm"]))
+        model.base_model.model.norm.modules_to_save["default"].running_mean.add_(3)
+        return model
+    lora = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    base = llama()
+    torch.manual_seed(5)
+    if kind in KINDS:
+        settings = {"projection_prng_key": 1} if kind in ("VERA", "PVERA", "RANDLORA") else {}
+        return get_peft_model(base, peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**{**lora, **settings, **KINDS[kind]}))
+    model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, **lora))
+    if kind == "a second adapter":
+        model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, **lora))
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_B" in name)
+    return model
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "VERA": {},
+    "PVERA": {},
+    "RANDLORA": {},
+    "FROD": {},
+    "DELORA": {},
+    "ADALORA": {"total_step": 10},
+    "VBLORA": {"num_vectors": 16, "vector_length": 8},
+    "IA3": {"feedforward_modules": []},
+    "LOHA": {},
+    "LOKR": {},
+    "BOFT": {},
+    "OFT": {},
+    "HRA": {},
+    "FOURIERFT": {"n_frequency": 8},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"]},
+}
+BESIDE = ["a second adapter", "frozen first factors", "running statistics"]
+
+
+@pytest.mark.parametrize("kind", quick([*BESIDE, *KINDS], [*BESIDE, "VERA"]))
+def test_what_peft_saves_and_does_not_train_is_saved_as_it_is(kind: str, tmp_path: Path) -> None:
+    of_kind(kind).save_pretrained(tmp_path / "wanted")
+    model = of_kind(kind)
+    with closing(Engine(model, AdamW(lr=LR), PLACEMENT)) as engine:
+        model.save_pretrained(tmp_path / "found", state_dict=adapters_state(engine))
+    wanted = {path.relative_to(tmp_path / "wanted"): load_file(path) for path in (tmp_path / "wanted").rglob(FILE)}
+    assert len(wanted) == (2 if kind == "a second adapter" else 1)
+    for path, tensors in wanted.items():
+        found = load_file(tmp_path / "found" / path)
+        assert found.keys() == tensors.keys()
+        assert [name for name in tensors if not same(found[name], tensors[name])] == []

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from offload import parity
 from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError, DoesNotFitError
+from offload.hf import read
 from offload.optim.sgd import SGD
 from offload.training import build, parity_check
 from offload.training.apart import WeightsApart, first_element
@@ -138,6 +139,22 @@ def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, prec
     train_bpe(["a number, the next"] * 9, 384).save_pretrained(folder / "whole")
     code, found = run("--model.path", "whole", "--train.precision", precision, *HOST)
     assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
+
+
+def test_the_resident_side_owes_nothing_to_how_a_folder_is_read_here(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is transformers' own: a model that is built in the dtype of its files, which is not the one that is trained,
+    has another scale than that."""
+    config = AutoConfig.for_model("gemma2", vocab_size=384, **SHAPES["gemma2"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "gemma")
+    train_bpe(["a number, the next"] * 9, 384).save_pretrained(folder / "gemma")
+    words = ("--model.path", "gemma", "--steps", "1", *HOST)
+    assert run(*words)[0] == 0
+    build = read.build_empty
+    monkeypatch.setattr(read, "build_empty", lambda make, config, _dtype, held: build(make, config, held, held))
+    code, found = run(*words)
+    assert (code, found["first_difference"]["step"]) == (1, 1)
 
 
 @pytest.mark.slow
