@@ -57,13 +57,41 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
+_seen: dict[tuple[Any, ...], Any] = {}
+"""At most one tokenizer that was loaded to be counted alone, by its folder and the files there. To load a large one takes
+seconds, so the next one who needs it has it.
+"""
+
+
+def see_tokenizer(path: str) -> Any:
+    """Load a tokenizer that is not changed; `load_tokenizer` gives it to the next one who loads it."""
+    tokenizer = load_tokenizer(path)
+    _seen.clear()
+    if mark := _mark(_folder_of(path)):
+        _seen[mark] = tokenizer
+    return tokenizer
+
+
+def _folder_of(path: str) -> Path:
+    folder = Path(path).expanduser()
+    return folder.parent if folder.is_file() else folder
+
+
+def _mark(folder: Path) -> tuple[Any, ...]:
+    """Return what tells that a folder holds what it held; nothing of a name of the hub."""
+    if not folder.is_dir():
+        return ()
+    found = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
+    return (folder.resolve(), *((name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in found))
+
+
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a folder, or of a hub name that was downloaded before. Nothing is downloaded here."""
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
-    if folder.is_file():
-        folder = folder.parent
+    folder = _folder_of(path)
+    if _seen and (seen := _seen.pop(_mark(folder), None)) is not None:
+        return seen
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a folder that is not a tokenizer

@@ -78,8 +78,9 @@ def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
     """Return a forecast with the smallest change that fits, where it does not."""
     fix = {} if found.fits else find_fix(forecaster, found) or _larger_budgets(forecaster, found)
     notes = found.notes
-    if "train.batch_size" in fix:
-        notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
+    for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
+        if key in fix:
+            notes = (*notes, f"a step {step} is other training: nothing else was found that fits.")
     fixed = _placed(forecaster, found, fix) if fix else None
     held = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
     return replace(found, fix=flags(fix), fix_bytes=held, notes=notes)
@@ -360,6 +361,11 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
+    elif on_device and config.offload.nvme_dir and found.config.offload.gradients != "nvme":
+        # A weight that a head shares is cut in rows, whose sums rest with the gradients.
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
+    if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # gradients wait for their norm
+        yield {"train.max_grad_norm": None}
     rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
     while rows > found.num_groups:  # which is other training: last, and no further than it takes
         rows = max(found.num_groups, rows // 2)

@@ -12,7 +12,7 @@ from offload.config.config import Config
 from offload.config.sections import DataSection
 from offload.data.dataset import Dataset, build_dataset
 from offload.data.sources import Source
-from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
+from offload.data.tokenizer import grown_vocabulary, see_tokenizer, tokenizer_folder
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
@@ -145,7 +145,7 @@ def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
     folder, known = locate(config.model), vocab_size(architecture)
     path = config.data.tokenizer or tokenizer_folder(None if folder is None else str(folder))
     is_given = config.data.tokenizer is not None
-    needed = known if path is None else grown_vocabulary(load_tokenizer(path), known, is_given)
+    needed = known if path is None else grown_vocabulary(see_tokenizer(path), known, is_given)
     architecture.get_text_config().vocab_size = needed
     return needed > known
 

@@ -13,6 +13,7 @@ from offload.data.tokenizer import (
     grown_vocabulary,
     hash_tokenizer,
     load_tokenizer,
+    see_tokenizer,
     tokenizer_folder,
     train_bpe,
     trained_tokenizer,
@@ -131,3 +132,15 @@ def test_a_special_token_beyond_the_vocabulary_is_tolerated_until_used(bpe_folde
     tokenizer.add_tokens(["plainword"])
     with pytest.raises(ConfigError, match=f"has {size + 2} tokens"):
         check_vocabulary(tokenizer, size, "x")
+
+
+def test_a_tokenizer_that_was_looked_at_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: object())
+    seen = see_tokenizer(str(tmp_path))
+    assert load_tokenizer(str(tmp_path)) is seen
+    assert load_tokenizer(str(tmp_path)) is not seen, "the first one may have changed it"
+    seen = see_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    assert load_tokenizer(str(tmp_path)) is not seen
