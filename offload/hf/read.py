@@ -288,7 +288,7 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 def build_empty(
     make: Callable[..., nn.Module], config: PreTrainedConfig, dtype: torch.dtype, held: torch.dtype, **options: Any
-) -> nn.Module:
+) -> Any:
     """Build the model of a configuration as `from_pretrained(dtype=dtype)` would, with parameters of the dtype `held`
     that are not filled. Scales and tables of positions are rounded to the dtype in which a model is made, and stay so
     under other weights. To be called under a DeferredInit.

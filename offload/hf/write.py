@@ -218,10 +218,9 @@ def _write_own(model: nn.Module, folder: Path) -> None:
         try:
             save(made, state_dict={})
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"{type(model).__name__} has a save_pretrained of its own, and it fails without weights "
-                f"({type(error).__name__}: {error}): the files that it adds are missing in {folder}.",
-                stacklevel=2,
+                f"({type(error).__name__}: {error}): the files that it adds are missing in {folder}."
             )
         for path in Path(made).iterdir():
             if not path.name.endswith((".safetensors", ".safetensors.index.json")):

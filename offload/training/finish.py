@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from transformers import PreTrainedModel
 
 from offload.checkpoint.manifest import MANIFEST
