@@ -40,7 +40,7 @@ LEFT_OUT: Mapping[str, str] = {
         "It decides how rows and batches are made of the tokens, in each run anew.",
     ),
     **dict.fromkeys(
-        ("cache_dir", "num_workers", "progress", "no_pictures"),
+        ("cache_dir", "num_workers", "progress", "no_pictures", "no_answers"),
         "It says where and by whom tokens are made, or refuses them.",
     ),
 }

@@ -54,6 +54,7 @@ def test_every_argument_is_in_the_key_of_tokens_or_left_out_for_a_reason(
         "on_bad_row": "skip",
         "eval_share": 0.5,
         "no_pictures": "none",
+        "no_answers": "none",
         "num_workers": 0,
         "cache_dir": tmp_path,
         "progress": print,

@@ -228,7 +228,7 @@ SETTINGS: list[tuple[str, Any]] = [
     ("seed", "x"),
     ("debug", "x"),
     ("optimizer", "lion"),
-    ("placement", {"parameters": "cpu"}),
+    ("placement", "cpu"),
     ("max_grad_norm", -1.0),
     ("max_grad_norm", float("nan")),
     ("max_grad_norm", "1"),
