@@ -58,8 +58,8 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 _seen: dict[tuple[Any, ...], Any] = {}
-"""At most one tokenizer that was loaded to be counted alone, by its folder and the files there. To load a large one takes
-seconds, so the next one who needs it has it.
+"""At most one tokenizer that was loaded for its size, by folder and files. Loading a large one takes seconds: the next
+caller gets this one.
 """
 
 
