@@ -70,6 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "tokens last": lambda: Layered(Square, lambda h: h[..., :TEN].flatten(0, 1).t().contiguous().t(), same),
     "one of two": lambda: Layered(Square, lambda h: h.chunk(2, -1)[1], same),
+    "every other": lambda: Layered(Square, lambda h: h[..., ::2], same),
     "one token": lambda: Layered(Square, lambda h: h[..., :TEN].contiguous()[:, 1], same),
     "expanded": lambda: Layered(Square, lambda h: h[:, :1, :TEN].expand(-1, 6, -1), same),
 }
