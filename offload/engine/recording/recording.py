@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
@@ -62,6 +63,7 @@ class Recording:
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._contents: list[tuple[UnitTraits, _Contents]] = []
         self._variants: set[int] = set()
         self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.resting}
         self._num_set_to_itself: Counter[int] = Counter()
@@ -104,6 +106,8 @@ class Recording:
             self._runner.leave()
             self._inside = None
         mutated = _moved(inputs, versions)
+        if saved.contents.were_rewritten():
+            traits.rewrite_saved()
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
@@ -124,6 +128,7 @@ class Recording:
                 arguments.tensors[i].copy_(inputs[i])
         self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
         self._handed.append((traits, outputs, [t._version for t in outputs]))
+        self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
         return deliver(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
@@ -146,6 +151,9 @@ class Recording:
             traits.stale.update(_moved(tensors, versions))
         for traits, tensors, versions in self._handed:
             traits.changed.update(_moved(tensors, versions))
+        for traits, contents in self._contents:
+            if contents.were_rewritten():
+                traits.rewrite_saved()
         receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
         for traits, tensors, _ in self._watched:
             traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
@@ -290,6 +298,25 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
+class _Contents:
+    """The contents of tensors at one moment. A write to `tensor.data`, or by numpy, changes no version of a tensor."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._noted: list[tuple[torch.Tensor, int, Sketch]] = []
+        for tensor in tensors:
+            self.note(tensor)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note the contents of a tensor."""
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if is_plain and not tensor.is_quantized:
+            self._noted.append((tensor.detach(), tensor._version, Sketch.of(tensor)))
+
+    def were_rewritten(self) -> bool:
+        """True where the contents of a tensor are others, and the version is the same."""
+        return any(t._version == version and not sketch.is_as(Sketch.of(t)) for t, version, sketch in self._noted)
+
+
 class _Saved:
     """Counts what autograd saves of a unit's run beside its inputs and its weights."""
 
@@ -298,6 +325,7 @@ class _Saved:
         self._known = {t.untyped_storage().data_ptr() for t in inputs}
         self.num_bytes = 0
         self.has_weights = self.has_numbers = False
+        self.contents = _Contents()
 
     def hooks(self) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,7 +334,9 @@ class _Saved:
             storage = tensor.untyped_storage()
             if self._runner.slots.holds(tensor):
                 self.has_weights = True
-            elif is_number(tensor):
+                return tensor.detach()
+            self.contents.note(tensor)
+            if is_number(tensor):
                 self.has_numbers = True
             elif storage.data_ptr() not in self._known:
                 self._known.add(storage.data_ptr())
