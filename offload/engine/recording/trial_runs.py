@@ -67,6 +67,7 @@ class TrialRuns:
         self._has_backward, self.samples = has_backward, Samples(state, rows)
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
+        self._trains = False
         self._roots: Mapping[str, Any] = {}  # what the model is called with
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self.modes = 0
@@ -102,6 +103,7 @@ class TrialRuns:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
+        self._trains = facts.trains
         leader = self.samples.choose_leader(batch, lambda: self.news(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
@@ -255,7 +257,7 @@ class TrialRuns:
 
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
-        self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
+        self.is_complete, self._roots, self._trains = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.forwards.looks_at_few:
             _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record, self._model_on_copies)
         self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
@@ -324,6 +326,8 @@ class TrialRuns:
                 return recording
 
             before = self._settled(record, rows, before)
+            if self._trains:
+                before.refuse_writes()
         self._state.runner.forwards.check()
         self._note_modes()
         self.forget_traffic()
@@ -342,14 +346,24 @@ class TrialRuns:
                 with self._state.hold.watched(), recording.reads():
                     result = run(recording)
             except ConfigError:
+                self._state.weights_changed()
                 raise
             except Exception:  # with NaN in the place of weights anything may fail; the next pass has the weights
                 if not recording.outside_readers:
                     raise
             else:
                 if not recording.outside_readers:
+                    self._undo_writes(recording)
                     return result
             self._state.make_resident(recording.outside_readers)
+
+    def _undo_writes(self, recording: Recording) -> None:
+        """Bring weights up again to which a run has written."""
+        recording.note_writes()
+        if recording.written:
+            slots = self._state.slots
+            slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
+            slots.settle()
 
     def _unseen(self) -> AbstractContextManager[None]:
         """Leave modules, batch, loss function and generators as they were."""
