@@ -162,3 +162,10 @@ def test_a_layout_is_kept_by_its_copies_and_those_of_its_parts() -> None:
         copied = layout.copy(part)
         assert torch.equal(copied, original)
         assert Layout.of(copied) == layout
+
+
+def test_a_parameter_that_is_a_transposed_view_is_said_to_become_contiguous() -> None:
+    model = nn.Linear(TEN, 3)
+    model.weight = nn.Parameter(torch.randn(TEN, 3).t())
+    with pytest.warns(UserWarning, match="parameter weight is not contiguous.*last bits of results can differ"):
+        Engine(model).close()
