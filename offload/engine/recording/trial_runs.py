@@ -11,6 +11,7 @@ from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from offload.distributed.agreement import digest
 from offload.engine.loss.batch import (
@@ -259,8 +260,8 @@ class TrialRuns:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
         self.is_complete, self._roots, self._trains = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.forwards.looks_at_few:
-            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record, self._model_on_copies)
-        self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
+            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record)
+        self._record([(0, lambda: _on_copies(self._model, args, kwargs))] * 2)
         judge()
         self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
@@ -273,16 +274,9 @@ class TrialRuns:
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._unseen():
-                self._settled(lambda _: self._model_on_copies(args, kwargs))
+                self._settled(lambda _: _on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
-
-    def _model_on_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model as its caller does; the containers, values and graphs that are given stay as they are."""
-        arguments = Arguments((args, kwargs))
-        own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
-        args, kwargs = arguments.fill(own)
-        return self._model(*args, **kwargs)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it
@@ -353,28 +347,35 @@ class TrialRuns:
                     raise
             else:
                 if not recording.outside_readers:
-                    self._undo_writes(recording)
+                    _undo_writes(recording, self._state)
                     return result
             self._state.make_resident(recording.outside_readers)
-
-    def _undo_writes(self, recording: Recording) -> None:
-        """Bring weights up again to which a run has written."""
-        recording.note_writes()
-        if recording.written:
-            slots = self._state.slots
-            slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
-            slots.settle()
 
     def _unseen(self) -> AbstractContextManager[None]:
         """Leave modules, batch, loss function and generators as they were."""
         return Start(self._state, {"": self._model, **self._roots}).unseen()
 
 
+def _on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model as its caller does; the containers, values and graphs that are given stay as they are."""
+    arguments = Arguments((args, kwargs))
+    own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
+    args, kwargs = arguments.fill(own)
+    return model(*args, **kwargs)
+
+
+def _undo_writes(recording: Recording, state: EngineState) -> None:
+    """Bring weights up again to which a run has written."""
+    recording.note_writes()
+    if recording.written:
+        state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
+        state.slots.settle()
+
+
 def _record_few(
     state: EngineState,
     samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
-    run: Callable[..., Any],
 ) -> None:
     """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be tried
     on all of them is known from there.
@@ -382,7 +383,7 @@ def _record_few(
     is_known = bool(samples)
     for args, kwargs in samples:
         try:
-            record([(0, partial(run, tuple(args), dict(kwargs)))])
+            record([(0, partial(_on_copies, state.model, tuple(args), dict(kwargs)))])
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception:
