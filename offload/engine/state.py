@@ -167,6 +167,7 @@ class EngineState:
             comm=comm,
         )
         self.units: list[Unit] = []
+        self.read_outside: set[str] = set()  # the names of units with weights that code outside of them reads
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
@@ -254,6 +255,7 @@ class EngineState:
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
+        self.read_outside |= names
         for unit in self.units:
             if unit.name in names:
                 unit.warn_that_it_stays(sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r)))

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
+from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.gradients.noise import GradientNoise
 from offload.engine.judging import Judging
 from offload.engine.loss.batch import IGNORED, Batch, check_batch, map_tensors
@@ -69,16 +70,21 @@ class Steps:
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._moment)
+        self._writes = ForeignWrites(state, counters, settings.delay)
         self.judging = Judging(state, self.method, self.losses, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
+        self._writes.look()
         self.trial_runs.forget_other_modes()
         facts = self._meet("step", batch, loss_fn, self.method.lr)
-        return self._again(lambda departed: self._step(self._rehearsed(facts, departed)))
+        result = self._again(lambda departed: self._step(self._rehearsed(facts, departed)))
+        self._writes.note(is_step=True)
+        return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the loss of a batch, and leave no trace."""
+        self._writes.note(is_step=False)
         facts = self._meet("evaluate", batch, loss_fn)
         return self._again(lambda departed: self._evaluate(self._rehearsed(facts, departed)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from torch import nn
@@ -52,6 +53,7 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     given, files = dict[nn.Parameter, Source](), state.files
     again = _Again(files) if files is not None else None
     taken: set[int] = set()
+    strided: list[str] = []
     # Experts come right behind their block, with which they are filled.
     for number, unit in enumerate(sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records))):
         source = number % state.comm.size if fill is not None else 0
@@ -64,6 +66,8 @@ def _take(state: EngineState, fill: Fill | None) -> None:
             if place.parameter not in taken:
                 taken.add(place.parameter)
                 found, info = given.pop(parameter, None), state.infos[place.parameter]
+                if not parameter.is_contiguous():
+                    strided.append(info.name)
                 is_asked = source == state.comm.rank
                 if files is not None and again is not None and not info.trainable:
                     files.give(info.index, _as_it_rests(_of_files(found, info).over(again), info))
@@ -72,6 +76,15 @@ def _take(state: EngineState, fill: Fill | None) -> None:
                     state.store.values.write(info.index, read, parameter.dtype, source)
             unit.resting[place.parameter] = state.hold.resting[place.parameter]
         unit.install(unit.resting)
+    if strided:
+        more = f" and {len(strided) - 1} others" if len(strided) > 1 else ""
+        warnings.warn(
+            f"parameter {strided[0]}{more} is not contiguous (a transposed view, or channels_last). An engine computes "
+            "with contiguous weights, for which torch may choose other kernels: last bits of results can differ from "
+            "those of the model as it was. For equal bits make the parameter contiguous on both sides "
+            "(parameter.data = parameter.data.contiguous()).",
+            stacklevel=2,
+        )
 
 
 class _Again:

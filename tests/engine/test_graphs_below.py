@@ -313,6 +313,22 @@ class Quantised(Block):
         return h + Rounded.apply(super().forward(h))
 
 
+class RewritesSaved(Block):
+    """Changes what is saved, and no version."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        a = super().forward(h).tanh()
+        b = a * a
+        a.data.mul_(1.5)
+        return h + b
+
+
+def test_a_unit_that_changes_what_is_saved_without_a_new_version_is_recomputed() -> None:
+    some = [words(seed) for seed in range(2)]
+    model = build(lambda: Stack(RewritesSaved))
+    train_both(model, some, loss_fn=cross_entropy, placement=Placement(graphs="cpu"), recompute="never")
+
+
 KINDS = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
 ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
 

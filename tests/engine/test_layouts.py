@@ -70,6 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "tokens last": lambda: Layered(Square, lambda h: h[..., :TEN].flatten(0, 1).t().contiguous().t(), same),
     "one of two": lambda: Layered(Square, lambda h: h.chunk(2, -1)[1], same),
+    "every other": lambda: Layered(Square, lambda h: h[..., ::2], same),
     "one token": lambda: Layered(Square, lambda h: h[..., :TEN].contiguous()[:, 1], same),
     "expanded": lambda: Layered(Square, lambda h: h[:, :1, :TEN].expand(-1, 6, -1), same),
 }
@@ -162,3 +163,10 @@ def test_a_layout_is_kept_by_its_copies_and_those_of_its_parts() -> None:
         copied = layout.copy(part)
         assert torch.equal(copied, original)
         assert Layout.of(copied) == layout
+
+
+def test_a_parameter_that_is_a_transposed_view_is_said_to_become_contiguous() -> None:
+    model = nn.Linear(TEN, 3)
+    model.weight = nn.Parameter(torch.randn(TEN, 3).t())
+    with pytest.warns(UserWarning, match="parameter weight is not contiguous.*last bits of results can differ"):
+        Engine(model).close()

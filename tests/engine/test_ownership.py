@@ -417,3 +417,16 @@ def test_hooks_of_parameters_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"blocks\.1\.up\.weight has a hook"):
         Engine(model)
     model.blocks[1].up.weight._backward_hooks = model.blocks[1].up.weight._post_accumulate_grad_hooks = None
+
+
+def test_a_write_to_a_weight_that_stays_on_the_device_is_refused_before_the_next_step() -> None:
+    losses = []
+    for writes in (False, True):
+        with Engine(build(llama)) as engine:
+            engine.step(tokens())
+            if writes:
+                engine.model.model.norm.weight.data[:2] = 0
+                with pytest.raises(ConfigError, match=r"model\.norm\.weight was written to.*engine\.edit"):
+                    engine.step(tokens(1))
+            losses.append(engine.step(tokens(1)).loss.item())
+    assert losses[0] == losses[1]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from offload import LOMO, SGD, Engine
@@ -287,3 +288,50 @@ def test_functions_that_models_compile_stay_compiled() -> None:
         told.append(num_runs)
     assert [later - earlier for earlier, later in pairwise(told)] == [6, 6], "of three blocks a forward and a recompute"
     engine.close()
+
+
+def divides(weight: Tensor) -> None:
+    weight.data.div_(weight.data.norm())
+
+
+def replaces(weight: Tensor) -> None:
+    weight.data = functional.normalize(weight.data)
+
+
+def clamps(weight: Tensor) -> None:
+    """Changes nothing yet."""
+    weight.data.clamp_(-9, 9)
+
+
+class WritesOwn(Block):
+    write: Callable[[Tensor], None]
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.write(self.up.weight)
+        return super().forward(h)
+
+
+class WritesFromAbove(Stack):
+    write: Callable[[Tensor], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.blocks[1].up.weight)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:unit blocks.1 is read from outside")
+@pytest.mark.parametrize("write", [divides, clamps, replaces])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
+    write: Callable[[Tensor], None], is_own: bool
+) -> None:
+    """The next fetch, or the next update, would bring others, and nothing would say so."""
+    owner = WritesOwn if is_own else WritesFromAbove
+    model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
+    owner.write = staticmethod(write)
+    with Engine(model) as engine:
+        before = weights(engine)
+        text = "writes to weights of unit" if is_own or write is not replaces else "was to become"
+        with pytest.raises(ConfigError, match=text):
+            engine.step(words(), loss_fn=cross_entropy)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())

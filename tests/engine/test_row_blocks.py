@@ -294,15 +294,24 @@ def test_a_weight_that_is_read_otherwise_is_refused() -> None:
         engine.step(batches(1)[0])
 
 
+class Recurrent(nn.Module):
+    """A layer with a `bias` that is a bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(4 * HIDDEN, 4 * HIDDEN)])
+
+
 @pytest.mark.parametrize(
     ("rule", "model", "share", "why"),
     [
         (Adafactor(), large, 4, "Adafactor updates it as a whole"),
         (MeZO(), large, 4, "MeZO draws a direction for it as a whole"),
         (AdamW(), lambda: gpt2(n_inner=8192), 4, "Conv1D is no linear layer and no embedding"),
+        (AdamW(), Recurrent, 8, "LSTM is no linear layer and no embedding"),
         (AdamW(), large, 256, "it would be more than 256 blocks"),
     ],
-    ids=["Adafactor", "MeZO", "Conv1D", "many"],
+    ids=["Adafactor", "MeZO", "Conv1D", "LSTM", "many"],
 )
 def test_what_cannot_be_cut_is_told(rule: Any, model: Callable[[], nn.Module], share: int, why: str) -> None:
     with pytest.raises(DoesNotFitError, match=why):

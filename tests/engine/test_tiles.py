@@ -219,6 +219,41 @@ def test_a_function_of_rows_is_found() -> None:
         assert "over tiles of 5 tokens" in engine.told_tiles
 
 
+class ReachesFar(Part):
+    """Adds a row that is farther away than a recording has rows."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h + functional.pad(h, (0, 0, 64, 0))[:, : h.shape[1]])
+
+
+class CentresLong(Part):
+    """Takes the mean of long sequences away."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h - h.mean(1, keepdim=True) if h.shape[1] > 64 else h)
+
+
+@pytest.mark.parametrize("part", [ReachesFar, CentresLong])
+def test_a_module_that_is_a_function_of_rows_in_short_sequences_alone_runs_whole_in_long_ones(
+    part: type[nn.Module],
+) -> None:
+    batches = [words(0, rows=2, length=72), words(1, rows=2, length=140)]
+    losses = []
+    for tile in ("none", 5):
+        with Engine(stack(part), sequence_tile=tile, optimizer=PROPORTIONAL, max_grad_norm=None) as engine:
+            if tile == 5:
+                engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
+                assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
+                with pytest.warns(UserWarning, match="part of unit blocks.0 runs whole.*over 72 rows"):
+                    engine.step(batches[0], loss_fn=cross_entropy)
+                assert modules(engine) == {}
+            else:
+                engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
+                engine.step(batches[0], loss_fn=cross_entropy)
+            losses.append(engine.step(batches[1], loss_fn=cross_entropy).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 FAMILIES: dict[Callable[[], nn.Module], set[str]] = {
     llama: {"mlp", "input_layernorm", "post_attention_layernorm"},
     qwen3: {"mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"},

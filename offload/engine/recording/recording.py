@@ -14,14 +14,15 @@ Every unit runs with a graph of its own here, cut off at its border. What the pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
@@ -63,13 +64,20 @@ class Recording:
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._contents: list[tuple[UnitTraits, _Contents]] = []
         self._variants: set[int] = set()
         self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.resting}
         self._num_set_to_itself: Counter[int] = Counter()
+        staying = [unit for unit in units if unit.resident and before is None]
+        self._staying = [(unit, _Contents(unit.live().values())) for unit in staying]
+        self.written: dict[Unit, _Contents] = {}
+        """Units with weights that stay on the device, to which the model has written, and their contents then."""
+        self._written_to: list[int] = []
+        self._idle_writer: Unit | None = None
 
     def reads(self) -> WatchingMode:
         """Return a mode under which reads of resting parameters are noticed."""
-        return _Reads(self._streaming, self.outside_readers, self._num_set_to_itself)
+        return _Uses(self._streaming, self.outside_readers, self._runner, self._num_set_to_itself, self._written_to)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
@@ -91,11 +99,14 @@ class Recording:
             forward = self._runner.forwards.record(unit, self._runner, arguments, rows)
             without = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
+            self._written_to[:] = [address for address in self._written_to if not self._runner.slots.streams(address)]
             fetched, next_hook = self._num_writes(live), RemovableHandle.next_id
+            contents = _Contents(live if self._before is None else ())
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
-            self._refuse_changed_weights(unit, live, fetched)
+            if self._writes_to(live) or self._num_writes(live) != fetched or contents.were_rewritten():
+                self._refuse_writes(unit)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
             own = [*leaves, *live]
@@ -106,6 +117,8 @@ class Recording:
             self._runner.leave()
             self._inside = None
         mutated = _moved(inputs, versions)
+        if saved.contents.were_rewritten():
+            traits.rewrite_saved()
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
@@ -126,6 +139,7 @@ class Recording:
                 arguments.tensors[i].copy_(inputs[i])
         self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
         self._handed.append((traits, outputs, [t._version for t in outputs]))
+        self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
         return deliver(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
@@ -148,6 +162,9 @@ class Recording:
             traits.stale.update(_moved(tensors, versions))
         for traits, tensors, versions in self._handed:
             traits.changed.update(_moved(tensors, versions))
+        for traits, contents in self._contents:
+            if contents.were_rewritten():
+                traits.rewrite_saved()
         receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
         for traits, tensors, _ in self._watched:
             traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
@@ -218,12 +235,37 @@ class Recording:
         """
         return [weight._version - self._num_set_to_itself[id(weight)] for weight in weights]
 
-    def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], before: Sequence[int]) -> None:
-        if self._num_writes(weights) != before:
-            raise ConfigError(
-                f"unit {unit.name} writes to its own weights in forward: the change would stay on the device and be "
-                "lost. nn.Embedding's max_norm does so: build the module without it."
-            )
+    def note_writes(self) -> None:
+        """After a run: note to which weights the model has written, of those that stay on the device."""
+        for unit, before in self._staying:
+            live = unit.live().values()
+            if before.differ():
+                self.written[unit] = _Contents(live)
+            elif self._writes_to(live):  # the same values as yet
+                self._idle_writer = self._idle_writer or unit
+
+    def refuse_writes(self) -> None:
+        """Weights are in the engine again as a run has found them. Raises ConfigError where it left others. What code
+        puts back of its own changes (RWKV divides weights for eval mode, and multiplies them again) is none.
+        """
+        if self._idle_writer is not None:
+            self._refuse_writes(self._idle_writer)
+        for unit, after in self.written.items():
+            if after.differ():
+                self._refuse_writes(unit)
+
+    def _writes_to(self, weights: Iterable[torch.Tensor]) -> bool:
+        """True where an operation of this run has written to some of these weights."""
+        spans = [range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for weight in weights]
+        return any(address in span for address in self._written_to for span in spans)
+
+    def _refuse_writes(self, unit: Unit) -> NoReturn:
+        raise ConfigError(
+            f"the model's forward writes to weights of unit {unit.name}. An engine has its weights elsewhere, and the "
+            "change would be lost. Compute with a changed copy (functional.normalize(self.weight)), or change weights "
+            "between steps, by engine.edit(). nn.Embedding's max_norm writes to its own weights in forward: build the "
+            "module without it."
+        )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
         for module, key in buffer_places(unit.modules):
@@ -258,12 +300,23 @@ class Recording:
                 )
 
 
-class _Reads(WatchingMode):
-    """Notices operations on what stands for a parameter at rest, and counts, by tensor, what is set to itself."""
+class _Uses(WatchingMode):
+    """Notices operations on what stands for a parameter at rest, and those that write to weights on the device; counts,
+    by tensor, what is set to itself.
+    """
 
-    def __init__(self, streaming: dict[int, str], found: set[str], num_set_to_itself: Counter[int]) -> None:
+    def __init__(
+        self,
+        streaming: dict[int, str],
+        found: set[str],
+        runner: UnitRunner,
+        num_set_to_itself: Counter[int],
+        written_to: list[int],
+    ) -> None:
+        """`written_to`: takes the addresses of weights that an operation writes to."""
         super().__init__()
-        self._streaming, self._found, self._num_set_to_itself = streaming, found, num_set_to_itself
+        self._streaming, self._found, self._runner = streaming, found, runner
+        self._num_set_to_itself, self._written_to = num_set_to_itself, written_to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _operands(args, kwargs):
@@ -271,6 +324,11 @@ class _Reads(WatchingMode):
                 self._found.add(self._streaming[leaf.info.index])
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
             self._num_set_to_itself[id(args[0])] += 1
+        elif func._schema.is_mutable:
+            for leaf in _operands((*args[:1], (kwargs or {}).get("out")), {}):
+                is_here = isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedTensor)
+                if is_here and self._runner.slots.holds(leaf):
+                    self._written_to.append(leaf.data_ptr())
         return func(*args, **(kwargs or {}))
 
 
@@ -293,6 +351,29 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
+class _Contents:
+    """The contents of tensors at one moment. A write to `tensor.data`, or by numpy, changes no version of a tensor."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._noted: list[tuple[torch.Tensor, int, Sketch]] = []
+        for tensor in tensors:
+            self.note(tensor)
+
+    def differ(self) -> bool:
+        """True where the contents of a tensor are others."""
+        return any(not sketch.is_as(Sketch.of(t)) for t, _, sketch in self._noted)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note the contents of a tensor."""
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if is_plain and not tensor.is_quantized:
+            self._noted.append((tensor, tensor._version, Sketch.of(tensor)))
+
+    def were_rewritten(self) -> bool:
+        """True where the contents of a tensor are others, and the version is the same."""
+        return any(t._version == version and not sketch.is_as(Sketch.of(t)) for t, version, sketch in self._noted)
+
+
 class _Saved:
     """Counts what autograd saves of a unit's run beside its inputs and its weights."""
 
@@ -301,6 +382,7 @@ class _Saved:
         self._known = {t.untyped_storage().data_ptr() for t in inputs}
         self.num_bytes = 0
         self.has_weights = self.has_numbers = False
+        self.contents = _Contents()
 
     def hooks(self) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,7 +391,9 @@ class _Saved:
             storage = tensor.untyped_storage()
             if self._runner.slots.holds(tensor):
                 self.has_weights = True
-            elif is_number(tensor):
+                return tensor.detach()
+            self.contents.note(tensor.detach())  # the tensor itself would hold its own graph
+            if is_number(tensor):
                 self.has_numbers = True
             elif storage.data_ptr() not in self._known:
                 self._known.add(storage.data_ptr())

@@ -11,6 +11,7 @@ from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from offload.distributed.agreement import digest
 from offload.engine.loss.batch import (
@@ -67,6 +68,7 @@ class TrialRuns:
         self._has_backward, self.samples = has_backward, Samples(state, rows)
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
+        self._trains = False
         self._roots: Mapping[str, Any] = {}  # what the model is called with
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self.modes = 0
@@ -102,6 +104,7 @@ class TrialRuns:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
+        self._trains = facts.trains
         leader = self.samples.choose_leader(batch, lambda: self.news(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
@@ -255,10 +258,10 @@ class TrialRuns:
 
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
-        self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
+        self.is_complete, self._roots, self._trains = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.forwards.looks_at_few:
-            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record, self._model_on_copies)
-        self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
+            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record)
+        self._record([(0, lambda: _on_copies(self._model, args, kwargs))] * 2)
         judge()
         self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
@@ -271,16 +274,9 @@ class TrialRuns:
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._unseen():
-                self._settled(lambda _: self._model_on_copies(args, kwargs))
+                self._settled(lambda _: _on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
-
-    def _model_on_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model as its caller does; the containers, values and graphs that are given stay as they are."""
-        arguments = Arguments((args, kwargs))
-        own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
-        args, kwargs = arguments.fill(own)
-        return self._model(*args, **kwargs)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it
@@ -324,6 +320,8 @@ class TrialRuns:
                 return recording
 
             before = self._settled(record, rows, before)
+            if self._trains:
+                before.refuse_writes()
         self._state.runner.forwards.check()
         self._note_modes()
         self.forget_traffic()
@@ -342,12 +340,14 @@ class TrialRuns:
                 with self._state.hold.watched(), recording.reads():
                     result = run(recording)
             except ConfigError:
+                self._state.weights_changed()
                 raise
             except Exception:  # with NaN in the place of weights anything may fail; the next pass has the weights
                 if not recording.outside_readers:
                     raise
             else:
                 if not recording.outside_readers:
+                    _undo_writes(recording, self._state)
                     return result
             self._state.make_resident(recording.outside_readers)
 
@@ -356,11 +356,26 @@ class TrialRuns:
         return Start(self._state, {"": self._model, **self._roots}).unseen()
 
 
+def _on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model as its caller does; the containers, values and graphs that are given stay as they are."""
+    arguments = Arguments((args, kwargs))
+    own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
+    args, kwargs = arguments.fill(own)
+    return model(*args, **kwargs)
+
+
+def _undo_writes(recording: Recording, state: EngineState) -> None:
+    """Bring weights up again to which a run has written."""
+    recording.note_writes()
+    if recording.written:
+        state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
+        state.slots.settle()
+
+
 def _record_few(
     state: EngineState,
     samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
-    run: Callable[..., Any],
 ) -> None:
     """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be tried
     on all of them is known from there.
@@ -368,7 +383,7 @@ def _record_few(
     is_known = bool(samples)
     for args, kwargs in samples:
         try:
-            record([(0, partial(run, tuple(args), dict(kwargs)))])
+            record([(0, partial(_on_copies, state.model, tuple(args), dict(kwargs)))])
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception:

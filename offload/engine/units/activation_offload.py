@@ -299,7 +299,7 @@ class OnDisk(ActivationOffload):
 
     def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
-        flat, fills, tickets = tensor.reshape(-1).view(torch.uint8), buffer.fence.before_fill(), []
+        flat, fills, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
         for begin in range(0, copy.nbytes, self._tile_bytes):
             tile = flat[begin : begin + self._tile_bytes]
             stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))

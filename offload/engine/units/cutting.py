@@ -54,7 +54,7 @@ class Cutting:
             num_bytes = info.numel * DTYPES[info.compute].itemsize
             if num_bytes <= share_bytes:
                 continue
-            biases = [module.bias for _, module in places if getattr(module, "bias", None) is not None]
+            biases = [bias for _, module in places if (bias := module._parameters.get("bias")) is not None]
             why = _why_whole(info, rule, places, share_bytes)
             if info.trainable and len(places) > 1 and rule.drops_gradients:
                 why = why or f"{type(rule).__name__} keeps no gradients, of which the layers that share it give several"
@@ -107,7 +107,7 @@ def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str
     other = next((m for key, m in places if key != "weight" or not isinstance(m, nn.Linear | nn.Embedding)), None)
     if other is not None:
         return f"{type(other).__name__} is no linear layer and no embedding"
-    has_bias = any(getattr(module, "bias", None) is not None for _, module in places)
+    has_bias = any(module._parameters.get("bias") is not None for _, module in places)
     if info.shape[0] <= _least_rows(info, has_bias):
         return f"it has {info.shape[0]} rows, which are one block at least"
     if info.numel * DTYPES[info.compute].itemsize > share_bytes * _MOST_BLOCKS:

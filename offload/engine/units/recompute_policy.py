@@ -84,6 +84,8 @@ class RecomputePolicy:
         if traits.graph(trained).keeps_nothing:
             return DEVICE
         mode, key = self.mode, (unit.name, *shapes)
+        if traits.rewrites and self.below is not None:
+            return ""
         if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
             return ""
         if mode == "never":

@@ -159,10 +159,10 @@ class RowTrials:
                 return "its result is not laid out row by row, or not finite", False
             for rows, other, places in _variations(sample, called, num_rows):
                 for one, result in zip(whole, self._results(called, other), strict=True):
-                    if not _near(_select(one, called, rows), _select(result, called, places)):
+                    if not is_near(_select(one, called, rows), _select(result, called, places)):
                         return "a row of its result depends on other rows, or on where it stands", False
             for result in self._results(called, _of_one_row(sample, called)):
-                if not _near(_first(result, called).expand_as(result), result):
+                if not is_near(_first(result, called).expand_as(result), result):
                     return "it treats rows that are alike in different ways", False
         return self._differing_gradient(module, called, sample, num_rows)
 
@@ -222,7 +222,7 @@ class RowTrials:
             return saved.num_bytes, ()
         try:
             tiled = self._made(self._tiled(own, found), tensors)
-            is_same = all(map(_near, whole[0], tiled[0])) and _near_gradients(whole[1], tiled[1])
+            is_same = all(map(is_near, whole[0], tiled[0])) and _near_gradients(whole[1], tiled[1])
         except RuntimeError:  # as where something that tiles save is changed in place afterwards
             is_same = False
         if not is_same:
@@ -399,10 +399,11 @@ def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where results are the same but for their last bits."""
+def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True where results, of any shape, are the same but for their last bits; NaN equals NaN."""
     if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
+    one, other = one.nan_to_num(), other.nan_to_num()
     most = float(one.abs().max()) if one.numel() else 0.0
     return bool(((one.float() - other.float()).abs() <= _APART[_is_half(one)] * most).all())
 

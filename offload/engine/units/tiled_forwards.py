@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards, Runner
-from offload.engine.units.row_trials import RowTrials
-from offload.engine.units.tiles import TiledForward, Tiles, tile_rows
+from offload.engine.units.row_trials import RowTrials, is_near
+from offload.engine.units.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
@@ -31,6 +33,7 @@ class TiledForwards(OwnForwards):
         self._size, self._room_bytes, self._others = size, room_bytes, others
         self._found: dict[str, Tiles] = {}
         self._sizes: dict[str, int] = {}
+        self._has_warned = False
 
     @property
     def num_graphs(self) -> int:  # type: ignore[override]
@@ -54,6 +57,8 @@ class TiledForwards(OwnForwards):
         others: Sequence[Any],
         needs: Sequence[bool] | None = None,
     ) -> Forward:
+        if not self._is_paused:
+            self._compare(unit, runner, arguments, tensors, others)
         tiled = None if self._is_paused else self._tiled(unit, tensors)
         return tiled or self._others.of(unit, runner, arguments, tensors, others, needs)
 
@@ -109,6 +114,46 @@ class TiledForwards(OwnForwards):
                 if name not in names:
                     names.append(name)
         return "; ".join(f"{', '.join(filter(None, names)) or 'all'} ({why})" for why, names in reasons.items())
+
+    def _compare(
+        self,
+        unit: Unit,
+        runner: Runner,
+        arguments: Arguments,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[Any],
+    ) -> None:
+        """Compare the modules over tiles with whole ones, without gradients, where a use is longer than all before: a
+        recording has seen a few rows, and a module may act on long sequences only, or reach far.
+        """
+        tiles, tiled = unit.traits.tiles, self._tiled(unit, tensors)
+        if tiles is None or tiled is None:
+            return
+        given = tensors[tiles.input]
+        length = given.shape[tiles.axis]
+        if length <= tiles.tried_rows:
+            return
+        most, size = length, self._sizes[unit.name]
+        if self._room_bytes is not None and tiles.saved_bytes:
+            bytes_a_row = tiles.saved_bytes * given.numel() / given.shape[-1] / length
+            most = max(2 * size, int(self._room_bytes / bytes_a_row))
+        compared = ComparedForward(unit.forward, tiles.modules, size, given.device.type, most, is_near)
+        with runner.undone(unit), torch.no_grad():
+            runner.run(unit, arguments, [t.clone() for t in tensors], others, compared)
+        why = f"over {min(length, most)} rows its results are others than over tiles of {size}"
+        modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
+        whole = tuple((name, why) for name in sorted(compared.differing))
+        self._found[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
+        unit.traits.learn_tiles(self._found[unit.name])
+        if not modules:
+            del self._sizes[unit.name]
+        if whole and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{', '.join(name for name, _ in whole)} of unit {unit.name} runs whole from here on, and not over "
+                f"tiles of the sequence: {why}. It takes more memory so.",
+                stacklevel=2,
+            )
 
     def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
         """Return the forward of a unit over tiles; None where it runs whole."""

@@ -83,6 +83,8 @@ class Tiles:
     """
     is_whole: bool = False
     """True if the unit was tried as a whole, on a few tokens."""
+    tried_rows: int = 0
+    """The length of the longest use in which the modules were compared, over tiles and whole."""
 
 
 class TiledForward:
@@ -119,6 +121,48 @@ class TiledForward:
         result, call.result = call.result, None
         assert result is not None
         return result.fill(outputs)
+
+
+class ComparedForward(TiledForward):
+    """Runs a unit as its own forward does, and compares the results of modules over tiles with those of all rows."""
+
+    def __init__(
+        self,
+        own: Callable[..., Any],
+        modules: Sequence[RowModule],
+        size: int,
+        device_type: str,
+        most_rows: int,
+        is_near: Callable[[torch.Tensor, torch.Tensor], bool],
+    ) -> None:
+        """`most_rows`: what the device has memory for, of a module that runs whole. `is_near`: True for results that
+        differ by rounding alone.
+        """
+        super().__init__(own, modules, size, device_type)
+        self._most_rows, self._is_near = most_rows, is_near
+        self.differing: set[str] = set()
+        """The names of the modules whose results are others over tiles."""
+
+    def _run(self, rows: RowModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments((args, kwargs))
+        given, length = list(arguments.tensors), rows.num_rows(arguments)
+        num_rows = min(length, self._most_rows)
+        while num_rows > self._size:
+            few = [
+                t.narrow(rows.axis, 0, num_rows).contiguous() if num_rows < length and i in rows.cut else t
+                for i, t in enumerate(given)
+            ]
+            some = arguments.fill(few)
+            try:
+                whole = Arguments(own(*some[0], **some[1])).tensors
+            except torch.OutOfMemoryError:
+                num_rows //= 2
+                continue
+            tiles = Arguments(super()._run(rows, own, *some[0], **some[1])).tensors
+            if len(whole) != len(tiles) or not all(map(self._is_near, whole, tiles)):
+                self.differing.add(rows.name)
+            break
+        return super()._run(rows, own, *args, **kwargs)
 
 
 class _TiledCall:

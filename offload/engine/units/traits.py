@@ -98,6 +98,10 @@ class UnitTraits:
     """Results that the caller changes in place."""
     buffers: set[BufferPlace] = field(default_factory=set)
     """The buffers of the unit's modules that a forward moves."""
+    rewrites: bool = False
+    """True if a tensor that the graph saves is changed later without a new version, as by `tensor.data.mul_`: a copy of
+    the moment of saving has other numbers than the backward of plain PyTorch reads.
+    """
     needs_graph: bool = False
     """True if torch takes other kernels without a graph, so that the last bits differ."""
     inputs: list[BatchAxis | None] = field(default_factory=list)
@@ -124,6 +128,10 @@ class UnitTraits:
     def learn_tiles(self, tiles: Tiles | None) -> None:
         """Note which modules inside the unit may run over tiles; None: that is to be found anew."""
         self.tiles = tiles
+
+    def rewrite_saved(self) -> None:
+        """Note that tensors which the graph saves change later, and their versions do not."""
+        self.rewrites = True
 
     def need_graph(self) -> None:
         """Without a graph, torch gave other bits."""
