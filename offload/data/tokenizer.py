@@ -48,7 +48,7 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 _seen: dict[tuple[Any, ...], Any] = {}
-"""At most one tokenizer that was loaded to be counted alone, by its folder and the files there. To load a large one takes
+"""At most one tokenizer that was loaded to be counted alone, by its folder and the files there. To load one may take
 seconds, so the next one who needs it has it.
 """
 

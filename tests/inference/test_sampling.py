@@ -332,7 +332,7 @@ def test_what_writes_no_text_is_refused(models: Any, tmp_path: Path) -> None:
     refused(tmp_path / "bare", "has no tokenizer")
     model.model.save_pretrained(tmp_path / "base")
     tokenizer(64).save_pretrained(tmp_path / "base")
-    refused(tmp_path / "base", r"lack 1 parameters of LlamaForCausalLM, for example lm_head\.weight")
+    refused(tmp_path / "base", r"lack 1 parameter of LlamaForCausalLM, for example lm_head\.weight")
 
 
 def test_damage_that_is_read_while_writing_is_one_error_that_offers_another(models: Any, tmp_path: Path) -> None:

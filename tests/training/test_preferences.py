@@ -311,5 +311,5 @@ def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
 def test_data_of_another_kind_are_told(run: Any, pairs: str) -> None:
     with pytest.raises(ConfigError, match=r"the format preference, and train.method is sft: set --train.method dpo"):
         run("sft", data__source=pairs)
-    with pytest.raises(ConfigError, match=r"text.txt:1 is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"text.txt is a text, and train.method dpo"):
         run("text", train__method="dpo")
