@@ -14,7 +14,7 @@ class SFT(OffloadMixin, trl.SFTTrainer):
 flags = toy.parse(__doc__)
 trainer = SFT(
     model=toy.model(flags),
-    args=trl.SFTConfig(**toy.arguments(flags, max_length=flags.length, packing=True, loss_type="chunked_nll")),
+    args=trl.SFTConfig(**toy.arguments(flags, max_length=flags.length, packing=True)),
     train_dataset=Dataset.from_list([{"text": text} for text in toy.texts()]),
     processing_class=toy.tokenizer(flags),
     offload={"placement": toy.placement(flags)},
