@@ -330,7 +330,7 @@ def read_model(
     files = open_folder(weight_files(folder), folder, quantization_of(config))
     held = config.dtype or first_dtype(folder, files)
     with DeferredInit(seed) as deferred:
-        model = build_empty(auto.from_config, config, dtype or held, held, **options)
+        model: Any = build_empty(auto.from_config, config, dtype or held, held, **options)
     weights = FolderWeights(model, folder, deferred, files=files, grow=grow)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)

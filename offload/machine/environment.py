@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.machine.limits import least, memory_limits
 
-TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
 """The oldest and the newest release that the tests ran with: pyproject.toml wants the one, constraints.txt names the
 other."""
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "tyro", "numpy", "nanobind")

@@ -107,7 +107,7 @@ def test_a_refused_transformers_model_keeps_its_cache() -> None:
     with pytest.raises(DoesNotFitError):
         Engine(model, placement=Placement(host_memory=1))
     assert model.config.use_cache is True
-    assert model(input_ids=tokens()["input_ids"].cpu()).past_key_values is not None
+    assert {"cache", "past_key_values"} & model(input_ids=tokens()["input_ids"].cpu()).keys()
 
 
 @LEDGER

@@ -52,7 +52,7 @@ def both(folder: Path, **how: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-OVER_RANKS = ("sft nll", "sft chunked_nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
+OVER_RANKS = ("sft nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
 
 
 @pytest.mark.slow

@@ -78,7 +78,6 @@ def number_of_letters(completions: list[str], **_: Any) -> list[float]:
 
 CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] = {
     "sft nll": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "loss_type": "nll"}),
-    "sft chunked_nll": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "loss_type": "chunked_nll"}),
     "sft padding_free": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": None, "padding_free": True}),
     "sft packing": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "packing": True}),
     "dpo": (DPO, trl.DPOTrainer, trl.DPOConfig, PAIRS, {"max_length": 64}),
@@ -94,9 +93,9 @@ CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] 
     "lora": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "loss_type": "nll"}),
 }
 
-ACCUMULATED = ("sft chunked_nll", "sft padding_free", "dpo", "kto", "grpo")
+ACCUMULATED = ("sft nll", "sft padding_free", "dpo", "kto", "grpo")
 """Of each kind of loss and of batch one: the number of rows in a step is the same matter to the others."""
-FEW = ("sft chunked_nll", "dpo", "grpo", "lora")
+FEW = ("sft nll", "dpo", "grpo", "lora")
 """Of each kind: a head of its own, a second model, a text that is drawn, adapters."""
 
 
@@ -184,7 +183,7 @@ def assert_same_moments(folder: Path, file: Path, plain: Any) -> None:
 
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("sft chunked_nll", {}),
+    "sft": ("sft nll", {}),
     "dpo, the adapter off": ("dpo", {}),
     "dpo, the adapter off, computed before": ("dpo", {"precompute_ref_log_probs": True}),
     "dpo, a copy of the adapter": ("dpo", {}),
