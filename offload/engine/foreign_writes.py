@@ -18,13 +18,14 @@ class ForeignWrites:
     (by numpy, by `.data`, under no_grad) until the next update brings it up again.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, delay: int) -> None:
-        """`delay`: with one, weights on the device are others than those of the engine. Nor is anything compared where
-        weights are cut over ranks, or states rest on disk: reads would displace what lies in the rings.
+    def __init__(self, state: EngineState, counters: Counters, is_late: bool) -> None:
+        """`is_late`: updates are made in a later step, until when weights on the device are others than those of the
+        engine. Nor is anything compared where weights are cut over ranks, or states rest on disk: reads would displace
+        what lies in the rings.
         """
         self._state, self._counters, self._was_step = state, counters, False
         is_elsewhere = bool(state.plan.rings) or state.plan.layout.sharding.gathers
-        self._num_left = 0 if delay or is_elsewhere else _NUM_LOOKS
+        self._num_left = 0 if is_late or is_elsewhere else _NUM_LOOKS
 
     def note(self, is_step: bool) -> None:
         """A pass is over: a step, or another, in which a model may write to weights and put them back later."""
