@@ -33,7 +33,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import is_number, is_torchs_own, nodes_of
 from offload.engine.units.traits import GraphTraits, UnitTraits, Use
 from offload.engine.units.unit import Unit
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 
 
 class RestartRecording(Exception):
@@ -73,7 +73,6 @@ class Recording:
         self.written: dict[Unit, _Contents] = {}
         """Units with weights that stay on the device, to which the model has written, and their contents then."""
         self._written_to: list[int] = []
-        self._idle_writer: Unit | None = None
 
     def reads(self) -> WatchingMode:
         """Return a mode under which reads of resting parameters are noticed."""
@@ -105,8 +104,10 @@ class Recording:
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
-            if self._writes_to(live) or self._num_writes(live) != fetched or contents.were_rewritten():
+            if self._num_writes(live) != fetched or contents.were_rewritten():
                 self._refuse_writes(unit)
+            if self._writes_to(live):
+                _warn_of_writes(unit)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
             own = [*leaves, *live]
@@ -241,15 +242,13 @@ class Recording:
             live = unit.live().values()
             if before.differ():
                 self.written[unit] = _Contents(live)
-            elif self._writes_to(live):  # the same values as yet
-                self._idle_writer = self._idle_writer or unit
+            elif self._writes_to(live):
+                _warn_of_writes(unit)
 
     def refuse_writes(self) -> None:
         """Weights are in the engine again as a run has found them. Raises ConfigError where it left others. What code
         puts back of its own changes (RWKV divides weights for eval mode, and multiplies them again) is none.
         """
-        if self._idle_writer is not None:
-            self._refuse_writes(self._idle_writer)
         for unit, after in self.written.items():
             if after.differ():
                 self._refuse_writes(unit)
@@ -298,6 +297,15 @@ class Recording:
                     "and its gradient would be lost when the unit streams. Return it, put it into a list or dict among "
                     "the unit's arguments, or turn off what collects it."
                 )
+
+
+def _warn_of_writes(unit: Unit) -> None:
+    """Warn of a write that changes no value, such as a clamp within bounds. Bits are those of the model until one does."""
+    warn(
+        f"the model's forward writes to weights of unit {unit.name}, and no value changed in a trial. A write that does "
+        "change a value would act on this forward alone: the engine updates weights elsewhere. Clamp weights between "
+        "steps, by engine.edit()."
+    )
 
 
 class _Uses(WatchingMode):
