@@ -300,11 +300,11 @@ class Recording:
 
 
 def _warn_of_writes(unit: Unit) -> None:
-    """Warn of a write that changes no value, such as a clamp within bounds. Bits are those of the model until one does."""
+    """Warn of a write that changes no value yet, such as a clamp within bounds."""
     warn(
-        f"the model's forward writes to weights of unit {unit.name}, and no value changed in a trial. A write that does "
-        "change a value would act on this forward alone: the engine updates weights elsewhere. Clamp weights between "
-        "steps, by engine.edit()."
+        f"the model's forward writes to weights of unit {unit.name}, and no value changed in a trial. A later write "
+        "that changes a value would act on this forward alone: the engine updates weights elsewhere. Clamp weights "
+        "between steps, by engine.edit()."
     )
 
 
