@@ -70,6 +70,7 @@ def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precis
                 assert same(found[parameter].detach(), master.bfloat16()), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["llama", "mixtral", "gpt2"], ["mixtral"]))
 def test_shards_hold_the_same(name: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, "bf16")
@@ -96,6 +97,7 @@ def test_what_the_configuration_ties_but_the_training_had_apart_stays_apart(tmp_
     assert not same(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_dtypes_and_buffers_are_those_of_the_training(tmp_path: Path) -> None:
     family = families()["deepseek_v3"]
     model = family.build(calm=True)

@@ -148,6 +148,7 @@ def test_a_gradient_that_is_something_else_compiled_is_found(monkeypatch: pytest
         train_both(build(llama), batches(2), compile="auto")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("no such machine")

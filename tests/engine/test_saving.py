@@ -207,6 +207,7 @@ def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     """A budget has room for the states, and for half of them again: the rest is waited for."""
     engine = make("cpu", tmp_path)

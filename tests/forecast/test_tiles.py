@@ -78,6 +78,7 @@ def config(**values: object) -> Config:
     return Config().with_resolved(**known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device_bytes", "tile"), [(1 << 30, "auto"), pytest.param(200 << 20, 1024, marks=pytest.mark.slow)]
 )

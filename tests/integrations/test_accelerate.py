@@ -110,6 +110,7 @@ def test_a_script_runs_as_without_an_engine(
     assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
     """All that a run needs to go on as if it had not stopped."""
     whole = Script(tmp_path, True)
@@ -203,6 +204,7 @@ def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, pr
         resumed.model.load_state_dict(shown)
 
 
+@pytest.mark.slow
 def test_a_hook_can_neither_save_nothing_nor_load_other_weights(tmp_path: Path) -> None:
     runs = Script(tmp_path, True)
     runs.run(1)

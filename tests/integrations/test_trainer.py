@@ -450,6 +450,7 @@ def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> No
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_plain_trainer_takes_an_engines_optimizer(tmp_path: Path) -> None:
     """With the callback it clips; without it the Trainer would look for gradients, and find none."""
     engine = Engine(llama(), AdamW(lr=LR), PLACEMENT)

@@ -374,6 +374,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path,
         run("run", model__path=str(base), data__tokenizer=str(tmp_path / "wider"), **ADAPTER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("init", "codec"), quick([("loftq", "int8"), ("loftq_3", "nf4")], [("loftq_3", "nf4")]))
 def test_an_adapter_begins_as_what_codes_lose_of_its_base(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str

@@ -54,6 +54,7 @@ def test_the_export_is_checked_with_the_codes_of_what_trains(run: Any) -> None:
     assert "logits bit-equal" in said
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_pytorch(run: Any) -> None:
     """The norm of the first step is that of the parameters that train."""
     from offload.config.sections import ModelSection

@@ -141,6 +141,7 @@ def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, prec
     assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
 
 
+@pytest.mark.slow
 def test_the_resident_side_owes_nothing_to_how_a_folder_is_read_here(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

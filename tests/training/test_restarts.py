@@ -228,6 +228,7 @@ def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     assert (again.export / "model.safetensors").read_bytes() == (whole.export / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
     """Up to the order of sums; and a run that goes on in mid-cycle is the run that never stopped, bit for bit."""
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
@@ -251,6 +252,7 @@ def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: P
         assert all(torch.allclose(value, its[name], atol=1e-3) for name, value in exported.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_over_files_in_bf16_what_is_merged_rests_as_it_is_used(run: Any, base: Path, precision: str) -> None:  # noqa: F811
     """The sum is made in fp32, of the newest matrices where updates come late, and is rounded once, if at all."""

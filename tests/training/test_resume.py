@@ -404,6 +404,7 @@ def test_a_checkpoint_is_saved_every_hour(run: Any, monkeypatch: pytest.MonkeyPa
     assert not steps_of(run("tight")[0].dir), "there is no room"
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is announced before it is whole; the next save, of step 6, waits for it."""
     whole, wanted, _ = run("whole", **{"train.steps": 7})
@@ -437,6 +438,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: p
     assert_same_weights(result.dir, whole.dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_checkpoint_that_fails_on_its_way_is_told_of(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
@@ -462,6 +464,7 @@ def test_a_checkpoint_that_fails_on_its_way_is_told_of(
     assert not [each for each in threading.enumerate() if each.name.startswith("offload-checkpoint")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
@@ -503,6 +506,7 @@ def test_a_last_save_that_fails_is_an_error_after_the_export(
     assert said == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     path = tmp_path / "run/checkpoints/step-3"

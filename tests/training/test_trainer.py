@@ -170,6 +170,7 @@ def test_the_learning_rate_follows_the_schedule(run: Any) -> None:
     assert [line["lr"] for line in lines] == pytest.approx([0.05, 0.1, 0.1, 0.05])
 
 
+@pytest.mark.slow
 def test_a_diverging_run_stops_with_an_error_and_keeps_its_record(run: Any, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="finite"):
         run("wild", train__steps=50, optimizer__lr=1e30, optimizer__warmup_steps=0)
@@ -268,6 +269,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(
     assert not (tmp_path / "failed").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path: Path) -> None:
     (tmp_path / "told/trace.json.gz.partial").mkdir(parents=True)
     result, lines, said = run("told", checkpoint__export=False)
@@ -276,6 +278,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path:
     assert not (result.dir / "trace.json.gz").exists()
 
 
+@pytest.mark.slow
 def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "COARSE_RATIO", 1.0)  # so that a correction of any size is coarse
     speculative = {"train__clip": "speculative", "train__max_grad_norm": 0.01, "offload__throttle": THROTTLE}
@@ -288,6 +291,7 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
     assert "coarse:" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "clip"),
     [
@@ -320,6 +324,7 @@ def test_how_a_run_clips_is_left_to_its_steps_and_written(
         assert [line[key] for line in again] == [line[key] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "prefetch"),
     [
@@ -364,6 +369,7 @@ def test_settings_that_cannot_be_are_refused_before_any_work(
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_in_any_way_leaves_the_states(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["gradient"] < 1e-4, outcome.differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK[::3], first=1, every=5, unlike=False))
 def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "bf16", mode)
@@ -82,6 +83,7 @@ def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["loss"] < 1e-3, outcome.differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), cases(MICRO, QUICK[1::2], first=3, every=4))
 def test_micro_batches_equal_plain_pytorch_up_to_the_order_of_sums(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "fp32", mode)
