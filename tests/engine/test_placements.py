@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from tests.engine.compare import train_both
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
+from tests.engine.inside import parts_of
 from tests.engine.sizes import elements, tier_bytes
 from tests.matrix import matrix
 
@@ -165,4 +166,5 @@ def test_what_an_engine_cannot_take_is_said_in_a_line(options: dict[str, Any], w
 def test_an_engine_takes_the_fields_of_a_placement_and_says_what_it_is() -> None:
     with Engine(build(llama), placement={"parameters": "cpu", "optimizer": "cpu"}) as engine:
         assert "cpu" in {tier for tier, *_ in engine.allocations}
-        assert repr(engine) == "<Engine: AdamW over LlamaForCausalLM on cpu>"
+        where = parts_of(engine).device.torch_device
+        assert repr(engine) == f"<Engine: AdamW over LlamaForCausalLM on {where}>"
