@@ -10,8 +10,8 @@ LOUD_PIP := $(PIP:--quiet=)
 READY := $(VENV)/ready
 PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
-# Some tests wait, for processes, links and disks, and each worker takes ten seconds to collect. A file stays with one worker, which makes its fixtures once; files come
-# in their order, so that none of the long ones with few tests is left for the end.
+# Some tests wait, for processes, links and disks, and each worker takes ten seconds to collect. A file stays with one
+# worker, which makes its fixtures once; files come in their order, so that none of the long ones with few tests is left for the end.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # The engine's tests, but for those of disks, of processes that end, of the host's memory and of plans, in which the device has no
 # part; ON_DEVICE=tests/engine is all of them.

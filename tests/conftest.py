@@ -112,9 +112,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: files.index(item.path))
     turn = config.option.slow_turn
     if turn is not None:
-        others = [item for item in items if item.get_closest_marker("slow") and not _is_share(item, turn)]
+        kept, others = list[pytest.Item](), list[pytest.Item]()
+        for item in items:
+            (others if item.get_closest_marker("slow") and not _is_share(item, turn) else kept).append(item)
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        items[:] = kept
     if config.option.device != "cuda":
         return
     import torch

@@ -51,7 +51,6 @@ _FIRST_BYTES = {
     b"\xff\xfe": _UTF16,
     b"\xfe\xff": _UTF16,
 }
-_NUM_FIRST = max(map(len, _FIRST_BYTES))
 _DOCUMENTS = {
     b"%PDF": "a PDF document: extract its text first, such as by `pdftotext IN.pdf OUT.txt`",
     b"\xd0\xcf\x11\xe0": "an office document: save its text first, as a .txt file",
@@ -61,6 +60,7 @@ _DOCUMENTS = {
     b"GGUF": "a model, and no text",
 }
 """What is taken for text by mistake, by its first bytes."""
+_NUM_FIRST = max(map(len, (*_FIRST_BYTES, *_DOCUMENTS, FIRST_BYTES)))
 _OFFICE = {".docx", ".xlsx", ".pptx", ".odt", ".epub"}
 _UNPACK = (
     "a packed file of a kind that is not read (.gz and .zst are). Unpack it first (bunzip2, unxz, unzip, tar -x) and "
@@ -95,14 +95,15 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             f"{named} is a packed file of {kind}, which is read from any place in it: unpack it first "
             f"({PACKINGS[suffix]} {place}), and give what was in it."
         )
-    with place.open() as stream:
-        if stream.read(len(FIRST_BYTES)) == FIRST_BYTES:
-            raise pointer_error(named, "the folder of this file")
+    with place.open() as stream:  # once: of a URL each time is a request
+        start = stream.read(_NUM_FIRST)
+    if start.startswith(FIRST_BYTES):
+        raise pointer_error(named, "the folder of this file")
     if kind == _TOKENS or data_format == "tokens":
         return
-    if document := _document(place):
+    if document := _document(place, start):
         raise ConfigError(f"{named} is {document}.")
-    begins = _by_first_bytes(place)
+    begins = _by_first_bytes(start)
     if begins and begins.startswith(_UTF16):
         raise ConfigError(
             f"{named} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
@@ -121,7 +122,7 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise ConfigError(f"{named} is {_UNPACK}.")
     if suffix in PACKINGS and begins != suffix and place.num_bytes:
         raise ConfigError(f"{named} does not begin as a {suffix} file: give it its right ending, or pack it anew.")
-    if data_format == "preference" and kind == "text" and not _may_be_records(place):
+    if data_format == "preference" and kind == "text" and not _may_be_records(start):
         raise ConfigError(
             f"{named} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
             "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
@@ -223,22 +224,17 @@ def _kind(path: PurePath) -> str:
     return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "")
 
 
-def _may_be_records(place: Place) -> bool:
-    with place.open() as stream:
-        return stream.read(_NUM_FIRST).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+def _may_be_records(start: bytes) -> bool:
+    return start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
 
 
-def _document(place: Place) -> str | None:
+def _document(place: Place, start: bytes) -> str | None:
     if place.name.suffix.lower() in _OFFICE:
         return "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
-    with place.open() as stream:
-        start = stream.read(max(map(len, _DOCUMENTS)))
     return next((what for magic, what in _DOCUMENTS.items() if start.startswith(magic)), None)
 
 
-def _by_first_bytes(place: Place) -> str | None:
-    with place.open() as stream:
-        start = stream.read(_NUM_FIRST)
+def _by_first_bytes(start: bytes) -> str | None:
     unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # which letters of Latin scripts are
     kind = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
     return kind or next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)

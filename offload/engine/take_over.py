@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.hf.safetensors_file import Read, TensorFile, reader
 from offload.hf.sources import Fill, Source, SourceInCodes
 from offload.layout.quantized import Quantized
@@ -78,12 +77,11 @@ def _take(state: EngineState, fill: Fill | None) -> None:
         unit.install(unit.resting)
     if strided:
         more = f" and {len(strided) - 1} others" if len(strided) > 1 else ""
-        warnings.warn(
+        warn(
             f"parameter {strided[0]}{more} is not contiguous (a transposed view, or channels_last). An engine computes "
             "with contiguous weights, for which torch may choose other kernels: last bits of results can differ from "
             "those of the model as it was. For equal bits make the parameter contiguous on both sides "
-            "(parameter.data = parameter.data.contiguous()).",
-            stacklevel=2,
+            "(parameter.data = parameter.data.contiguous())."
         )
 
 

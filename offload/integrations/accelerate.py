@@ -318,8 +318,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
     if unknown:
         raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
-    placement = options.pop("placement", None) or Placement()
-    placement = Placement.of(placement)
+    placement = Placement.of(options.pop("placement", None) or Placement())
     empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
     if empty is not None:
         raise ConfigError(

@@ -59,9 +59,9 @@ def _quantised(precision: str) -> Mapping[str, Any]:
     return {"shown": partial(fake_quantised, precision=precision)}
 
 
-_AXIS = "the rule reads a parameter as a whole, so another order of sums is another step"
+_ORDER = "a sign, a code or a whole matrix makes another step of the last bits of a sum, which ranks add otherwise"
 _OWN = "tests/engine/{}: the reference of the feature"
-_MATRIX = {"ranks_are_one": _AXIS}
+_COARSE = {"ranks_are_one": _ORDER}
 _MASKS = "parts of a batch draw dropout masks of their own"
 _DROPOUT = {"ranks_are_one": _MASKS, "micro_batches_add_up": _MASKS}
 _LINKS = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4}
@@ -103,10 +103,10 @@ CASES: dict[str, Case] = {
         without={"ranks_are_one": "one row has all targets"},
     ),
     "sgd": Case(settings={"optimizer": SGD(lr=0.1, momentum=0.9, weight_decay=0.1)}),
-    "lion": Case(settings={"optimizer": Lion(lr=3e-3)}, without=_MATRIX),
-    "8-bit moments": Case(settings={"optimizer": AdamW(lr=3e-3, states="int8")}, without=_MATRIX),
-    "adafactor": Case(settings={"optimizer": Adafactor(lr=0.03)}, without=_MATRIX),
-    "muon": Case(settings={"optimizer": Muon(lr=0.02, rest=AdamW(lr=1e-3))}, without=_MATRIX),
+    "lion": Case(settings={"optimizer": Lion(lr=3e-3)}, without=_COARSE),
+    "8-bit moments": Case(settings={"optimizer": AdamW(lr=3e-3, states="int8")}, without=_COARSE),
+    "adafactor": Case(settings={"optimizer": Adafactor(lr=0.03)}, without=_COARSE),
+    "muon": Case(settings={"optimizer": Muon(lr=0.02, rest=AdamW(lr=1e-3))}, without=_COARSE),
     "lomo": Case(
         settings={"optimizer": LOMO(lr=0.3), "max_grad_norm": None},
         reference=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards
 from offload.engine.units.row_trials import RowTrials, is_near
 from offload.engine.units.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 
 _GRADIENTS_SHARE = 1.5
 """What a backward holds at once of a unit, by what its graph saves: gradients beside it."""
@@ -57,9 +56,9 @@ class TiledForwards(OwnForwards):
         others: Sequence[Any],
         needs: Sequence[bool] | None = None,
     ) -> Forward:
-        if not self._is_paused:
-            self._compare(unit, runner, arguments, tensors, others)
         tiled = None if self._is_paused else self._tiled(unit, tensors)
+        if tiled is not None and self._compare(unit, runner, arguments, tensors, others):
+            tiled = self._tiled(unit, tensors)
         return tiled or self._others.of(unit, runner, arguments, tensors, others, needs)
 
     def again(self, forward: Forward) -> Forward:
@@ -122,17 +121,17 @@ class TiledForwards(OwnForwards):
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
-    ) -> None:
-        """Compare the modules over tiles with whole ones, without gradients, where a use is longer than all before: a
-        recording has seen a few rows, and a module may act on long sequences only, or reach far.
+    ) -> bool:
+        """Compare the modules of a tiled unit with whole ones, without gradients, where a use is longer than all others
+        before; return True where they were. A recording has seen a few rows, and a module may act on long sequences
+        only, or reach far.
         """
-        tiles, tiled = unit.traits.tiles, self._tiled(unit, tensors)
-        if tiles is None or tiled is None:
-            return
+        tiles = unit.traits.tiles
+        assert tiles is not None
         given = tensors[tiles.input]
         length = given.shape[tiles.axis]
         if length <= tiles.tried_rows:
-            return
+            return False
         most, size = length, self._sizes[unit.name]
         if self._room_bytes is not None and tiles.saved_bytes:
             bytes_a_row = tiles.saved_bytes * given.numel() / given.shape[-1] / length
@@ -149,11 +148,11 @@ class TiledForwards(OwnForwards):
             del self._sizes[unit.name]
         if whole and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{', '.join(name for name, _ in whole)} of unit {unit.name} runs whole from here on, and not over "
-                f"tiles of the sequence: {why}. It takes more memory so.",
-                stacklevel=2,
+                f"tiles of the sequence: {why}. It takes more memory so."
             )
+        return True
 
     def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
         """Return the forward of a unit over tiles; None where it runs whole."""
