@@ -11,6 +11,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.overhead > benchmarks/results/overhead.js
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import threading
@@ -140,9 +141,14 @@ class Calls:
         """Count the calls of a step."""
         self.python.clear()
         self.c.clear()
+        gc.collect()
+        gc.disable()  # engines that were left before have finalizers
         self._is_on = True
-        run()
-        self._is_on = False
+        try:
+            run()
+        finally:
+            self._is_on = False
+            gc.enable()
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if not self._is_on:

@@ -557,7 +557,7 @@ def test_without_registration_copies_are_staged(sim: Control, tmp_path: Path, mo
     monkeypatch.setattr(Pinning, "register", lambda self, address, num_bytes: False)
     run("plain", tmp_path, "sim")
     pageable = sim.counters()
-    assert pageable["pageable_bytes"] > 4 * pinned["pageable_bytes"]
+    assert pageable["pageable_bytes"] > 2 * pinned["pageable_bytes"], "the first pass is tried by pageable ones"
 
 
 def test_without_unregistration_ranges_are_left(sim: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
