@@ -1,1 +1,1 @@
-"""Units: modules whose parameters travel together, and what runs, saves and recomputes them."""
+"""Units (modules with jointly moved parameters): forward, saved activations and recomputation."""

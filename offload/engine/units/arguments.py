@@ -1,6 +1,4 @@
-"""What a unit is called with and what it returns: trees of which each tensor is listed once, and each container that
-can change is known by a number.
-"""
+"""Unit arguments and results as trees: each tensor is listed once, each mutable container has a number."""
 
 from __future__ import annotations
 
@@ -19,24 +17,26 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
-"""The types of nearly all arguments, which are opened here: torch's pytree takes ten calls for each leaf."""
+"""The most common argument types. They are handled directly, since torch pytree needs ten calls per leaf."""
 
 
 class _Keywords(dict[str, Any]):
-    """The keyword arguments of a call: a dict that nobody else has, and that no unit can change for others."""
+    """Keyword arguments of a call: a fresh dict, so changes by a unit stay invisible to others."""
 
 
 class Arguments:
-    """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs.
+    """Positional and keyword arguments (or a result) as a tree. Each distinct tensor is listed once.
 
-    Opened are what torch's pytree opens, and every container that can change: lists, sets, mappings (such as the one in
-    which Gemma 3n passes keys and values on) and key-value caches. A container that occurs twice is opened once.
+    Expanded are all torch pytree nodes and all mutable containers: lists, sets, mappings (Gemma 3n passes keys and
+    values in one) and key-value caches. A container with several occurrences is expanded once.
     """
 
     def __init__(self, tree: Any, containers: list[Any] | None = None, opens_caches: bool = True) -> None:
-        """`containers`: those that are known by their place in this list, to which those of `tree` are added. They are
-        not kept here: a use that held a container would hold what the model puts there later, its own result too, and
-        that holds the use. `opens_caches`: key-value caches too.
+        """Flatten `tree`.
+
+        `containers`: known containers, referenced by list index; new containers from `tree` are appended. The list is
+        not stored here: a use with a reference to a container would also hold later content, including the use's own
+        result, a reference cycle. `opens_caches`: expand key-value caches too.
         """
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
@@ -45,7 +45,7 @@ class Arguments:
         leaves: list[Any] = []
         self._spec = self._open(tree, leaves, [] if containers is None else containers)
         seen: dict[int, int] = {}
-        self._places: list[tuple[bool, int]] = []  # of each leaf: whether it is a tensor, and its number
+        self._places: list[tuple[bool, int]] = []  # Per leaf: (is a tensor, index).
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 index = seen.setdefault(id(leaf), len(self.tensors))
@@ -58,7 +58,7 @@ class Arguments:
 
     @property
     def structure(self) -> Hashable:
-        """Return what two uses of a unit must have in common for what was learned of one to hold for the other."""
+        """Hashable structure. Traits learned from one use apply to other uses with an equal structure."""
         return self._spec, tuple([is_tensor for is_tensor, _ in self._places]), tuple([t.dim() for t in self.tensors])
 
     def fill(
@@ -67,16 +67,18 @@ class Arguments:
         others: Sequence[Any] | None = None,
         containers: list[Any] | None = None,
     ) -> Any:
-        """Return the tree with other tensors (and other leaves) in the places of the listed ones. `containers`: as for
-        `Arguments()`; the new ones are added.
+        """Return the tree with other tensors (and other non-tensor leaves).
+
+        `containers`: as in `Arguments()`; new containers are appended.
         """
         others = self.others if others is None else others
         leaves = [tensors[index] if is_tensor else others[index] for is_tensor, index in self._places]
         return self._close(self._spec, iter(leaves), [] if containers is None else containers)
 
     def _open(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
-        """Append the leaves of a tree; return how it is built of them: None for a leaf, the number of a container that
-        is known, or (kind, keys, whether it is a container, parts).
+        """Append the leaves of `tree` and return the tree spec.
+
+        A spec is None for a leaf, the number of a known container, or (kind, keys, is_container, child specs).
         """
         kind: Any = type(tree)
         keys, parts = None, tree
@@ -111,7 +113,7 @@ class Arguments:
         return kind, keys, is_container, tuple(specs)
 
     def _close(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
-        """Return a tree that is built so."""
+        """Rebuild a tree from a spec."""
         if spec is None:
             return next(leaves)
         if type(spec) is int:
@@ -119,7 +121,7 @@ class Arguments:
         kind, keys, is_container, specs = spec
         number = len(containers)
         if is_container:
-            containers.append(None)  # numbered before its parts, as it was opened
+            containers.append(None)  # Reserve the number before the children, in the same order as `_open`.
         parts = []
         for part in specs:
             parts.append(next(leaves) if part is None else self._close(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
@@ -141,21 +143,21 @@ class Arguments:
 
 
 def _is_container(value: Any) -> bool:
-    """True for what a unit can change that is no tensor. (One without a `__dict__` may not copy.)"""
+    """True for a mutable non-tensor value. Objects without `__dict__` are excluded, because copying may fail."""
     if isinstance(value, list | dict | set | deque):
         return True
     return hasattr(value, "__dict__") and isinstance(value, (*_MUTABLE, *_cache_types()))
 
 
 def _cache_types() -> tuple[type, ...]:
-    """Return the types of transformers' key-value caches and of their layers."""
+    """Return the transformers classes of key-value caches and cache layers."""
     library = sys.modules.get("transformers.cache_utils")
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
     return tuple(getattr(library, name) for name in names if hasattr(library, name))
 
 
 def _own_copy(container: Any) -> Any:
-    """Return a shallow copy that stores its content in another place."""
+    """Return a shallow copy with separate storage for the content."""
     own = copy.copy(container)
     for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
         if _is_container(value):
@@ -164,15 +166,16 @@ def _own_copy(container: Any) -> Any:
 
 
 def _store(container: Any) -> Any:
-    """Return what has the content: of a cache, its attributes."""
+    """Return the object with the content: for a cache, the attribute dict."""
     return vars(container) if isinstance(container, _cache_types()) else container
 
 
 def _contents(containers: Sequence[Any]) -> list[list[Any]]:
-    """Return what is in each container: its items, or its keys and then its values."""
+    """Return the content of each container as a flat list: the items, or for a mapping all keys followed by all values.
+    """
     found: list[list[Any]] = []
     for container in containers:
-        kind = type(container)  # asked in every use, mostly of these two: the types of caches take ten calls
+        kind = type(container)  # Runs in every use, mostly for dict and list; the cache type check takes ten calls.
         store = container if kind is dict or kind is list else _store(container)
         is_mapping = kind is dict or (kind is not list and isinstance(store, MutableMapping))
         found.append([*store, *store.values()] if is_mapping else list(store))
@@ -180,11 +183,11 @@ def _contents(containers: Sequence[Any]) -> list[list[Any]]:
 
 
 def _refill(container: Any, content: Sequence[Any]) -> Any:
-    """Let a container have this content, and return it."""
+    """Replace the content of a container, in the format of `_contents`, and return the container."""
     store = _store(container)
     if isinstance(store, MutableMapping):
         keys, values = content[: len(content) // 2], content[len(content) // 2 :]
-        if list(store) != keys[: len(store)]:  # some are gone, or came anew
+        if list(store) != keys[: len(store)]:  # Some keys are gone or new.
             for key in list(store):
                 del store[key]
         for key, value in zip(keys, values, strict=True):
@@ -197,17 +200,19 @@ def _refill(container: Any, content: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Change:
-    """What is in a container by now."""
+    """New content of a container after a forward."""
 
     container: int
-    """The number of the container."""
+    """Container number."""
     places: list[tuple[int, int] | None]
-    """Of each item, the container and the place where it was before; None for a new item."""
+    """For each item, the (container, position) before the forward. None: new item."""
 
 
 def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:
-    """Return a call's arguments, and the caller's own containers, to be handed to `deliver`: those among the arguments,
-    and those in context variables, in which transformers collects what layers give beside their results.
+    """Return the arguments of a call and the caller's own containers, for `deliver`.
+
+    The containers come from the arguments and from context variables, where transformers collects additional layer
+    outputs.
     """
     containers: list[Any] = []
     arguments = Arguments((args, _Keywords(kwargs)), containers, opens_caches)
@@ -220,7 +225,7 @@ def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool =
 
 
 def collectors(context: contextvars.Context) -> tuple[list[contextvars.ContextVar[Any]], list[Any]]:
-    """Return the variables of a context that have a container, and the containers."""
+    """Return the context variables with a dict or list value, and these values."""
     variables, found = [], []
     for variable, value in context.items():
         if type(value) is dict or type(value) is list:
@@ -232,10 +237,12 @@ def collectors(context: contextvars.Context) -> tuple[list[contextvars.ContextVa
 def copies(
     collected: list[Any], containers: list[Any], keep: Callable[[torch.Tensor], bool] | None = None
 ) -> list[Any]:
-    """Return copies of what variables of a context have collected; all containers in them are added to `containers`.
-    `keep`: tells of each tensor whether it is in the copy, where not all are.
+    """Return copies of the values collected in context variables.
+
+    All containers inside are appended to `containers`. `keep`: filter for tensors; rejected ones become None in the
+    copy.
     """
-    if not any(collected):  # as nearly always: nothing to open
+    if not any(collected):  # The usual case: nothing to expand.
         begin = len(containers)
         for value in collected:
             containers.append(type(value)())  # noqa: PERF401 (a comprehension is a call)
@@ -252,8 +259,9 @@ def run_over_copies(
     tensors: Sequence[torch.Tensor],
     others: Sequence[Any],
 ) -> Arguments:
-    """Call a unit's forward over copies of all containers that it may change, so that the caller's change by `deliver`
-    alone. Return its result, and what it has changed, as (result, *changes).
+    """Call a unit forward on copies of all mutable containers, so the caller's own containers change only in `deliver`.
+
+    Return (result, *changes).
     """
     containers: list[Any] = []
     args, kwargs = arguments.fill(tensors, others, containers)
@@ -270,7 +278,7 @@ def run_over_copies(
 
 
 def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:
-    """Return which containers have other content by now, each with the items that are new in it."""
+    """Return (change, new items) for each container with changed content."""
     now, changed = _contents(containers), []
     for number, (a, b) in enumerate(zip(before, now, strict=True)):
         if len(a) != len(b) or not all(map(is_, a, b)):
@@ -286,7 +294,7 @@ def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tup
 
 
 def deliver(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
-    """Return a unit's result for the caller, whose own `containers` get what the unit has put into its copies."""
+    """Return a unit result for the caller, and apply the recorded changes to the caller's own `containers`."""
     value, *found = result.fill(tensors, containers=containers)
     before = _contents(containers) if found else []
     for change, items in found:

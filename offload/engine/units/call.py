@@ -1,6 +1,4 @@
-"""One use of a unit in a pass that will have a backward: micro-batch by micro-batch, with a recompute or a kept
-graph.
-"""
+"""One use of a unit in a pass with a backward: per micro-batch, with recomputation or a saved graph."""
 
 from __future__ import annotations
 
@@ -37,19 +35,19 @@ class MicroBatch:
     """One micro-batch of a call."""
 
     rows: Rows | None
-    """The rows; None for all that the unit is given."""
+    """Rows of the micro-batch. None: the whole input."""
     before: Moment
-    """Generators and the unit's modules before the forward."""
+    """RNG and module state before the forward."""
     forward: Forward
-    """What runs in the forward, and again in a recompute."""
+    """Function for the forward and the recomputation."""
     graph: Graph | None = None
-    """The graph, where it is kept; else None, and the forward runs again."""
+    """Saved autograd graph. None: the backward recomputes."""
     expert_outputs: list[torch.Tensor] = field(default_factory=list)
-    """What streamed experts gave in the forward, which a recompute takes, and need not come up for."""
+    """Streamed expert outputs from the forward. The recomputation reuses them instead of fetching experts again."""
 
 
 class Call:
-    """Serves the forward and the backward of one `UnitFunction`."""
+    """State for one `UnitFunction` from forward to backward."""
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
@@ -68,7 +66,10 @@ class Call:
     # -- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
+        """Run the forward and save the data for the backward.
+
+        Returns the result tensors, then the inputs changed in place.
+        """
         unit, runner, traits = self.unit, self._runner, self.traits
         rows = runner.rows_of(unit)
         policy = runner.saved.policy
@@ -81,7 +82,7 @@ class Call:
         runner.enter(unit)
         still = [] if where else unit.still_buffers()
         results: list[Arguments] = []
-        # Ranks start from the same seed, and must not draw the same.
+        # All ranks have the same seed but must draw different random numbers.
         draws_own = len(rows) > 1 or runner.has_peers
         ambient = runner.device.random_state() if draws_own else None
         try:
@@ -105,7 +106,8 @@ class Call:
         self.result = results[0]
         self.result.tensors[:] = runner.join(unit, results)
         self._check_inputs()
-        for i in traits.changed:  # the caller changes this result in place, which autograd forbids where it is a view
+        # The caller changes this result in place, and autograd forbids in-place changes to a view.
+        for i in traits.changed:
             if all(self.result.tensors[i] is not t for t in tensors):
                 self.result.tensors[i] = self.result.tensors[i].clone()
         self.dirty = [tensors[i] for i in sorted(traits.mutated) if tensors[i].is_floating_point()]
@@ -123,12 +125,13 @@ class Call:
                 outputs.clear()
                 return result
             except TooMuchToKeepError:
-                # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
-                # before.
+                # The graph exceeds the available memory, unforeseen in the plan for this shape. Drop the graph and
+                # recompute this use.
                 micro_batch.before.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
-        # Experts that came up before the graph was given up do not come up again: other ranks may keep theirs.
+        # Reuse the expert outputs from the aborted graph run. A second fetch is collective, and other ranks may have
+        # kept their graph.
         again = [tensor.clone() for tensor in outputs]
         with self._runner.outputs.kept_in(outputs), self._runner.outputs.given(again):
             result = run_without_graph(*use)
@@ -156,8 +159,11 @@ class Call:
     # -- backward --------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> list[torch.Tensor | None]:
-        """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters'
-        go to the runner, if the backward `trains`.
+        """Run the backward of every micro-batch and return the input gradients.
+
+        Parameter gradients go to the runner if `trains`.
+
+        Raises OffloadError with create_graph, after a second backward, an aborted step or a weight change.
         """
         unit, runner = self.unit, self._runner
         if torch.is_grad_enabled():
@@ -184,13 +190,13 @@ class Call:
         reads = self._reads_weights
         try:
             runner.enter(unit, backward=trains, reads=reads)
-            if reads:  # a backward may run module code again (torch.utils.checkpoint inside a block)
+            if reads:  # A backward may run module code again (torch.utils.checkpoint inside a block).
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(together(runner, unit, self._micro_batches)):
                     with runner.gradients.parts.within(number, len(self._micro_batches)):
                         found.append(self._backward_of(number, micro_batch, gradients, trains))
-            runner.saved.look_back(self, 1)  # ahead of the weights that come once this use is left
+            runner.saved.look_back(self, 1)  # Start this copy before the weight copies submitted by `leave`.
             if trains:
                 runner.gradients.close(unit.regions)
         except BaseException:
@@ -205,7 +211,7 @@ class Call:
 
     @property
     def _reads_weights(self) -> bool:
-        """True unless all graphs are there, and need no weights."""
+        """False only if all graphs are saved and need no weights."""
         graphs = [micro_batch.graph for micro_batch in self._micro_batches]
         is_free = all(graph is not None and not graph.has_weights for graph in graphs)
         return not is_free or self.traits.graph(self.trained).reads_weights
@@ -213,7 +219,7 @@ class Call:
     def _backward_of(
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
     ) -> list[torch.Tensor | None]:
-        """Run the backward of one micro-batch; return the gradients of its inputs."""
+        """Run the backward of one micro-batch; return the input gradients."""
         self._look_ahead(number)
         graph, micro_batch.graph = micro_batch.graph, None
         with nullcontext() if graph else micro_batch.before.condition.values_again(self.traits.buffers):
@@ -227,7 +233,7 @@ class Call:
         return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
 
     def _look_ahead(self, number: int) -> None:
-        """Start to bring back what a micro-batch has put away, and what is wanted after that."""
+        """Start the H2D copies for this micro-batch and for the next one in backward order."""
         saved = self._runner.saved
         self.prepare(number)
         if number + 1 == len(self._micro_batches):
@@ -236,7 +242,7 @@ class Call:
             self.prepare(number + 1)
 
     def prepare(self, number: int = 0) -> None:
-        """Start to bring back the saved inputs of a micro-batch, ahead of its recompute, or its graph."""
+        """Start the H2D copy of a micro-batch's saved inputs or saved graph."""
         graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
         if graph is not None:
             graph.prepare()
@@ -246,9 +252,7 @@ class Call:
             self._coming[number] = self._runner.saved.bring_back([*inputs, *micro_batch.expert_outputs])
 
     def _recompute(self, number: int) -> tuple[Sequence[torch.Tensor], Sequence[Root]]:
-        """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
-        come in for.
-        """
+        """Run a micro-batch forward again with a graph. Return the leaves and the roots for the incoming gradients."""
         unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
         saved = runner.saved.wait(self._coming.pop(number))
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
@@ -274,7 +278,7 @@ class Call:
         return leaves, [t if t.requires_grad else None for t in found]
 
     def close(self) -> None:
-        """Let go of what the backward needed."""
+        """Release everything saved for the backward."""
         if self._is_open:
             self._is_open = False
             self._inputs, self._micro_batches, self._coming = [], [], {}
@@ -294,7 +298,7 @@ def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> No
 
 
 class UnitFunction(torch.autograd.Function):
-    """The border between the outer graph and a unit."""
+    """The border between the outer autograd graph and a unit."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -309,20 +313,18 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        # torch.autograd.grad, and a backward to chosen inputs, leave the weights' gradients alone.
+        # `torch.autograd.grad`, or a backward with chosen inputs, must not change weight gradients.
         trains = not ctx.needs_input_grad[1] or torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         with interrupts:
             return None, None, *ctx.call.backward(gradients, trains)
 
 
 def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
-    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input
-    does.
-    """
+    """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
     call = Call(unit, runner, arguments)
     outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
-    # The outputs hold the call through their graph: a call that held them too (or an input that it changed in place,
-    # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
+    # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
+    # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.
     result, call.result, call.dirty = call.result, None, []
     arguments.tensors.clear()
     assert result is not None
@@ -332,7 +334,7 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arg
 def call_unit_without_graph(
     unit: Unit, runner: UnitRunner, arguments: Arguments
 ) -> tuple[Arguments, Sequence[torch.Tensor]]:
-    """Run a unit whose result needs no gradient."""
+    """Run a unit without gradients."""
     rows, results = runner.rows_of(unit), []
     runner.enter(unit)
     try:
@@ -358,8 +360,9 @@ def run_without_graph(
     forward: Forward,
     needs: Sequence[bool],
 ) -> Arguments:
-    """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last
-    bits.
+    """Run a unit and drop the graph.
+
+    A graph is recorded if torch would otherwise select a kernel with different last bits.
     """
     if not unit.traits.needs_graph:
         return runner.run(unit, arguments, tensors, others, forward)

@@ -1,4 +1,4 @@
-"""What uses of units have reserved until their backward, given back also where there will be none."""
+"""Memory held by unit uses until their backward, released also if the backward never comes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(eq=False)
 class Claim:
-    """What one use of a unit holds until its backward."""
+    """The memory held by one use of a unit until the backward."""
 
     unit: str
-    """The name of the unit."""
+    """Unit name."""
     user: weakref.ref[Any]
-    """The use. Once nobody refers to the use any more, the claim is dropped."""
+    """Weak reference to the use. The claim is dropped when the use is garbage-collected."""
     entries: list[tuple[int, int]] = field(default_factory=list)
-    """The address and the bytes of each storage that the use holds."""
+    """(address, bytes) per storage held by the use."""
     is_of_these_weights: bool = True
-    """True as long as the weights are those of the forward that made the claim."""
+    """True while the weights are unchanged since the forward."""
 
 
 class Claims:
-    """The claims of the uses that wait for their backward.
+    """Claims of all uses waiting for their backward.
 
-    A use that is dropped without one puts a reference on a list, by a call into C. It does nothing else, and has no
-    finalizer in Python: those swallow whatever is raised in them, and a Ctrl-C that came there would be lost.
+    The weak-reference callback for a dropped use is a C function, `deque.append`. A Python finalizer would swallow
+    exceptions, and a Ctrl-C during the finalizer would be lost.
     """
 
     def __init__(self) -> None:
@@ -34,26 +34,26 @@ class Claims:
         self._dropped: deque[weakref.ref[Any]] = deque()
 
     def open(self, user: object, unit: str) -> Claim:
-        """Return the claim of a use."""
+        """Open and return the claim of a use."""
         claim = Claim(unit, weakref.ref(user, self._dropped.append))
         self._open[id(claim.user)] = claim
         return claim
 
     def has(self, claim: Claim) -> bool:
-        """True where a claim was neither closed nor given up."""
+        """True if the claim is open: neither closed nor reset."""
         return self._open.get(id(claim.user)) is claim
 
     def weights_change(self) -> None:
-        """What waits for its backward by now belongs to other weights."""
+        """Mark all open claims as belonging to old weights."""
         for claim in self._open.values():
             claim.is_of_these_weights = False
 
     def close(self, claim: Claim) -> None:
-        """A use has given back what it held."""
+        """Close a claim after the use has released all memory."""
         self._open.pop(id(claim.user), None)
 
     def next_dropped(self) -> Claim | None:
-        """Return the claim of a use that was dropped, as long as there is one."""
+        """Return the next open claim with a garbage-collected use, or None."""
         while self._dropped:
             claim = self._open.get(id(self._dropped.popleft()))
             if claim is not None:
@@ -61,6 +61,6 @@ class Claims:
         return None
 
     def reset(self) -> None:
-        """Everything is given up."""
+        """Drop all claims."""
         self._open.clear()
         self._dropped.clear()

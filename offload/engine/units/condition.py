@@ -1,4 +1,4 @@
-"""What a pass may move and has to leave as it was: generators, and what modules hold beside their parameters."""
+"""Snapshots of the state changed by a pass: RNGs, and module attributes other than parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _OF_FORWARD = (
 )
 _NOTHING = nullcontext()
 BufferPlace = tuple[nn.Module, str]
-"""A module, and the name of one of its buffers. A forward may hang another tensor there."""
+"""(module, buffer name). A forward may assign another tensor there."""
 
 
 def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
-    """Return the places of all buffers of these modules."""
+    """Return the places for all buffers in these modules."""
     return {(module, key) for module in modules for key, found in module._buffers.items() if found is not None}
 
 
 class Condition:
-    """What hangs in `modules`, the values of the buffers in `moving`, and all that hangs at the places of `notes`: a
-    forward may assign to all of them, and change them in place. Attributes belong to it, since what a module knows of
-    its buffers (how long a table has grown) is in these; `training` is one. So do hooks that a forward has registered.
+    """Snapshot of module attributes, buffer references, `moving` buffer values, and all state reachable from `notes`.
+
+    A forward may assign to all of these or change them in place. Attributes include `training` and buffer bookkeeping
+    (for example the length of a grown table). Hooks registered by a forward are covered too.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Condition:
         notes: Iterable[NotePlace],
         ignores: Callable[[torch.Tensor], bool],
     ) -> None:
-        """`ignores`: True for a tensor over weights of the engine."""
+        """`ignores`: True for a tensor over engine weights."""
         self._places, self._ignores = notes, ignores
         self._notes = self._notes_now() if notes else None
         self._modules, self._next_hook = modules, RemovableHandle.next_id
@@ -57,13 +58,16 @@ class Condition:
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
 
     def moved(self) -> set[BufferPlace]:
-        """Return the places of buffers that have another value by now. Native batch norm moves no `_version`."""
+        """Return the places of buffers with a changed value.
+
+        Values are compared, since native batch norm leaves `_version` unchanged.
+        """
         noted = {(module, key): value for module, key, _, _, value in self._values}
         same = {(module, key) for (module, key), value in noted.items() if same_bits(module._buffers.get(key), value)}
         return (buffer_places(self._modules) | set(noted)) - same
 
     def put_back(self) -> None:
-        """All is as it was."""
+        """Restore the snapshot."""
         self._attributes.put_back()
         if self._notes is not None:
             self._notes.put_back()
@@ -74,12 +78,12 @@ class Condition:
 
     @contextmanager
     def attributes_again(self) -> Iterator[None]:
-        """Within, attributes and hooks are as they were; afterwards as they are now."""
+        """Restore attributes and hooks to the snapshot during the context; afterwards, restore the present state."""
         then, hooks = self._attributes, _hooks(self._modules)
         now = then if then.are_as_then else Dicts(map(vars, self._modules))
         if now is not then:
             then.put_back()
-        _hang(self._hooks, hooks)  # a forward may register some, and remove them again
+        _hang(self._hooks, hooks)  # A forward may register hooks and remove them again.
         try:
             yield
         finally:
@@ -88,7 +92,10 @@ class Condition:
 
     @contextmanager
     def values_again(self, moving: Collection[BufferPlace]) -> Iterator[None]:
-        """Within, buffers and notes are as they were; afterwards as they are now, those in `moving` by value too."""
+        """Restore buffers and notes to the snapshot during the context; afterwards, restore the present state.
+
+        `moving`: buffers with present values to restore too.
+        """
         if not self._values and not moving and self._notes is None and self._buffers.are_as_then:
             put_back = self._buffers.put_back
         else:
@@ -116,12 +123,12 @@ class Condition:
                 if was_hung is tensor and not tensor.is_inference():
                     tensor.copy_(value)
                 elif version is None or _version(tensor) != version:
-                    # Changed, and then replaced: by now it may be in somebody's graph.
+                    # Changed and then replaced: a saved graph may still hold the old tensor.
                     module._buffers[key] = value.clone()
 
 
 class Moment:
-    """Generators and modules at one moment."""
+    """Snapshot of RNGs and modules at one moment."""
 
     def __init__(
         self,
@@ -133,9 +140,11 @@ class Moment:
         is_asked: bool = True,
         last: Moment | None = None,
     ) -> None:
-        """`moving`: the buffers whose values may change in place; `notes` and `ignores` as for `Condition`. `is_asked`:
-        what is drawn may be drawn again. `last`: the moment before, which learns whether anything was drawn since from
-        generators other than torch's.
+        """Take the snapshot.
+
+        `moving`: buffers with possible in-place changes. `notes`, `ignores`: as for `Condition`. `is_asked`: random
+        draws after this moment may need to be repeated. `last`: the previous moment; if no Python or numpy random
+        number was drawn since then, `last.drawn_again` becomes a no-op.
         """
         self._device, self.random = device, device.random_state()
         before = None if last is None else last._drawn
@@ -146,11 +155,11 @@ class Moment:
         self.condition = Condition(modules, moving, notes, ignores)
 
     def drawn_again(self) -> AbstractContextManager[None]:
-        """Return a context in which generators other than torch's draw what they drew after this moment."""
+        """Return a context to repeat the Python and numpy random draws made after this moment."""
         return self._drawn.again() if self._drawn is not None and self._draws else _NOTHING
 
     def put_back(self) -> None:
-        """All is as it was."""
+        """Restore RNGs and modules."""
         self._device.set_random_state(self.random)
         if self._drawn is not None:
             self._drawn.put_back()
@@ -158,7 +167,7 @@ class Moment:
 
 
 class Dicts:
-    """What modules' own dicts hold at one moment."""
+    """Snapshot: several dicts (module attributes or buffers) with copies."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
         self._dicts = list(dicts)
@@ -166,7 +175,7 @@ class Dicts:
 
     @property
     def are_as_then(self) -> bool:
-        """True where the same values hang under the same names. This is asked in every use of a unit."""
+        """True if the dicts have the same keys and identical value objects. Called in every use of a unit."""
         live, then = self._dicts, self._then
         return (
             list(map(len, live)) == list(map(len, then))
@@ -175,11 +184,11 @@ class Dicts:
         )
 
     def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each of them, and what it held."""
+        """Yield (live dict, copy from the snapshot)."""
         return zip(self._dicts, self._then, strict=True)
 
     def put_back(self) -> None:
-        """The same hangs there again, but for the engine's own forward: a unit may stay on the device from now on."""
+        """Restore the dicts, except for "forward": a unit kept on the device has regained the original one."""
         if self.are_as_then:
             return
         for live, before in self.pairs():
@@ -191,11 +200,11 @@ class Dicts:
 
 
 _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]
-"""Of each dict of hooks with some, by its address: the dict, and a copy."""
+"""Non-empty hook dicts keyed by id: (dict, copy)."""
 
 
 def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
-    """Return the hooks on the forwards of modules."""
+    """Return the modules' forward hooks."""
     found: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks:
@@ -207,7 +216,7 @@ def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
 
 
 def _hang(hooks: _Hooks, others: _Hooks) -> None:
-    """Hang these hooks in their modules, where `others` hang."""
+    """Install `hooks` in the modules in place of `others`."""
     if not hooks and not others:
         return
     for live, _ in others.values():
@@ -218,7 +227,7 @@ def _hang(hooks: _Hooks, others: _Hooks) -> None:
 
 
 def _drop_hooks(module: nn.Module, since: int) -> None:
-    """Remove a module's hooks from this number on, in which torch counts them."""
+    """Remove the module hooks with torch handle number `since` or higher."""
     for name, hooks in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(hooks, dict):
             for number in [number for number in hooks if isinstance(number, int) and number >= since]:

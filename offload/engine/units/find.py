@@ -1,8 +1,8 @@
-"""Find the units of a model by its structure: no list of names, no family.
+"""Split a model into units by module structure, without lists of names or model families.
 
-The blocks are what the outermost lists of modules hold. Every other module that owns parameters is a unit by itself,
-except the small ones (final norms, biases of a parent module), which stay on the device. Where the device has less for
-a unit, larger blocks are taken apart into their modules, and larger layers go in blocks of rows, each a unit.
+Blocks are the elements in the outermost module lists. Every other module with parameters becomes a separate unit. Small
+modules (final norms, biases in a parent module) stay on the device. If a block exceeds the device memory for one unit,
+its modules become units; larger layers are cut into row blocks, each a unit.
 """
 
 from __future__ import annotations
@@ -26,63 +26,71 @@ from offload.optim.rule import Trained, UpdateRule
 _FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _RESIDENT_SHARE = 16
-"""A module outside the blocks stays on the device when it is smaller than the largest block divided by this."""
+"""A module outside the blocks stays on the device if smaller than (largest block bytes) / this number."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter hangs."""
+    """The place where a module holds a parameter."""
 
     module: nn.Module
-    """The module."""
+    """Owner module."""
     key: str
-    """The name of the parameter in the module's `_parameters`."""
+    """Key in `module._parameters`."""
     parameter: int
-    """The index of the parameter in the model."""
+    """Parameter index in the model."""
 
 
 @dataclass
 class Candidate:
-    """A unit before anything is allocated. A parent whose children are units of their own keeps only the parameters
-    that hang directly on it, and stays on the device.
+    """A unit before memory allocation.
+
+    If the children of a module are separate units, the module's own unit keeps only the directly registered parameters
+    and stays on the device.
     """
 
     name: str
-    """The name of the module in the model."""
+    """Module name in the model."""
     module: nn.Module
-    """The module."""
+    """Unit module."""
     places: list[Place]
-    """The places of the unit's parameters."""
+    """Places for all unit parameters."""
     whole: bool
-    """True if the unit has all parameters of its module; False for such a parent."""
+    """True if the unit owns all module parameters, including child modules.
+
+    False for a parent with separate child units.
+    """
     resident: bool
     """True if the weights stay on the device."""
     is_block: bool = False
-    """True if the module is an element of one of the model's outermost lists."""
+    """True if the module is an element of an outermost module list."""
     records: tuple[tuple[Piece, ...], ...] = ()
-    """Of experts, which come up a record at a time, what each record has; nothing for a unit that comes up as a whole.
+    """Streamed experts only: parameter pieces per record (experts fetched together).
+
+    Empty: the unit is fetched as a whole.
     """
     blocks: RowBlocks | None = None
-    """The blocks of rows of a layer that is cut, or of which the unit is one."""
+    """Row blocks, for a layer cut into rows and for each of the block units."""
     layer: str = ""
-    """The name of the layer of which the unit is a block of rows; empty for other units."""
+    """Row-block unit only: name of the cut layer; otherwise empty."""
     rows: tuple[Piece, ...] = ()
-    """What such a block has of the layer's parameters."""
+    """Row-block unit only: layer parameter pieces in this block."""
 
     @property
     def is_cut(self) -> bool:
-        """True for a layer that is cut in blocks of rows, and has no weights of its own."""
+        """True for a layer cut into row blocks, without own weights."""
         return self.blocks is not None and not self.layer
 
     @property
     def parameters(self) -> list[int]:
-        """Indices of the parameters, in module order, each once."""
+        """Parameter indices in module order, without duplicates."""
         return list(dict.fromkeys(place.parameter for place in self.places))
 
     @property
     def cargoes(self) -> dict[str, Sequence[int | Piece]]:
-        """What comes up together, by the names that regions have for it: the unit, or each of its records; nothing of a
-        layer that is cut.
+        """Parameter indices or pieces fetched together, keyed by unit name as in `Region.units`.
+
+        One entry for the unit, or one per record; empty for a cut layer.
         """
         if self.is_cut:
             return {}
@@ -92,7 +100,7 @@ class Candidate:
 
 
 def regions_of(unit: Candidate, regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the regions that a unit uses."""
+    """Return the regions with parameters of this unit."""
     names = unit.cargoes.keys()
     return tuple(region for region in regions if not names.isdisjoint(region.units))
 
@@ -105,9 +113,10 @@ def describe_parameters(
     quantized: Mapping[nn.Parameter, Codec] | None = None,
     link_weights: str = EXACT.name,
 ) -> list[ParameterInfo]:
-    """Return what there is to train, in torch's order, tied names once. `frozen_weights`: the codec of frozen matrices
-    of blocks. `quantized`: the codecs of what the model's files have in few bits. `link_weights`: the codec in which
-    trained matrices travel. Raises ConfigError.
+    """Describe all parameters in torch order, tied parameters once. Raises ConfigError for an untrainable model.
+
+    `frozen_weights`: codec name for frozen matrices in blocks. `quantized`: codecs for parameters stored quantized in
+    the model files. `link_weights`: codec name for transferring trainable matrices.
     """
     named = list(model.named_parameters())
     if not named:
@@ -176,7 +185,7 @@ def describe_parameters(
 
 
 def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ConfigError for a parameter of a module that the model does not list among its own."""
+    """Raise ConfigError for a parameter registered in a module but missing from `model.named_parameters()`."""
     listed = {id(parameter) for _, parameter in named}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -192,7 +201,8 @@ def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
 def _check_quantized(
     named: Sequence[tuple[str, nn.Parameter]], quantized: Mapping[nn.Parameter, Codec], frozen_weights: str
 ) -> None:
-    """Raise ConfigError for what is in few bits in the model's files, and is to be trained, or to rest otherwise."""
+    """Raise ConfigError for a quantized parameter with requires_grad, or together with another `frozen_weights` codec.
+    """
     for name, parameter in named:
         if parameter in quantized and parameter.requires_grad:
             raise refuse_training(name, quantized[parameter].name)
@@ -204,8 +214,10 @@ def _check_quantized(
 
 
 def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = Cutting()) -> list[Candidate]:  # noqa: B008 (frozen)
-    """Split `model` into units, in module order. A model without lists of modules is split into the modules that
-    own parameters. `cutting`: what the device has for a unit, and how larger layers are cut.
+    """Split `model` into units, in module order.
+
+    Without module lists, every module with parameters becomes a unit. `cutting`: device memory limit for a unit and the
+    row blocks of larger layers.
     """
     index_of = {id(parameter): index for index, (_, parameter) in enumerate(model.named_parameters())}
     bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
@@ -250,7 +262,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = 
         if not whole and not is_small and not any(id(child) in inside for child in below):
             its = places(module.modules())
             if num_bytes(its) <= cutting.share_bytes:
-                # A table with a norm of its own, an attention with a projection: one unit with all that is below.
+                # A table with an own norm, or an attention module with a projection, is one unit with all children.
                 own, whole = its, True
                 inside.update(id(child) for child in below)
         units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or is_small))
@@ -259,7 +271,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = 
 
 
 def _in_blocks(layer: str, cut: RowBlocks) -> Iterator[Candidate]:
-    """Yield the blocks of rows of a layer."""
+    """Yield one candidate per row block."""
     for number, block in enumerate(cut.blocks):
         span, places = cut.span(number), [Place(block, key, index) for key, index in cut.parameters.items()]
         shapes = [tuple(parameter.shape) for parameter in block.parameters()]
@@ -272,8 +284,9 @@ def _in_blocks(layer: str, cut: RowBlocks) -> Iterator[Candidate]:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of the outermost lists, going through lists of lists; a Sequential counts where every
-    element has parameters.
+    """Yield the elements of the outermost module lists, nested lists flattened.
+
+    A Sequential with at least two elements counts as a list if every element has parameters.
     """
 
     def has_parameters(module: nn.Module) -> bool:
@@ -289,7 +302,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     def walk(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             is_chain = isinstance(child, nn.Sequential) and len(child) > 1 and all(map(has_parameters, child))
-            # A dict of modules is often a mere namespace ({"wte": ..., "h": [...]}): what counts is the lists in it.
+            # A ModuleDict is often just a namespace ({"wte": ..., "h": [...]}), so the search continues inside.
             if isinstance(child, nn.ModuleList) or is_chain:
                 yield from elements(child)
             else:
@@ -299,9 +312,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _kept_in_fp32(model: nn.Module) -> list[re.Pattern[str]]:
-    """Return patterns for the names of parameters that a transformers model keeps in fp32 when it runs in a
-    16-bit dtype.
-    """
+    """Return name patterns for parameters kept in fp32 by a transformers model in a 16-bit dtype."""
     patterns: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

@@ -1,4 +1,4 @@
-"""What the recording pass has learned about a unit, and how its tensors are cut into micro-batches and joined again."""
+"""Unit traits learned in the recording pass; unit tensors cut into micro-batches and joined again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from offload.engine.units.condition import BufferPlace
 from offload.engine.units.tiles import Tiles
 
 Rows = tuple[int, int, int]
-"""A micro-batch: rows [begin, end) of so many."""
+"""A micro-batch as (begin, end, total): rows [begin, end) from `total` rows."""
 
 
 class UnrecordedCallError(Exception):
-    """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows: on
-    this rank (`is_own`) or on another.
+    """A unit was called with an unrecorded argument structure, so the arguments cannot be cut into rows.
+
+    `is_own`: on this rank, else on another rank.
     """
 
     def __init__(self, is_own: bool) -> None:
@@ -30,53 +31,53 @@ class UnrecordedCallError(Exception):
 
 
 class PartsDifferError(Exception):
-    """Micro-batches were to have a result in common, and each has its own."""
+    """A result without batch axis differs between micro-batches."""
 
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """A tensor's axis that grows with the batch. The size of the axis is a multiple of the rows: as many as there are
-    heads, for ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch *
-    sequence, ...].
+    """A tensor axis with size proportional to the batch rows: for example batch * heads for ALiBi, or batch * sequence.
+
+    The factor (sequence length) may differ between batches.
     """
 
     axis: int
-    """The number of the axis."""
+    """Axis number."""
 
     def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the part of `tensor` that belongs to a micro-batch."""
+        """Return the slice of `tensor` for one micro-batch."""
         begin, end = (_share(tensor.shape[self.axis], number, rows) for number in rows[:2])
         return tensor.narrow(self.axis, begin, end - begin)
 
 
 @dataclass
 class Use:
-    """One use of a unit, as it was recorded."""
+    """One recorded use of a unit."""
 
     inputs: list[torch.Size]
-    """The shapes of the input tensors."""
+    """Shapes of the input tensors."""
     others: list[Any]
-    """The inputs that are no tensors."""
+    """Non-tensor inputs."""
     outputs: list[torch.Size]
-    """The shapes of the result's tensors."""
+    """Shapes of the result tensors."""
     saved_bytes: int = 0
-    """What the graph saved beside the unit's inputs and weights."""
+    """Graph memory in bytes, without unit inputs and weights."""
 
 
 Trained = tuple[tuple[bool, ...], frozenset[int]]
-"""What of a use takes gradients: whether each input does, and which parameters of the unit do not."""
+"""Gradient signature of a use: requires_grad per input, and the frozen unit parameters."""
 
 
 @dataclass(frozen=True)
 class GraphTraits:
-    """What is known of the graph of a use. By default what is safe: results take gradients."""
+    """Autograd graph properties. The defaults are safe for any graph: all results require gradients."""
 
     detached: frozenset[int] = frozenset()
-    """Results that require no gradient."""
+    """Indices of results without gradient."""
     keeps_nothing: bool = False
-    """True if the graph saves only inputs and weights, so that a recompute would save no memory."""
+    """True if the graph saves only inputs and weights, so recomputation would save no memory."""
     reads_weights: bool = True
-    """False if the graph saves no weights either, and its backward reads none."""
+    """False if the graph saves no weights and the backward reads none."""
 
 
 _UNKNOWN = GraphTraits()
@@ -84,67 +85,66 @@ _UNKNOWN = GraphTraits()
 
 @dataclass
 class UnitTraits:
-    """What is known of uses of a unit. Indices are into the unit's input tensors, or those of its result, each listed
-    once.
-    """
+    """Known properties of unit uses. Indices refer to distinct input tensors or distinct result tensors."""
 
     mutated: set[int] = field(default_factory=set)
-    """Inputs that the forward changes in place."""
+    """Inputs changed in place by the forward."""
     stale: set[int] = field(default_factory=set)
-    """Inputs that change after the forward."""
+    """Inputs changed after the forward."""
     shared: set[int] = field(default_factory=set)
-    """Inputs that other units receive too."""
+    """Inputs also passed to other units."""
     changed: set[int] = field(default_factory=set)
-    """Results that the caller changes in place."""
+    """Results changed in place by the caller."""
     buffers: set[BufferPlace] = field(default_factory=set)
-    """The buffers of the unit's modules that a forward moves."""
+    """Unit module buffers changed by a forward."""
     rewrites: bool = False
-    """True if a tensor that the graph saves is changed later without a new version, as by `tensor.data.mul_`: a copy of
-    the moment of saving has other numbers than the backward of plain PyTorch reads.
+    """True if a saved tensor changes later without a new version, as with `tensor.data.mul_`.
+
+    A copy made at save time would then differ from the values read by a plain PyTorch backward.
     """
     needs_graph: bool = False
-    """True if torch takes other kernels without a graph, so that the last bits differ."""
+    """True if torch selects other kernels without a graph, with different last bits."""
     inputs: list[BatchAxis | None] = field(default_factory=list)
-    """Of each input the axis that grows with the batch; None for an input that does not grow."""
+    """Batch axis per input. None: the input does not grow with the batch."""
     others: list[bool] = field(default_factory=list)
-    """Of each input that is no tensor, whether it is a multiple of the number of rows."""
+    """Per non-tensor input, True if the value is proportional to the row count."""
     outputs: list[BatchAxis | None] = field(default_factory=list)
-    """Of each result the axis that grows with the batch; None for a result that does not grow."""
+    """Batch axis per result. None: the result does not grow with the batch."""
     is_compared: bool = False
-    """True once passes with different numbers of rows were compared, so that the axes are known."""
+    """True after passes with different row counts were compared, so the axes are known."""
     splits: bool = False
-    """True if the unit gives the same when the batch is cut in rows."""
+    """True if cutting the batch into rows leaves the results unchanged."""
     graphs: dict[Trained, GraphTraits] = field(default_factory=dict)
-    """What is known of the graphs of uses, by what of them takes gradients."""
+    """Graph properties for each gradient signature."""
     copied_bytes: int = 0
-    """What the graph saves that does not grow with the batch: copies of weights."""
+    """Bytes saved by the graph regardless of batch size (weight copies)."""
     tiles: Tiles | None = None
-    """Which modules inside the unit may run over tiles of the sequence; None where nobody has looked."""
+    """Inner modules allowed to run over sequence tiles. None: not examined yet."""
 
     def copy(self) -> UnitTraits:
-        """Return another variant with the same notes."""
+        """Return an independent copy of these traits."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     def learn_tiles(self, tiles: Tiles | None) -> None:
-        """Note which modules inside the unit may run over tiles; None: that is to be found anew."""
+        """Set the inner modules allowed to run over tiles. None: examine again."""
         self.tiles = tiles
 
     def rewrite_saved(self) -> None:
-        """Note that tensors which the graph saves change later, and their versions do not."""
+        """Record a later change of saved tensors without a version change."""
         self.rewrites = True
 
     def need_graph(self) -> None:
-        """Without a graph, torch gave other bits."""
+        """Record different bits from a run without a graph."""
         self.needs_graph = True
 
     def graph(self, trained: Trained) -> GraphTraits:
-        """Return what is known of the graph of a use of which this takes gradients."""
+        """Return the graph properties for a gradient signature, or safe defaults."""
         return self.graphs.get(trained, _UNKNOWN)
 
     def learn_use(
         self, trained: Trained, graph: GraphTraits, mutated: set[int], buffers: set[BufferPlace], *, is_first: bool
     ) -> None:
-        """Note what one use does; over the uses of a pass, of which this `is_first` or not, what any of them does."""
+        """Record one use. Properties from all uses in a pass are merged; `is_first` marks the first use."""
         self.mutated |= mutated
         self.buffers |= buffers
         known = None if is_first else self.graphs.get(trained)
@@ -157,9 +157,10 @@ class UnitTraits:
         self.graphs[trained] = graph
 
     def learn_rows(self, one: Use | None, two: Use, rows: tuple[int, int], *, is_first: bool) -> None:
-        """Compare a use in two passes of so many rows: what grew with the rows, and by which axis; what the graph holds
-        regardless of them; whether the unit can be cut. Uses that differ in this, a use that only one pass had (None),
-        and tensors with two axes that grew leave the unit uncut.
+        """Compare one use in two passes with (rows[0], rows[1]) rows.
+
+        Determines the growing axes, the saved bytes independent of the row count, and if the unit can be cut. The unit
+        stays uncut if uses disagree, if one pass lacks the use (None), or if two axes of a tensor grow.
         """
         could, self.is_compared, self.splits = is_first or self.splits, True, False
         if one is None:
@@ -174,44 +175,43 @@ class UnitTraits:
             return
         if not is_first and (inputs, outputs, others) != (self.inputs, self.outputs, self.others):
             return
-        if all(axis is None for axis in outputs):  # a position table that takes tokens for their shape runs whole
+        if all(axis is None for axis in outputs):  # A position table uses tokens only for their shape and runs uncut.
             inputs, others = [None] * len(inputs), [False] * len(others)
         self.inputs, self.outputs, self.others = inputs, outputs, others
-        # Buffers of a unit that sees no rows would move once for the whole batch.
+        # Without batch inputs the unit runs once for the whole batch, so buffers would change once, not per
+        # micro-batch.
         self.splits = could and not (self.mutated if self.grows else self.buffers)
 
     @property
     def grows(self) -> bool:
-        """True where some input grows with the batch."""
+        """True if any input grows with the batch."""
         return any(axis is not None for axis in self.inputs)
 
     def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
-        """True where so many rows have equal shares of all arguments that grow with the batch."""
+        """True if every batch-dependent argument divides evenly into `num_rows` rows."""
         sizes = [t.shape[axis.axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
         sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
         return all(type(size) is int and size % num_rows == 0 for size in sizes)
 
     def cut_inputs(self, tensors: Sequence[torch.Tensor], rows: Rows | None) -> list[torch.Tensor]:
-        """Return the inputs of one micro-batch; what does not grow with the batch is every micro-batch's."""
+        """Return the inputs for one micro-batch. Inputs without batch axis go to every micro-batch unchanged."""
         if rows is None:
             return list(tensors)
         return [t if axis is None else axis.cut(t, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
 
     def cut_others(self, others: Sequence[Any], rows: Rows | None) -> Sequence[Any]:
-        """Return the arguments that are no tensors; a number that is the batch size, or a multiple, becomes the
-        micro-batch's.
-        """
+        """Return the non-tensor arguments for one micro-batch. Numbers proportional to the batch size are scaled."""
         if rows is None:
             return others
         number = rows[1] - rows[0]
         return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
 
     def cut_outputs(self, gradients: Sequence[torch.Tensor | None], rows: Rows | None) -> list[torch.Tensor | None]:
-        """Return the gradients of one micro-batch's results (and of the inputs that it changed in place)."""
+        """Return the result gradients for one micro-batch, followed by gradients of the inputs changed in place."""
         if rows is None:
             return list(gradients)
         axes = [*self.outputs, *(self.inputs[i] for i in sorted(self.mutated))]
-        # A result that every micro-batch gives alike was handed on once, by the first.
+        # The caller received the first micro-batch's copy of a shared result, so only the first takes the gradient.
         shared = [g if rows[0] == 0 else None for g in gradients]
         return [
             g if g is None else once if a is None else a.cut(g, rows)
@@ -219,8 +219,9 @@ class UnitTraits:
         ]
 
     def differing_output(self, results: Sequence[Arguments]) -> int | None:
-        """Return a result that does not grow with the batch, and that some micro-batch gives otherwise. Waits for the
-        values of those that a forward has made.
+        """Return the index of a differing result without batch axis, or None.
+
+        Comparing distinct tensors waits for the device.
         """
         for index, axis in enumerate(self.outputs):
             first, *others = (result.tensors[index] for result in results)
@@ -229,7 +230,7 @@ class UnitTraits:
         return None
 
     def join_outputs(self, results: Sequence[Arguments]) -> list[torch.Tensor]:
-        """Return the results of the whole batch."""
+        """Return the whole-batch results."""
         if len(results) == 1:
             return results[0].tensors
         joined = []
@@ -241,8 +242,9 @@ class UnitTraits:
     def join_gradients(
         self, found: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs for the whole batch: joined along the batch, summed where all
-        micro-batches share one.
+        """Return the input gradients of the whole batch.
+
+        Gradients are concatenated along the batch axis, or summed for an input shared by all micro-batches.
         """
         if len(found) == 1:
             return list(found[0])
@@ -262,8 +264,9 @@ class UnitTraits:
 
 
 def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
-    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is
-    not clear.
+    """Return the axis with growth from shape `first` to `second` proportional to the rows, or None.
+
+    Raises ValueError if ambiguous.
     """
     if len(first) != len(second):
         raise ValueError("another number of axes")
@@ -277,8 +280,9 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
 
 
 def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
-    """True where an argument that is no tensor is the number of rows or a multiple of it, False where it stays;
-    ValueError for anything else.
+    """True if a non-tensor argument is proportional to the row count, False if equal or not an int.
+
+    Raises ValueError for any other change.
     """
     if type(first) is int and type(second) is int and first != second:
         if first % rows[0] or first // rows[0] * rows[1] != second:
@@ -292,5 +296,5 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _share(size: int, number: int, rows: Rows) -> int:
-    """Return how much of a size that all rows share evenly so many rows have."""
+    """Return the part of `size` for `number` rows, with `size` divided evenly over all rows."""
     return size // rows[2] * number

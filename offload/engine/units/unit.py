@@ -1,8 +1,8 @@
-"""A unit: one module whose parameters travel together. The one place that reroutes a module's forward.
+"""A unit: one module whose parameters move together. This file is the only place where a module forward is replaced.
 
-Its code is untouched. Forward waits for the weights in a slot, runs the original forward without a graph, and lets
-others have the slot; backward waits for them again, recomputes under the saved generator state with a graph, and hands
-the gradients on.
+Module code stays unchanged. The forward waits for the weights in a slot, runs the original forward without an autograd
+graph and releases the slot. The backward waits for the weights again, recomputes with the saved RNG state and a graph,
+and passes on the gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from offload.tiers.slots import Slots
 
 _NOTHING = nullcontext()
 MakeLive = Callable[[Sequence[Region]], dict[Piece, nn.Parameter]]
-"""Makes Parameters that view the device's copy of regions, by the pieces that they are."""
+"""Creates Parameters as views of device weights, keyed by piece."""
 
 
 class Unit:
-    """A module, the places of its parameters, the regions that hold them, and what the recording pass has learned
-    about it.
-    """
+    """A module with its parameter places, regions, and traits learned in the recording pass."""
 
     def __init__(
         self, number: int, candidate: Candidate, regions: Sequence[Region], slots: Slots, make_live: MakeLive
@@ -40,35 +38,36 @@ class Unit:
         self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.layer = candidate.layer or self.name
-        """The name of what of the model the unit is, all of it or some rows."""
+        """Name of the model part in this unit: the module, or for a row block the cut layer."""
         self.modules = list(self.module.modules())
         self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
         self.in_records = bool(candidate.records)
-        """The unit is a layer's experts, which come up a few at a time inside the use of their block."""
+        """True for the experts of one layer, fetched record by record while the surrounding block runs."""
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
         self.weight_bytes = sum(region.weight_bytes for region in regions)
         self.frozen: frozenset[int] = frozenset()
         self.trainable = bool(self._trainable)
-        """A parameter of the unit takes gradients."""
+        """True if any parameter of the unit takes gradients."""
         self.traits = UnitTraits()
         self.known: dict[Hashable, UnitTraits] = {}
         self.resting: dict[int, nn.Parameter] = {}
-        self._hung: Mapping[int, nn.Parameter] = {}  # what was put into the module last
+        self._hung: Mapping[int, nn.Parameter] = {}  # Parameters installed last.
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
         self._kinds: list[type] = []
         self._notes: Collection[NotePlace] = ()
         self._original: Callable[..., Any] | None = None
-        self._own: Callable[..., Any] | None = None  # what hung in the module itself before
+        self._own: Callable[..., Any] | None = None  # Value of `module.__dict__["forward"]` before routing, or None.
 
     def learn(self, structure: Hashable) -> UnitTraits:
-        """Open the variant for uses with arguments of this structure, empty or with what earlier passes wrote."""
+        """Select the variant for an argument structure, with the traits from earlier passes or new empty traits."""
         self.traits = self.known.setdefault(structure, UnitTraits())
         return self.traits
 
     def recall(self, structure: Hashable) -> bool:
-        """Turn to the variant for uses of this structure. Where there is none: what is safe for any use, and False."""
+        """Select the variant for an argument structure. Without one, select traits safe for any use and return False.
+        """
         found = self.known.get(structure)
         if found is None:
             buffers = {place for variant in self.known.values() for place in variant.buffers}
@@ -80,8 +79,9 @@ class Unit:
 
     @property
     def notes(self) -> Collection[NotePlace]:
-        """Where code could change something in place that is no buffer. It is looked for anew whenever attributes have
-        come, or hold other kinds of things.
+        """Places with non-buffer values open to in-place changes.
+
+        Computed again after attributes were added or changed type.
         """
         kinds = list(map(type, chain.from_iterable(map(dict.values, map(vars, self.modules)))))
         if kinds != self._kinds:
@@ -89,7 +89,7 @@ class Unit:
         return self._notes
 
     def still_buffers(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the buffers that no forward was seen to move, and their versions."""
+        """Return (buffer, version) for all buffers unchanged by every recorded forward."""
         moving = self.traits.buffers
         return [
             (buffer, buffer._version)
@@ -102,43 +102,45 @@ class Unit:
     # -- the module's parameters -----------------------------------------------------------------------------
 
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
-        """Hang Parameters (by the model's index) in the module."""
+        """Put Parameters (keyed by model index) into the module."""
         self._hung = parameters
         put_parameters(self.places, parameters)
 
     def rest(self) -> None:
-        """Leave nothing in the module that views weights in a slot, wherever a pass was given up."""
+        """Put the resting Parameters back after an aborted pass, so no view of slot memory remains in the module."""
         if not self.resident:
             self.install(self.resting)
 
     def live(self) -> dict[int, nn.Parameter]:
-        """Return the Parameters that view this unit's weights where they are on the device, made once a place."""
+        """Return Parameters over the device weights of this unit, created once per slot offset."""
         offset = self._slots.offset(self._slots.cargo_of(self.regions))
         if offset not in self._live:
-            live = self._make_live(self.regions)  # a unit has its parameters as a whole
+            live = self._make_live(self.regions)  # A unit has each parameter as one piece.
             self._live[offset] = {piece.parameter: parameter for piece, parameter in live.items()}
             self._mark(self._live[offset])
         return self._live[offset]
 
     def trained_of(self, tensors: Sequence[torch.Tensor]) -> Trained:
-        """Return what of a use with these inputs takes gradients."""
+        """Return the gradient signature of a use: requires_grad per input, and the frozen parameters."""
         return tuple([tensor.requires_grad for tensor in tensors]), self.frozen
 
     def freeze(self, frozen: frozenset[int]) -> None:
-        """Take no gradients for these parameters from now on, and for all others that were to be trained."""
+        """Take no gradients for these parameters from now on, and gradients for all other trainable ones."""
         self.frozen = frozen
         self.trainable = not frozen.issuperset(self._trainable)
         for parameters in (self.resting, *self._live.values()):
             self._mark(parameters)
 
     def frozen_with(self, then: frozenset[int]) -> AbstractContextManager[None]:
-        """Within, a backward: what was frozen `then`, in its forward, takes no gradients, nor does what is by now."""
+        """Freeze, during a backward, the parameters in `then` (frozen in the forward) and all parameters frozen since.
+        """
         resting = self.resting
 
         def look() -> list[int]:
             return [index for index in self._trainable if not resting[index].requires_grad]
 
-        frozen = then.union(past_subclasses(look))  # else each look at a parameter is a call
+        # `past_subclasses`, because otherwise each read of requires_grad is a `__torch_function__` call.
+        frozen = then.union(past_subclasses(look))
         return _NOTHING if frozen == self.frozen else self._frozen_as(frozen)
 
     @contextmanager
@@ -161,23 +163,23 @@ class Unit:
             parameters[index].requires_grad_(index not in self.frozen)
 
     def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """True where a Parameter views weights on the device, as those of a unit that stays there do."""
+        """True if `parameter` views weights on the device in this dtype, as in a resident unit."""
         return parameter.dtype == dtype and not isinstance(parameter, OffloadedTensor) and self._slots.holds(parameter)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that autograd had made when an exception kept their hooks from taking them."""
+        """Drop gradients left by autograd after an exception prevented the gradient hooks."""
         for parameters in self._live.values():
             for parameter in parameters.values():
                 parameter.grad = None
 
     def forget_live(self) -> None:
-        """The device's memory for weights is another."""
+        """Drop the views after the device weight memory was allocated anew."""
         self._live.clear()
 
     # -- the module's forward --------------------------------------------------------------------------------
 
     def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Send calls of the module to `call(unit, args, kwargs)`. Its signature stays readable."""
+        """Redirect module calls to `call(unit, args, kwargs)`. The forward signature stays readable."""
         self._own = self.module.__dict__.get("forward")
         self._original = original = self.module.forward
 
@@ -188,18 +190,18 @@ class Unit:
         self.module.forward = forward
 
     def warn_that_it_stays(self, num_bytes: int) -> None:
-        """Warn that so many bytes of weights will stay on the device; raise ConfigError where they cannot."""
+        """Warn about `num_bytes` weight bytes staying on the device. A cut layer raises ConfigError instead."""
         warn(
             f"unit {self.name} is read from outside itself: its weights stay on the device ({format_bytes(num_bytes)})."
         )
 
     def stay(self) -> None:
-        """The weights stay on the device: the module runs as it is."""
+        """Keep the weights on the device and restore the module forward."""
         self.unroute()
         self.resident = True
 
     def unroute(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the forward of the module."""
         if self._original is None:
             return
         if self._own is None:
@@ -209,8 +211,10 @@ class Unit:
         self._original = None
 
     def hang(self) -> bool:
-        """Hang the weights in the module where they do not yet, and return whether they did not. Raises ConfigError
-        where somebody has hung others there (`functional_call` of the module alone), whose gradients would be lost.
+        """Install the device weights unless installed already; return True if anything was installed.
+
+        Raises ConfigError if the module has foreign parameters (`functional_call` on the module alone), because their
+        gradients would be lost.
         """
         num_resting, resting, hung = 0, self.resting, self._hung
         for place in self.places:
@@ -229,7 +233,7 @@ class Unit:
 
     @contextmanager
     def up(self) -> Iterator[None]:
-        """Within, the weights hang in the module, or what hung there before in their place."""
+        """Install the device weights during the context; afterwards, undo the installation, if any."""
         hung = self.hang()
         try:
             yield
@@ -239,14 +243,16 @@ class Unit:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The module's original forward."""
+        """The original forward of the module."""
         assert self._original is not None
         return self._original
 
 
 class CutLayer(Unit):
-    """A layer whose weight is cut in blocks of rows, which are units: it has no weights of its own, and its module runs
-    over what stands for them, which hands its operations on to the blocks.
+    """A layer with row blocks as separate units.
+
+    The layer has no own weights: the module runs over a stand-in weight, and the stand-in delegates operations to the
+    blocks.
     """
 
     def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -263,15 +269,16 @@ class CutLayer(Unit):
 def open_units(
     candidates: Iterable[Candidate], regions: Sequence[Region], slots: Slots, make_live: MakeLive
 ) -> Iterator[Unit]:
-    """Yield the units, in the order of their candidates; the arguments are those of `Unit`."""
+    """Yield the units in candidate order. The other arguments go to `Unit`."""
     for number, candidate in enumerate(candidates):
         kind = CutLayer if candidate.is_cut else Unit
         yield kind(number, candidate, regions_of(candidate, regions), slots, make_live)
 
 
 def put_parameters(places: Iterable[Place], parameters: Mapping[int, nn.Parameter]) -> None:
-    """Hang Parameters (by the model's index) in their places by the short way, or through a module's own `__setattr__`
-    where it keeps references (the RNNs of torch do).
+    """Put Parameters (keyed by model index) into their places.
+
+    Writes `_parameters` directly, unless the module class defines `__setattr__` and keeps references (torch RNNs).
     """
     for place in places:
         module, parameter = place.module, parameters[place.parameter]
