@@ -171,7 +171,7 @@ def _store(container: Any) -> Any:
 
 
 def _contents(containers: Sequence[Any]) -> list[list[Any]]:
-    """Return the content of each container as a flat list: the items, or for a mapping all keys followed by all values."""
+    """Return the content of each container as a flat list: the items, or for a mapping all keys, then all values."""
     found: list[list[Any]] = []
     for container in containers:
         kind = type(container)  # Runs in every use, mostly for dict and list; the cache type check takes ten calls.

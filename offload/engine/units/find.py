@@ -201,7 +201,7 @@ def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
 def _check_quantized(
     named: Sequence[tuple[str, nn.Parameter]], quantized: Mapping[nn.Parameter, Codec], frozen_weights: str
 ) -> None:
-    """Raise ConfigError for a quantized parameter with requires_grad, or together with another `frozen_weights` codec."""
+    """Raise ConfigError for a quantized parameter with requires_grad, or with another `frozen_weights` codec."""
     for name, parameter in named:
         if parameter in quantized and parameter.requires_grad:
             raise refuse_training(name, quantized[parameter].name)

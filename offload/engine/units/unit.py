@@ -66,7 +66,7 @@ class Unit:
         return self.traits
 
     def recall(self, structure: Hashable) -> bool:
-        """Select the variant for an argument structure. Without one, select traits safe for any use and return False."""
+        """Select the variant for an argument structure. If missing, select traits safe for any use and return False."""
         found = self.known.get(structure)
         if found is None:
             buffers = {place for variant in self.known.values() for place in variant.buffers}
@@ -131,7 +131,7 @@ class Unit:
             self._mark(parameters)
 
     def frozen_with(self, then: frozenset[int]) -> AbstractContextManager[None]:
-        """Freeze, during a backward, the parameters in `then` (frozen in the forward) and all parameters frozen since."""
+        """During a backward, freeze the parameters in `then` (frozen in the forward) and all frozen since."""
         resting = self.resting
 
         def look() -> list[int]:
