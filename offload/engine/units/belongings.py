@@ -1,4 +1,4 @@
-"""What a model's code keeps beside parameters and may change: attributes, containers, objects, tensors, generators."""
+"""Non-parameter model state: attributes, containers, objects, tensors, random generators."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torch import nn
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
-"""Packages whose own objects (loggers, locks, process groups) are nobody's notes."""
+"""Packages with internal objects (loggers, locks, process groups) outside the model state."""
 _EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
 
 NotePlace = tuple[nn.Module, str]
-"""A module, and the name of an attribute that is no buffer and whose value code can change in place."""
+"""(module, attribute name) of a non-buffer attribute with a value open to in-place changes."""
 
 
 def note_places(modules: Iterable[nn.Module]) -> set[NotePlace]:
-    """Return the places of notes. Of a configuration, which many modules share, nobody expects that a forward changes
-    it.
+    """Return all module attributes with mutable values.
+
+    Configurations are excluded: they are shared between modules, and a forward is not expected to change them.
     """
     return {
         (module, key)
@@ -55,14 +56,14 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _slots(value: Any) -> list[str]:
-    """Return the attributes of an object that are in no `__dict__`, as those of `dataclass(slots=True)`."""
+    """Return the object attributes outside `__dict__`, as with `dataclass(slots=True)`."""
     found = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if not name.startswith("__") and hasattr(value, name)]
 
 
 def _has_weights(container: Any) -> bool:
-    """True for a container in which a module keeps its parameters, or references to them (the RNNs of torch do)."""
+    """True for a container with parameters or weak references (torch RNNs keep references to their parameters)."""
     values = container.values() if isinstance(container, Mapping) else container
     return any(isinstance(value, nn.Parameter | weakref.ref) for value in values)
 
@@ -73,18 +74,18 @@ def _is_foreign(value: Any) -> bool:
 
 
 class _Held(NamedTuple):
-    """A container, or the `__dict__` of an object, at one moment."""
+    """Snapshot: a container or an object `__dict__`."""
 
     container: Any
-    """The container itself."""
+    """The live container."""
     content: Any
-    """A copy of what it held."""
+    """Copied content."""
     is_module: bool
-    """The container is the attributes or the buffers of a module, whose values a forward may assign anew."""
+    """True for a module's attribute dict or buffer dict. A forward may reassign the values."""
 
     @property
     def is_as_then(self) -> bool:
-        """True where the container holds the same objects in the same places."""
+        """True if the container holds the same objects in the same places."""
         now, then = self.container, self.content
         if isinstance(now, set):
             return set(map(id, now)) == set(map(id, then))
@@ -97,7 +98,7 @@ class _Held(NamedTuple):
         if self.is_as_then:
             return
         now, then = self.container, self.content
-        if isinstance(then, dict):  # one by one: code may look at attributes at any time
+        if isinstance(then, dict):  # One by one, since other code may read attributes at any time.
             for key in [key for key in now if key not in then and not (self.is_module and key == "forward")]:
                 del now[key]
             for key, value in then.items():
@@ -109,17 +110,17 @@ class _Held(NamedTuple):
 
 
 class Belongings:
-    """All that can be reached from `roots` (modules, batches, functions, by name) at one moment: the content of each
-    container and object, the value of each tensor that is no weight of the engine, the state of each generator.
+    """Snapshot of all state reachable from `roots` (named modules, batches, functions).
 
-    `put_back` restores all of that in the same objects. `leaves` has the values by their paths, such as
-    "blocks.0.stats['n']", by which two moments are compared, whatever the objects are.
+    Includes container and object contents, tensor values except engine weights, and generator states. `put_back`
+    restores the same objects in place. `leaves` maps paths, for example "blocks.0.stats['n']", to values; two snapshots
+    are compared by path, not by object identity.
     """
 
     def __init__(
         self, roots: Mapping[str, Any], ignores: Callable[[torch.Tensor], bool], *, gradients: bool = False
     ) -> None:
-        """`ignores`: True for a tensor over weights of the engine. `gradients`: the `grad` of a leaf belongs to it."""
+        """`ignores`: True for a tensor over engine weights. `gradients`: include the `grad` of leaf tensors."""
         self.leaves: dict[str, Any] = {}
         self._ignores, self._has_gradients = ignores, gradients
         self._held: list[_Held] = []
@@ -131,7 +132,7 @@ class Belongings:
             self._visit(root, path)
 
     def put_back(self) -> None:
-        """All is as it was."""
+        """Restore the snapshot."""
         for held in self._held:
             held.put_back()
         with torch.no_grad():
@@ -146,7 +147,7 @@ class Belongings:
             restore(state)
 
     def differences(self, other: Belongings) -> Iterator[tuple[str, Any, Any]]:
-        """Yield where another moment has other values: the path, the value here, and the value there."""
+        """Yield (path, value here, value in `other`) for each path with different values."""
         for path in [*self.leaves, *(path for path in other.leaves if path not in self.leaves)]:
             mine, theirs = self.leaves.get(path, "nothing"), other.leaves.get(path, "nothing")
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
@@ -216,7 +217,7 @@ class Belongings:
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value
-            elif key in _HOOKS:  # whoever has registered them keeps their notes
+            elif key in _HOOKS:  # The state of a hook belongs to the code with the registration.
                 self._hold(value, dict(value), is_module=True)
             elif key == "_modules":
                 for name, child in value.items():
@@ -226,7 +227,7 @@ class Belongings:
                 for name, buffer in value.items():
                     if buffer is not None and id(buffer) not in self._seen:
                         self._visit_tensor(buffer, f"{begin}{name}")
-            elif key == "_parameters":  # of a module that is not the engine's, such as one in a loss function
+            elif key == "_parameters":  # Parameters of a module outside the engine, for example a loss function.
                 for name, parameter in value.items():
                     self._visit(parameter, f"{begin}{name}")
             elif key != "_non_persistent_buffers_set":
@@ -238,7 +239,7 @@ class Belongings:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
-            except ValueError:  # nothing was assigned yet
+            except ValueError:  # Not assigned yet.
                 continue
             self._states.append((partial(setattr, cell, "cell_contents"), value))
             self._visit(value, f"{path}.{name}")
@@ -269,7 +270,7 @@ class Belongings:
 
 
 def same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """True where two tensors have the same shape, dtype and elements; NaN equals NaN."""
+    """True if two tensors have equal shape, dtype and elements; NaN equals NaN."""
     if one is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if not one.is_floating_point():

@@ -1,4 +1,4 @@
-"""Experts that lie in stacks [experts, ...] become units of their own, which come up a few experts at a time."""
+"""Turn expert stacks [experts, ...] into separate units, fetched a few experts at a time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.rule import UpdateRule
 
 RECORD_BYTES = 16 << 20
-"""Of weights. Smaller experts come up together: below this a link, and a disk more so, is slower a byte."""
+"""Minimum weight bytes per record.
+
+Smaller experts are fetched together, because small transfers are slower per byte, above all from disk.
+"""
 _LEAST_RECORDS = 4
-"""Of a layer's experts. With fewer, those that are up at once would be most of them."""
+"""Minimum records per layer. With fewer, most experts would be on the device at once."""
 
 
 def is_stack_of_experts(module: nn.Module) -> bool:
-    """True for a module whose forward goes through transformers' interface of experts."""
+    """True for a module with a forward based on the transformers experts interface."""
     return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
 
 
 def cut_experts(
     candidates: Sequence[Candidate], infos: Sequence[ParameterInfo], rule: UpdateRule, num_replicas: int = 1
 ) -> list[Candidate]:
-    """Return the units with the experts of each block as a unit of their own, behind that block; what else a module of
-    experts has stays with its block. Raises ConfigError where experts cannot be cut, or there are several replicas.
+    """Return the units, with the experts of each block as a separate unit after the block.
+
+    Other parameters in an expert module stay with the block.
+
+    Raises ConfigError if experts cannot be cut, or with several replicas.
     """
     if num_replicas > 1:
         raise ConfigError(
@@ -60,7 +66,7 @@ def cut_experts(
 
 
 def _is_stack(module: nn.Module, place: Place, infos: Sequence[ParameterInfo]) -> bool:
-    """True for a parameter with a row for each expert."""
+    """True for a parameter with one row per expert."""
     shape = infos[place.parameter].shape
     return len(shape) > 1 and shape[0] == module.num_experts
 
@@ -73,14 +79,14 @@ def _check(
     uses: Counter[int],
     rule: UpdateRule,
 ) -> None:
-    """Raise ConfigError where the experts of a module cannot be cut."""
+    """Raise ConfigError if the experts of a module cannot be cut."""
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(
             f"offload.experts is streamed, and {name} cannot be cut: {why}. Set --offload.experts whole."
         )
 
-    if name.endswith(".base_layer"):  # of PEFT, which parametrizes the module while it is called
+    if name.endswith(".base_layer"):  # A PEFT base layer: PEFT parametrizes the module during calls.
         raise refuse("an adapter is over its parameters, and adds to them as a whole")
     if not stacks:
         raise refuse(f"it has no parameters [{module.num_experts} experts, ...] of its own")
@@ -103,7 +109,7 @@ def _check(
 def _records(
     stacks: Sequence[Place], infos: Sequence[ParameterInfo], num_experts: int
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Return what each record has: neighbours among the experts, each with a piece of every stack."""
+    """Return the pieces per record: consecutive experts with one piece per stack."""
     shared = [infos[place.parameter] for place in stacks]
     expert_bytes = sum(info.numel // num_experts * DTYPES[info.compute].itemsize for info in shared)
     step = min(-(-RECORD_BYTES // max(1, expert_bytes)), max(1, num_experts // _LEAST_RECORDS))

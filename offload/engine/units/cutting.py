@@ -1,4 +1,4 @@
-"""Which layers are larger than the device's share of a unit, and in which blocks of rows they go."""
+"""Find layers above the device memory limit for a unit, and cut them into row blocks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from offload.layout.regions import ParameterInfo, align
 from offload.optim.rule import UpdateRule
 
 _ROWS = 128
-"""Blocks have multiples of so many rows, where they have as many: matrix products of other numbers are slower."""
+"""Preferred multiple of rows per block: other row counts have slower matrix products."""
 
 _MOST_BLOCKS = 256
-"""Of a layer. Each is a unit, with regions and copies of its own: a device this small beside a layer waits for it."""
+"""Maximum blocks per layer.
+
+Each block is a unit with regions and copies; with so little device memory, transfers would dominate.
+"""
 _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a model is cut where the device's share of a unit is less than its largest unit takes."""
+    """Row cutting for models with units larger than the device memory limit."""
 
     share_bytes: float = math.inf
-    """Bytes of weights that a unit has at most, as far as its parameters can be cut; infinity for whole units."""
+    """Maximum weight bytes of a unit, as far as parameters can be cut. Infinity: whole units."""
     blocks: Mapping[nn.Module, RowBlocks] = field(default_factory=dict)
-    """Of each linear layer and embedding that is larger its rows in blocks; modules that have a weight in common have
-    the same.
-    """
+    """Row blocks per oversized linear layer or embedding. Modules with a shared weight have the same RowBlocks."""
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Why other parameters that are larger stay whole, by their names."""
+    """Oversized parameters left whole: name and reason."""
 
     @classmethod
     def of(cls, model: nn.Module, infos: Sequence[ParameterInfo], rule: UpdateRule, share_bytes: int) -> Cutting:
-        """Return how to cut a model that is trained by a rule."""
+        """Compute the cutting for a model trained with `rule`."""
         index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
         owners: dict[int, list[tuple[str, nn.Module]]] = {}
         for module in model.modules():
@@ -70,17 +71,17 @@ class Cutting:
 
     @property
     def made(self) -> list[RowBlocks]:
-        """Each weight that is cut, once."""
+        """Each cut weight once."""
         return list(dict.fromkeys(self.blocks.values()))
 
     @property
     def by_parameter(self) -> dict[int, RowBlocks]:
-        """The blocks of rows of what is cut, by the index of the parameter."""
+        """Row blocks by parameter index."""
         return {index: cut for cut in self.blocks.values() for index in cut.parameters.values()}
 
     @property
     def told(self) -> str:
-        """What is cut, for people; empty where nothing is."""
+        """Report text about cut layers. Empty: whole units."""
         if math.isinf(self.share_bytes):
             return ""
         told = f"the device has {format_bytes(int(self.share_bytes))} for a unit: larger blocks go module by module"
@@ -95,7 +96,7 @@ class Cutting:
 
     @property
     def told_whole(self) -> str:
-        """What is larger than a unit may be and stays whole, and why, as a sentence; empty for nothing."""
+        """Report sentence about oversized parameters left whole, with reasons. Empty if none."""
         shown = [f"{name} is not, since {why}" for name, why in self.whole.items()]
         more = f"; nor are {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
         told = f" Layers that are too large are cut in blocks of rows, and {'; '.join(shown[:_MOST_SHOWN])}{more}."
@@ -103,7 +104,7 @@ class Cutting:
 
 
 def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str, nn.Module]], share_bytes: int) -> str:
-    """Say why a parameter cannot be cut in blocks of rows; nothing where it can."""
+    """Return the reason against cutting a parameter into row blocks; empty if possible."""
     other = next((m for key, m in places if key != "weight" or not isinstance(m, nn.Linear | nn.Embedding)), None)
     if other is not None:
         return f"{type(other).__name__} is no linear layer and no embedding"
@@ -121,12 +122,12 @@ def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str
 
 
 def _least_rows(info: ParameterInfo, has_bias: bool) -> int:
-    """Return of how many rows blocks have a multiple: no block of elements that has a scale lies across two of them."""
+    """Return the row multiple for blocks: no quantization block (elements with one scale) crosses a border."""
     return PARAMETER_ALIGNMENT // (1 if has_bias else math.gcd(PARAMETER_ALIGNMENT, info.numel // info.shape[0]))
 
 
 def _in_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: int) -> RowBlocks:
-    """Return the blocks of a weight, whose parameters have no memory yet."""
+    """Return the row blocks of a weight, with parameters on the meta device."""
     has_bias, itemsize = "bias" in parameters, DTYPES[info.compute].itemsize
     rows, width = info.shape[0], info.numel // info.shape[0] + has_bias
     most, least = share_bytes // (width * itemsize), _least_rows(info, has_bias)

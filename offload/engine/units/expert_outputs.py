@@ -1,4 +1,4 @@
-"""What streamed experts give in a forward, kept for its recompute."""
+"""Streamed expert outputs from a forward, reused in the recomputation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 
 class ExpertOutputs:
-    """The outputs of the experts in one micro-batch of a unit, in the order of their calls. With them experts come up
-    twice in a step (forward and backward), and not a third time for the recompute between.
+    """Expert outputs from one micro-batch in call order.
+
+    With saved outputs, experts are fetched twice per step (forward and backward), not three times.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class ExpertOutputs:
 
     @contextmanager
     def kept_in(self, outputs: list[torch.Tensor]) -> Iterator[None]:
-        """Within, a forward, outputs are added to a list."""
+        """Append outputs to `outputs` during the context (a forward)."""
         self._kept = outputs
         try:
             yield
@@ -28,7 +29,7 @@ class ExpertOutputs:
 
     @contextmanager
     def given(self, outputs: list[torch.Tensor]) -> Iterator[None]:
-        """Within, a recompute, experts give these again, if there are any."""
+        """Replay these outputs during the context (a recomputation). An empty list: no replay."""
         self._given = iter(outputs) if outputs else None
         try:
             yield
@@ -36,10 +37,10 @@ class ExpertOutputs:
             self._given = None
 
     def keep(self, output: torch.Tensor) -> None:
-        """Note an output, which the caller may change in place afterwards."""
+        """Save a copied output. The caller may change the original in place afterwards."""
         if self._kept is not None:
             self._kept.append(output.detach().clone())
 
     def again(self) -> torch.Tensor | None:
-        """Return the output that the same call had before; None where it had none, as in any first forward."""
+        """Return the saved output from the same call. None: compute the output, as in a first forward."""
         return None if self._given is None else next(self._given, None)

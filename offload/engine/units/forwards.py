@@ -1,4 +1,4 @@
-"""What runs in a use of a unit: its module's own forward, or what torch.compile has made of it."""
+"""Forward functions for unit uses: the module's own forward or a torch.compile version."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ Forward = Callable[..., Any]
 
 BACKEND = "inductor"
 _MOST_KINDS = 8
-"""Of one class of modules: kinds of uses, which differ in the shapes of the inputs above all, that are compiled."""
+"""Limit per module class: compiled variants. Variants differ mainly in input shapes."""
 _MOST_GRAPHS = 8
-"""Of one kind of use: units may differ in numbers that their code reads, and each number is a graph."""
+"""Limit per variant: compiled graphs. Code may read unit-specific numbers, and each number needs a graph."""
 _MOST_LETTERS = 200
-"""Letters of what torch says of a failure."""
+"""Maximum length of a torch error message in a warning."""
 _APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
-"""How far a compiled use may be from the module's own, by whether it computes in 16 bits: as a share of the norm of
-results, and of gradients.
+"""Tolerance between compiled and original forward:
+
+(results, gradients) as a fraction of the norm. Key: True for 16-bit results.
 """
 
 
 class Runner(Protocol):
-    """Runs modules over weights that are up."""
+    """Runs modules over weights in device memory."""
 
     @property
     def device(self) -> Device:
-        """What computes."""
+        """The compute device."""
         ...
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -47,37 +48,37 @@ class Runner(Protocol):
     def run(
         self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], own: Forward
     ) -> Arguments:
-        """Run a unit's module by a forward, on these tensors and values in the places of those of its arguments."""
+        """Run `own` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
         ...
 
     def undone(self, unit: Unit) -> AbstractContextManager[None]:
-        """Within, what the unit draws and notes is put back in the end."""
+        """Restore random generators and module notes after the context."""
         ...
 
 
 class _Use(NamedTuple):
-    """A micro-batch of a use of a unit."""
+    """One micro-batch of a unit use."""
 
     runner: Runner
-    """What runs the unit."""
+    """The unit runner."""
     arguments: Arguments
-    """What the use is called with."""
+    """Call arguments."""
     tensors: Sequence[torch.Tensor]
-    """The tensors of the micro-batch."""
+    """Micro-batch tensors."""
     others: Sequence[Any]
-    """What of the arguments is no tensor."""
+    """Non-tensor arguments."""
     needs: Sequence[bool] | None
-    """Of each tensor, whether it takes gradients; None where the use has no backward."""
+    """requires_grad per tensor. None: the use has no backward."""
 
 
 class OwnForwards:
-    """Uses run the modules' own forwards."""
+    """Uses run the original module forwards."""
 
     num_graphs = 0
-    """Graphs that were compiled so far."""
+    """Number of compiled graphs so far."""
     _is_paused = False
     looks_at_few = False
-    """True if a recording of a few tokens tells what one of many does not."""
+    """True if recording with a few tokens can find properties missed with many tokens."""
 
     def of(
         self,
@@ -88,38 +89,41 @@ class OwnForwards:
         _others: Sequence[Any],
         _needs: Sequence[bool] | None = None,
     ) -> Forward:
-        """Return what runs in a micro-batch of a use, now and in its recompute; it is called as the module's forward.
-        Nothing of the use has run yet, and the unit's weights are up. `needs`: of each tensor, whether it takes
-        gradients; None where the use has no backward.
+        """Return the forward for a micro-batch, with the signature of the module forward.
+
+        The forward also serves the recomputation. Called before the use runs, with the unit weights on the device.
+        `needs`: requires_grad per tensor; None: no backward.
         """
         return unit.forward
 
     def again(self, forward: Forward) -> Forward:
-        """Return what runs in the recompute of a use in which that has run."""
+        """Return the recomputation function for a use run with `forward`."""
         return forward
 
     def record(self, unit: Unit, _runner: Runner, _arguments: Arguments, _rows: int | None) -> Forward:
-        """A use of a unit is recorded, whose weights are up: learn about it, where a number of `rows` is given (0: one
-        that nobody knows), as in the first pass of several; return what is to run there.
+        """Learn about a unit during a recorded use and return the forward to run.
+
+        The unit weights are on the device. `rows`: batch rows in the first of several passes (0: unknown), None: learn
+        nothing.
         """
         return unit.forward
 
     def check(self) -> None:
-        """All units are recorded. Raises ConfigError where none can run as it was asked for."""
+        """Check the result after all units were recorded. Raises ConfigError if no unit can run as configured."""
 
     @property
     def told(self) -> str:
-        """What runs otherwise than modules' own forwards, beside what is compiled, for people; empty for nothing."""
+        """Report text about changed forwards, except compilation. Empty if all are original."""
         return ""
 
     @property
     def compiled(self) -> frozenset[type]:
-        """The classes of modules that ran compiled, and none of which was refused."""
+        """Module classes running compiled, without refused classes."""
         return frozenset()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, trials run the modules' own forwards."""
+        """Run the original forwards in trials during the context."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -128,13 +132,13 @@ class OwnForwards:
 
 
 class CompiledForwards(OwnForwards):
-    """Blocks run as torch.compile makes them, one function for each kind of use of a class of modules: all equal layers
-    share its graphs, one without gradients and one with, whatever slot their weights are in. The weights are inputs of
-    a graph, and nothing that it compiles in.
+    """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
 
-    The first use of a unit in a kind is tried out beside the module's own forward, results and gradients. What fails or
-    differs runs as it is from then on, which is said once for each class. What changes its inputs, or buffers, is not
-    compiled: nor is what is no block, since each would be a compilation for a single use.
+    All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
+    graph inputs, not constants. The first unit use in a variant is compared with the original forward (results and
+    gradients). After a failure or difference the class runs uncompiled, with one warning per class. Never compiled:
+    units with in-place changes to inputs or buffers, and non-blocks, since each would need a compilation for a single
+    use.
     """
 
     def __init__(self) -> None:
@@ -166,7 +170,7 @@ class CompiledForwards(OwnForwards):
         return frozenset(self._functions) - self._refused
 
     def _choose(self, unit: Unit, use: _Use, kind: Hashable) -> Forward | None:
-        """Return the compiled forward of a unit; None where it is not to be compiled, which is said."""
+        """Return the compiled forward of a unit, or None after a refusal with a warning."""
         owner = type(unit.module)
         if owner in self._refused:
             return None
@@ -194,7 +198,7 @@ class CompiledForwards(OwnForwards):
         warn(f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {why}.")
 
     def _used(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a compiled forward, or the module's own from where torch cannot compile it anew for what is other now."""
+        """Run a compiled forward. Falls back to the module forward if torch fails to recompile for changed values."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -213,7 +217,7 @@ class CompiledForwards(OwnForwards):
             self.num_graphs += _num_graphs() - before
 
     def _difference(self, unit: Unit, use: _Use, function: Forward) -> str:
-        """Return why a unit is not to be compiled; empty where it gives what its own forward gives."""
+        """Return the reason against compilation; empty if compiled and original results match."""
         has_graph = use.needs is not None
         results, gradients = _made(unit, use, unit.forward, has_graph)
         mine, _ = _made(unit, use, function, False)
@@ -227,14 +231,14 @@ class CompiledForwards(OwnForwards):
         if has_graph:
             with_graph, compiled_gradients = _made(unit, use, function, True)
             if not all(map(_same, mine, with_graph)):
-                unit.traits.need_graph()  # or a recompute had other bits than the forward
+                unit.traits.need_graph()  # Otherwise a recomputation would have other bits than the forward.
             if (far := _distance(gradients, compiled_gradients)) > of_gradients:
                 return f"compiled, its gradients are {far:.3g} of their norm from its own"
         return "" if all(map(_same, mine, again)) else "compiled, it gives another result each time"
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Let modules of a resident model run as an engine compiles units: one function for each class."""
+    """Compile the modules of a resident model like engine units: one function per class."""
     made: dict[type, Forward] = {}
     for module in modules:
         owner = type(module)
@@ -244,7 +248,7 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
 
 
 def _kind(unit: Unit, use: _Use) -> Hashable:
-    """Return what uses have in common that one function serves."""
+    """Return the variant key: uses with an equal key share one compiled function."""
     tensors = tuple([(t.shape, t.dtype) for t in use.tensors])
     others = tuple([value if isinstance(value, bool | int | float | str) else type(value) for value in use.others])
     device = use.tensors[0].device.type if use.tensors else "cpu"
@@ -253,7 +257,7 @@ def _kind(unit: Unit, use: _Use) -> Hashable:
 
 
 def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of a use, and the gradients of half the sum of their squares."""
+    """Return the results of a use, and the gradients for the loss 0.5 * sum(results ** 2)."""
     with use.runner.undone(unit), _still_buffers(unit), torch.set_grad_enabled(has_graph):
         needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
         leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
@@ -273,9 +277,7 @@ def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[lis
 
 @contextmanager
 def _still_buffers(unit: Unit) -> Iterator[None]:
-    """Within, a unit is run that may change buffers in place, although no recording has seen it yet: they are put back.
-    Raises RuntimeError then.
-    """
+    """Restore the buffers after a trial of an unrecorded unit. Raises RuntimeError if any buffer changed."""
     buffers = [b for module in unit.modules for b in module._buffers.values() if b is not None]
     before = [(b, b._version, b.clone()) for b in buffers]
     try:
@@ -289,17 +291,21 @@ def _still_buffers(unit: Unit) -> Iterator[None]:
 
 
 def _compiled(owner: Any) -> Forward:
-    """Return a function that compiles the forward of a class at its first calls, to be called with the module first."""
+    """Return the compiled forward of class `owner`, with the module as first argument.
+
+    Compilation starts with the first call.
+    """
     known = inspect.signature(torch.compile).parameters
-    limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}  # of torch 2.13; else process-wide
+    # Since torch 2.13; before, the limits are process-wide.
+    limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
     chosen: dict[str, Any] = {key: value for key, value in limits.items() if key in known}
     if BACKEND == "inductor":
-        chosen["options"] = {"fallback_random": True}  # the generators' numbers, in their order
+        chosen["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
     return torch.compile(owner.forward, fullgraph=True, dynamic=False, backend=BACKEND, **chosen)
 
 
 def _refusal(unit: Unit) -> str:
-    """Return why a unit cannot be compiled, as far as that is known before."""
+    """Return a reason against compilation known before a trial; empty for none."""
     if getattr(unit.forward, "__func__", None) is not getattr(type(unit.module), "forward", None):
         return "its forward is no method of its class, but was put into the module"
     if unit.traits.mutated or unit.traits.buffers:
@@ -312,7 +318,7 @@ def _shown(error: Exception) -> str:
 
 
 def _num_graphs() -> int:
-    from torch._dynamo.utils import counters  # costs a second to import, and is needed by whoever compiles
+    from torch._dynamo.utils import counters  # Imported late: takes a second, and is needed only with compilation.
 
     return counters["stats"].get("unique_graphs", 0)
 
@@ -324,7 +330,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return the norm of the differences as a share of that of the first ones; NaN counts as infinitely far."""
+    """Return norm(difference) / norm(`some`). NaN counts as infinity."""
     if len(some) != len(others) or any(a.shape != b.shape for a, b in zip(some, others, strict=True)):
         return math.inf
     apart = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(some, others, strict=True)), 0.0)

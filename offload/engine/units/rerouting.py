@@ -1,4 +1,4 @@
-"""Other forwards in the place of modules' own."""
+"""Temporarily replaced module forwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, a module has another forward, which is called without it."""
+    """Replace `module.forward` during the context. The replacement is called without the module argument."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -25,7 +25,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within, each of these modules has another forward."""
+    """Replace several module forwards during the context."""
     with ExitStack() as stack:
         for module, forward in forwards.items():
             stack.enter_context(forward_replaced(module, forward))

@@ -1,4 +1,4 @@
-"""What hangs in a model while its weights are elsewhere: tensors without memory, whose values come from the engine."""
+"""Placeholder tensors without memory for offloaded parameters; values come from the engine."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ from offload.layout.regions import ParameterInfo
 
 
 class Holder(Protocol):
-    """Has the values of parameters at rest, and says what is not to be done to them."""
+    """Provides the values of offloaded parameters and rejects forbidden operations."""
 
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh copy of a parameter, on the CPU, or raise why there is none."""
+        """Return a fresh CPU copy of a parameter. Raises if unavailable."""
 
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
-        """Raise ConfigError, saying why, unless it is the engine that tries something. `what`: a "write", one "in
-        place" by an operation, a "gradient", a "hook" or the "address"; `how` a write is done.
+        """Raise ConfigError for a forbidden operation, unless performed by the engine.
+
+        `what`: "write", "in place" (a write by an operation), "gradient", "hook" or "address". `how`: description of a
+        write.
         """
 
     def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Raise ConfigError where who reads `grad`, which is None, would take it that there are no gradients, or who
-        sets it to None that there are none any more.
+        """Raise ConfigError for reading `grad` or setting it to None while the engine has gradients.
+
+        `grad` is None: a reader would conclude "no gradients", and a caller setting None would believe them dropped.
         """
 
 
 def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function within which no `__torch_function__` is asked. In one call, since an interrupt at the end of a
-    `with` would leave it so for the thread.
+    """Call a function with `__torch_function__` disabled.
+
+    A single C call, since an interrupt at the end of a `with` block would leave the thread in the disabled state.
     """
     return torch._C._disabled_torch_function_impl(function, (), args, kwargs)
 
 
 class OffloadedTensor(torch.Tensor):
-    """A tensor whose values are elsewhere, and are brought for each operation that needs them.
+    """A tensor without memory. Each reading operation fetches the values.
 
-    Shape, dtype, device, strides and whether it takes gradients are right, and cost nothing. It has no memory: who asks
-    for an address is refused. An operation is given a fresh copy of the values, on the device; autograd sees the
-    operation itself. A view is another one of these, `detach()` and `.data` included, so that nobody writes to a copy
-    that is dropped: whatever writes is refused. All are of one class, since `nn.Parameter(this)` wants that of its
-    `detach()`; what is a parameter is so by torch's flag for tensors of other kinds.
+    Shape, dtype, device, strides and requires_grad are correct and free. Memory addresses are refused. An operation
+    receives a fresh copy of the values on the device; autograd sees the operation itself. Views, `detach()` and `.data`
+    included, are OffloadedTensors too, so no write can reach a temporary copy; all writes are refused. There is one
+    class, because `nn.Parameter(tensor)` requires `detach()` to return the same class; parameters carry `_is_param`,
+    the torch flag for custom tensor classes.
     """
 
     info: ParameterInfo
@@ -56,13 +60,13 @@ class OffloadedTensor(torch.Tensor):
     values: Callable[[], torch.Tensor]
     """Returns a fresh copy on the device."""
     blocks: RowBlocks | None = None
-    """The blocks of a weight, or bias, that is cut in rows."""
+    """Row blocks of a cut weight or bias. None: uncut."""
     hangs = False
-    """True for what hangs in the model, where no gradient may come."""
+    """True for the placeholder in the model. Gradients must not arrive there."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Only what goes past torch's dispatcher is seen to here.
+        # Handles only functions outside the torch dispatcher.
         kwargs = kwargs or {}
         if func in _BY_BLOCKS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -79,7 +83,7 @@ class OffloadedTensor(torch.Tensor):
             args[0].holder.refuse(args[0].info, "hook")
         if func == _LOOK and args[0].hangs:
             args[0].holder.check_look(args[0].info, "read")
-        if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
+        if func is torch._has_compatible_shallow_copy_type:  # Conversion by Module.to and similar methods.
             own, made = args
             if isinstance(own, OffloadedTensor) and not own.is_same(made):
                 own.holder.refuse(own.info, "write", f"become {list(made.shape)} of {made.dtype} on {made.device}")
@@ -121,12 +125,12 @@ class OffloadedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Module.to and its kin come here too; where there is nothing to convert they give a tensor itself.
+        # Module.to and similar methods come here too. Without a conversion they assign the tensor itself.
         if not self.is_same(value):
             self.holder.refuse(self.info, "write", f"become {list(value.shape)} of {value.dtype} (by .data)")
 
     def is_same(self, other: torch.Tensor) -> bool:
-        """True where another tensor stands for the same values."""
+        """True if `other` represents the same values with equal shape, strides and dtype."""
         return (
             isinstance(other, OffloadedTensor)
             and (other.holder, other.info) == (self.holder, self.info)
@@ -134,12 +138,12 @@ class OffloadedTensor(torch.Tensor):
         )
 
     def copied(self) -> torch.Tensor:
-        """Return a tensor of its own with the values, of the kind that this one stands for."""
+        """Return an ordinary tensor or Parameter with the values."""
         if isinstance(self, nn.Parameter):
             return nn.Parameter(self.values(), requires_grad=self.requires_grad)
         return self.values().requires_grad_(self.requires_grad)
 
-    def _use_count(self) -> None:  # torch.utils.swap_tensors asks both of its tensors
+    def _use_count(self) -> None:  # `torch.utils.swap_tensors` calls this method on both tensors.
         self.holder.refuse(self.info, "write", "change places with another tensor")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -155,8 +159,10 @@ class OffloadedTensor(torch.Tensor):
 def stand_in(
     info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder, blocks: RowBlocks | None = None
 ) -> nn.Parameter:
-    """Return what hangs in the place of a parameter, in the dtype and on the device of its uses. A gradient that comes
-    to it is refused, since it would be lost. `blocks`: of one that is cut, which compute in its place.
+    """Return the placeholder for a parameter, with the dtype and device of compute.
+
+    An arriving gradient would be lost and is refused. `blocks`: row blocks of a cut parameter, for the operations on
+    the weight.
     """
     made = _make(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
     made.values = lambda: holder.values_of(info).to(device)
@@ -169,8 +175,8 @@ def stand_in(
 
 
 def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
-    # To torch it is on `meta`, so that another tensor never takes its memory over (`other.data = this`), and says that
-    # it is elsewhere.
+    # Torch sees device `meta`: another tensor can never adopt the memory (`other.data = this`), and `device` reports
+    # the true place.
     made = torch.Tensor._make_wrapper_subclass(
         OffloadedTensor,
         like.shape,
@@ -180,13 +186,14 @@ def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder:
         device=torch.device("meta"),
         dispatch_device=True,
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)  # else it is 0, and who reads there ends the process
+    # Otherwise `data_ptr()` returns 0, and a read there kills the process.
+    torch._C._set_throw_on_mutable_data_ptr(made)
     made.info, made.holder, made.place = info, holder, device
     return made
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return views of views, or of a parameter."""
+    """Apply a view function to a placeholder; return placeholder views."""
     base = args[0]
     like = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride())
     found = func(like, *args[1:], **kwargs)
@@ -225,7 +232,7 @@ _READS = {
     torch.Tensor.new,
     torch.Tensor.__format__,
 }
-"""What reads memory itself, or makes tensors by what torch takes the device for."""
+"""Functions with direct memory reads, or with new tensors on the device known to torch."""
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {

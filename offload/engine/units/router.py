@@ -1,4 +1,4 @@
-"""Where the calls of units go."""
+"""Routes the module calls to units."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Calls = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Router:
-    """Takes the calls of all units: for the runner, with a backward or without; or for whom they are `diverted` to."""
+    """Receives all unit calls: runs them with or without a backward, or passes them to a `diverted` target."""
 
     def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
-        """`recover` gives up what has failed half done."""
+        """`recover`: resets the engine after a pass failed halfway."""
         self._runner, self._recover = runner, recover
         self._diverted: Calls | None = None
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit's forward, as the module would."""
+        """Run a unit forward for a module call."""
         return (self._diverted or self.stream)(unit, args, kwargs)
 
     def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit's forward by the runner, as steps do."""
+        """Run a unit forward by the runner, as in training steps."""
         runner = self._runner
         if runner.has_failed:
             self._recover()
@@ -47,7 +47,7 @@ class Router:
 
     @contextmanager
     def tried(self, calls: Calls, witness: Witness = lambda *_: None) -> Iterator[None]:
-        """Within, the units' calls go there, and gradients to `witness` alone: it is no step."""
+        """Send unit calls to `calls`, and gradients only to `witness`, during the context. For trial runs."""
         gradients = self._runner.gradients
         with self.diverted(calls):
             gradients.show(witness)
@@ -58,7 +58,7 @@ class Router:
 
     @contextmanager
     def diverted(self, calls: Calls) -> Iterator[None]:
-        """Within, the units' calls go there."""
+        """Send unit calls to `calls` during the context."""
         self._diverted = calls
         try:
             yield

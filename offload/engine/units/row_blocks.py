@@ -1,10 +1,9 @@
-"""Weights larger than the device's share, in blocks of rows (the memory-centric tiling of ZeRO-Infinity,
-arXiv:2104.07857, section 5.1.3).
+"""Weights above the device memory limit, cut into row blocks.
 
-Each block is a unit of its own, which comes up by itself and whose gradients land by themselves. What hangs in the
-model stands for the whole weight, and hands `linear` and `embedding` on to the blocks: the modules' own code runs, and
-weights that modules share are cut once. The rows of a result follow from the same products as uncut; a gradient that
-goes back to the input is a sum over the blocks, from the last to the first, in fp32.
+This is the memory-centric tiling of ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). Each block is a separate unit with
+separate fetch and gradient reduction. The placeholder in the model delegates `linear` and `embedding` to the blocks:
+module code runs unchanged, and shared weights are cut once. Result rows come from the same products as uncut. The input
+gradient is a sum over blocks, last to first, in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from offload.errors import ConfigError
 
 
 class RowBlock(nn.Module):
-    """Some rows of a weight, and of the bias beside that: one unit."""
+    """Some rows of a weight and bias: one unit."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -30,7 +29,7 @@ class RowBlock(nn.Module):
     def forward(
         self, *, inputs: torch.Tensor | None = None, rows: torch.Tensor | None = None, **how: Any
     ) -> torch.Tensor:
-        """Return the products of `inputs` [..., width] with the rows; or those `rows` (numbers within the block)."""
+        """Return `inputs` [..., width] times the block rows, or embeddings for `rows` (indices in the block)."""
         if rows is not None:
             return functional.embedding(rows, self.weight, **how)
         assert inputs is not None
@@ -38,24 +37,23 @@ class RowBlock(nn.Module):
 
 
 class RowBlocks:
-    """A weight [rows, width] in blocks of rows, with the bias that is cut as it is, if there is one."""
+    """A weight [rows, width] in row blocks, with the bias cut alike, if any."""
 
     def __init__(
         self, name: str, parameters: Mapping[str, int], blocks: Sequence[RowBlock], borders: Sequence[int]
     ) -> None:
-        """`parameters`: the indices, in the model, of what the blocks have rows of, by its name there. `borders`: of
-        the blocks, one more than there are blocks.
-        """
+        """`parameters`: model indices of weight and bias, by name. `borders`: row borders, one more than blocks."""
         self.name, self.parameters, self.blocks, self._borders = name, dict(parameters), tuple(blocks), tuple(borders)
         self._chosen: int | None = None
 
     def span(self, number: int) -> slice:
-        """Return the rows of a block."""
+        """Return the row range for a block."""
         return slice(*self._borders[number : number + 2])
 
     def inside(self, number: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which of these rows a block has, and which of its own they are; 0 for the others. Rows that the weight
-        has not are outside of the first or last block: looking them up raises there, as it does with a whole weight.
+        """Return a mask for the rows in a block, and the indices within the block (0 for other rows).
+
+        Invalid indices are assigned to the first or last block, so the lookup raises there as with an uncut weight.
         """
         span, is_last = self.span(number), number == len(self.blocks) - 1
         is_here = ((rows >= span.start) | (number == 0)) & ((rows < span.stop) | is_last)
@@ -63,17 +61,17 @@ class RowBlocks:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the weight."""
+        """Total weight rows."""
         return self._borders[-1]
 
     @property
     def most_rows(self) -> int:
-        """The rows of the largest block."""
+        """Rows in the largest block."""
         return max(end - begin for begin, end in zip(self._borders, self._borders[1:], strict=False))
 
     @contextmanager
     def only(self, number: int) -> Iterator[None]:
-        """Within, products are those with the rows of one block."""
+        """Restrict products to one block during the context."""
         self._chosen = number
         try:
             yield
@@ -81,7 +79,7 @@ class RowBlocks:
             self._chosen = None
 
     def linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 (torch's)
-        """Return `functional.linear` of the whole weight."""
+        """Compute `functional.linear` with the full weight."""
         numbers = range(len(self.blocks)) if self._chosen is None else [self._chosen]
         sums, has_own = _Sums(len(numbers)), getattr(bias, "blocks", None) is self
         parts = [self.blocks[n](inputs=_Shared.apply(input, sums), has_bias=has_own) for n in numbers]
@@ -99,7 +97,7 @@ class RowBlocks:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> torch.Tensor:
-        """Return `functional.embedding` of the whole weight. Raises ConfigError for what needs all rows at once."""
+        """Compute `functional.embedding` with the full weight. Raises ConfigError for options with dependent rows."""
         del norm_type
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ConfigError(
@@ -120,7 +118,7 @@ class RowBlocks:
 
 
 class _Sums:
-    """What the blocks give back to the input that they share, so far."""
+    """Sum of the input gradients from the blocks so far."""
 
     def __init__(self, num_terms: int) -> None:
         self.num_terms, self.num_missing = num_terms, num_terms
@@ -128,7 +126,7 @@ class _Sums:
 
 
 class _Shared(torch.autograd.Function):
-    """An input of several blocks: their gradients add up in fp32, whatever the input is, and are rounded once."""
+    """An input shared by several blocks: gradients are summed in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, sums: _Sums) -> torch.Tensor:

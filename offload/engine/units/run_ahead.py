@@ -1,4 +1,4 @@
-"""How far the thread that launches is ahead of the device."""
+"""Limit on unfinished device work ahead of the launching thread."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from offload.tiers.device import Device
 
 _SHARE_OF_BUDGET = 1 / 32
 _MOST_USES = 2
-"""That the device may still have to do when another is launched: one that it is at, and the next."""
+"""Maximum unfinished uses on the device at a new launch: the running one and the next."""
 
 
 class RunAhead:
-    """Lets the launching thread wait where it is more than two uses of units ahead of the device, and more than a share
-    of the budget waits to be free.
+    """Blocks the launching thread if more than two unit uses ahead of the device.
 
-    Memory that a copy in another stream reads or fills is nobody's again once the device has made the copy, not once it
-    was launched. So what a step holds at once would grow with the launches that are under way, about a thousand, and
-    differ from step to step: unit inputs on their way down or back, and gradients.
+    Applies only while more than 1/32 of the memory budget waits to be free. Memory read or filled by a copy on another
+    stream becomes free only after the device has finished the copy. Without a limit, step memory (unit inputs in D2H or
+    H2D copies, gradients) would grow with up to about a thousand pending launches and vary between steps.
     """
 
     def __init__(self, device: Device) -> None:
@@ -27,7 +26,7 @@ class RunAhead:
         self._ends: deque[Sequence[Ticket]] = deque()
 
     def enter(self) -> None:
-        """Another use is about to be launched."""
+        """Wait if necessary, before the launch of another use."""
         ends, budget = self._ends, self._device.ledger.budget_bytes
         while ends and ends[0][-1].is_over:
             ends.popleft()
@@ -35,10 +34,11 @@ class RunAhead:
             return
         while len(ends) >= _MOST_USES:
             last = ends.popleft()
-        for mark in last:  # compute is not late by it, and no timeline is told
+        # `synchronize` instead of a lane wait: compute is not delayed, and no timeline event is recorded.
+        for mark in last:
             mark.synchronize()
 
     def leave(self, marks: Sequence[Ticket]) -> None:
-        """A use was launched up to these marks of compute."""
+        """Record the compute marks at the end of a use."""
         if marks:
             self._ends.append(marks)

@@ -1,4 +1,4 @@
-"""What surrounds a forward, for whoever runs it again in a backward."""
+"""Thread state around a forward, restored for the recomputation in a backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _T = TypeVar("_T")
 
 
 class Surroundings:
-    """The default device, the function modes, the context variables and the autocast of a forward. Its recompute needs
-    them: a backward may be called outside, has no modes of its own, and on a GPU runs in a thread of autograd's.
+    """Default device, torch function modes, context variables and autocast state of a forward.
+
+    The recomputation needs them, because a backward may be called outside, has no modes, and on a GPU runs in an
+    autograd thread.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -28,7 +30,7 @@ class Surroundings:
         self._autocast = self._autocast_now()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call a function in them; what it collects there goes with it."""
+        """Call `function` with the saved state. Changes to context variables are discarded."""
         return _own_copy(self._context).run(self._run, function)
 
     def _run(self, function: Callable[[], _T]) -> _T:
@@ -41,7 +43,7 @@ class Surroundings:
             if not is_here:
                 within.enter_context(self._device)
             for mode in modes:
-                within.enter_context(mode)  # autograd itself forgets those of a backward that ends otherwise
+                within.enter_context(mode)  # After an exception in a backward, autograd discards entered modes itself.
             if not is_cast:
                 for name, enabled, dtype, caches in self._autocast:
                     within.enter_context(torch.autocast(name, dtype, enabled, caches))
@@ -60,8 +62,10 @@ def _function_modes() -> list[TorchFunctionMode]:
 
 
 def _own_copy(context: contextvars.Context) -> contextvars.Context:
-    """Return a copy whose containers are its own, and have no graphs. transformers collects the outputs of layers in
-    one: a use that held it would be held by what is in there.
+    """Return a copy with separate containers, without graph tensors.
+
+    transformers collects layer outputs in a context variable; a use with references to these would be a reference
+    cycle.
     """
     copy = context.copy()
     variables, found = collectors(context)

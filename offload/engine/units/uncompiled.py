@@ -1,4 +1,4 @@
-"""A model without what torch.compile has put around it and its modules."""
+"""Remove torch.compile wrappers from a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MOST_NAMES = 3
 
 
 def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
-    """Return the model with its own forwards in the places of those that torch.compile has made of them: of the whole,
-    of modules in it (`torch.compile(module)`, `module.compile()`), of forwards that were put into modules. They could
-    not look through weights that come and go. Whoever calls what was compiled calls the module itself. A forward that
-    its class has compiled, and functions that a forward calls, stay.
+    """Return the model with the original forwards instead of compiled ones.
 
-    `compiles`: whether the engine compiles blocks, auto or never, for the warning where there was anything.
+    Applies to the whole model, inner modules (`torch.compile(module)`, `module.compile()`) and compiled forwards set on
+    modules, since compiled code cannot trace through streamed weights. Calls to a compiled wrapper go to the module
+    itself. Forwards compiled in a class body, and compiled functions called by a forward, stay compiled. `compiles`:
+    the engine setting "auto" or "never", for the warning text.
     """
     found = []
     if _is_wrapper(model):
@@ -53,7 +53,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _unwrapped(wrapper: Any) -> nn.Module:
-    """Return the module in a wrapper, which hands calls on to it from here on."""
+    """Return the wrapped module, and redirect wrapper calls to the module."""
     module: nn.Module = wrapper._orig_mod
     wrapper.forward = module.__call__
     return module

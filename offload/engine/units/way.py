@@ -1,4 +1,4 @@
-"""The way in which an engine makes passes, where it is not the plain one."""
+"""Pass settings, and simpler alternatives to be tried if results differ from plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ _TEXTS = {
 
 @dataclass
 class Way:
-    """How passes are made from now on. What is not the plain way is given up where the judge finds that it matters."""
+    """Settings for all further passes. A setting is disabled if the equivalence check finds different results."""
 
     cut: str = "units"
-    """Who cuts a batch in micro-batches: each of the "units"; or the model is called on one after the other ("calls");
-    or the batch stays "whole".
+    """Micro-batch cutting.
+
+    "units": each unit cuts the batch. "calls": the model is called once per micro-batch. "whole": no cutting.
     """
     chunks: bool = True
-    """True if a head may make its logits in chunks."""
+    """True if a head may compute logits in chunks."""
     recomputes: bool = True
-    """True if the forward of a unit may run again in the backward."""
+    """True if a unit forward may run again in the backward."""
     interleaves: bool = True
-    """True if forwards on both sides of the weights run side by side."""
+    """True if forwards on both sides of the weights run interleaved."""
 
     def become(self, other: Way) -> None:
-        """Make passes like that from now on."""
+        """Take over all settings of `other`."""
         self.change(**vars(other))
 
     def change(self, **changes: Any) -> None:
-        """Make passes with these changes from now on."""
+        """Change some settings."""
         vars(self).update(changes)
 
     def plainer(
         self, *, cuts: bool = False, chunks: bool = False, recomputes: bool = False, interleaves: bool = False
     ) -> Iterator[Way]:
-        """Yield plainer ways, those that change least first, of passes that are cut, have chunks, and so on. The last
-        one is the plainest.
+        """Yield simpler settings, smallest change first, last the simplest combination.
+
+        The arguments list the features in use.
         """
         changes: list[dict[str, Any]] = []
         if cuts:
@@ -56,5 +58,5 @@ class Way:
             yield replace(self, **{name: value for change in changes for name, value in change.items()})
 
     def changes(self, before: Way) -> str:
-        """Return what is otherwise than before, for people."""
+        """Return the changed settings as text."""
         return " and ".join(_TEXTS[item] for item in asdict(self).items() if item not in asdict(before).items())
