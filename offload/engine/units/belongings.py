@@ -23,7 +23,7 @@ _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "data
 _EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
 
 NotePlace = tuple[nn.Module, str]
-"""(module, attribute name) of a non-buffer attribute with a value open to in-place changes."""
+"""(module, attribute name) of a non-buffer attribute with a value mutable in place."""
 
 
 def note_places(modules: Iterable[nn.Module]) -> set[NotePlace]:
@@ -217,7 +217,7 @@ class Belongings:
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value
-            elif key in _HOOKS:  # The state of a hook belongs to the code with the registration.
+            elif key in _HOOKS:  # Hook state belongs to the code registering the hook.
                 self._hold(value, dict(value), is_module=True)
             elif key == "_modules":
                 for name, child in value.items():

@@ -27,9 +27,9 @@ _MOST_GRAPHS = 8
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
 _APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
-"""Tolerance between compiled and original forward:
+"""Tolerances for compiled forwards, keyed by "results have 16 bits".
 
-(results, gradients) as a fraction of the norm. Key: True for 16-bit results.
+Values: (results, gradients), as a fraction of the norm from the original forward.
 """
 
 
@@ -296,7 +296,7 @@ def _compiled(owner: Any) -> Forward:
     Compilation starts with the first call.
     """
     known = inspect.signature(torch.compile).parameters
-    # Since torch 2.13; before, the limits are process-wide.
+    # Options exist since torch 2.13; earlier versions have process-wide limits.
     limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
     chosen: dict[str, Any] = {key: value for key, value in limits.items() if key in known}
     if BACKEND == "inductor":

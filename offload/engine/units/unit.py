@@ -78,7 +78,7 @@ class Unit:
 
     @property
     def notes(self) -> Collection[NotePlace]:
-        """Places with non-buffer values open to in-place changes.
+        """Places with non-buffer values mutable in place.
 
         Computed again after attributes were added or changed type.
         """
