@@ -1,4 +1,4 @@
-"""Activation checkpoints below the device: the inputs of units, from their forward to their backward."""
+"""Activation offload: unit inputs or graphs in host or NVMe memory from forward to backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
 CHECKPOINTS, GRAPHS = "activation checkpoints", "graphs"
-"""As the host's ledger calls what waits there: inputs of units, and what their graphs save."""
+"""Host ledger names for unit inputs and for saved graph tensors."""
 _FIXES = {
     GRAPHS: "These are graphs that wait for their backward. Set --train.recompute always, with which only those wait "
     "that have room, or raise --offload.host_memory."
@@ -35,16 +35,16 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory.
+    """Memory layout of a tensor.
 
-    Kernels choose by this how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
-    batch norm by the order of the axes), so that a copy which lies in another way gives other last bits.
+    Kernels choose the summation order by layout (MKL products by 16-byte operand alignment, batch norm by axis order),
+    so a copy in another layout has other last bits.
     """
 
     strides: tuple[int, ...]
-    """The strides, in elements."""
+    """Strides in elements."""
     begin: int
-    """Where in a line of the cache the tensor begins, in elements."""
+    """Start within a 64-byte cache line, in elements."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
@@ -52,9 +52,7 @@ class Layout:
         return cls(tensor.stride(), tensor.data_ptr() % _LINE_BYTES // tensor.element_size())
 
     def part(self, part: torch.Tensor, whole: Sequence[int]) -> Layout:
-        """Return the layout that a part of a tensor had, which is now told from its copy, contiguous in the shape
-        `whole`, of which `part` is a view.
-        """
+        """Return the original layout of a tensor part. `part`: view into a contiguous copy with shape `whole`."""
         begin, rest = self.begin, int(part.storage_offset())
         for axis, stride in enumerate(self.strides):
             index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
@@ -62,8 +60,9 @@ class Layout:
         return Layout(self.strides, begin % (_LINE_BYTES // part.element_size()))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy that lies so."""
-        shape = [size if stride else 1 for size, stride in zip(tensor.shape, self.strides, strict=True)]  # expanded
+        """Return a copy with this layout."""
+        # Expanded axes have stride 0.
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, self.strides, strict=True)]
         span = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, self.strides, strict=True))
         room = torch.empty(self.begin + span, dtype=tensor.dtype, device=tensor.device)
         room.as_strided(shape, self.strides, self.begin).copy_(tensor.as_strided(shape, tensor.stride()))
@@ -72,29 +71,32 @@ class Layout:
 
 @dataclass(eq=False)
 class _Buffer:
-    """What stands for a tensor that was put away."""
+    """Stand-in for an offloaded tensor."""
 
     memory: torch.Tensor
-    """Where the tensor lies on the host; of one on disk an address that nobody touches, by which parts are told."""
+    """Host memory with the tensor. Disk buffer: an unused address range, only to identify parts."""
     file: Stripes | None = None
-    """The file, of a buffer on disk."""
+    """File of a disk buffer."""
     arena: Arena | None = None
-    """The memory that is to be pinned, of a buffer on the host; None once it was."""
+    """Host memory to be pinned. None: pinned already, or on disk."""
     offset: int = 0
-    """The byte of the file at which the tensor begins."""
+    """File offset in bytes."""
     shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
-    """The shape of the tensor."""
+    """Tensor shape."""
     layout: Layout = Layout((), 0)
-    """How the tensor lay on the device."""
+    """Layout on the device."""
     fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
-    """Who fills the memory, and who reads it."""
+    """Writers and readers of the memory."""
 
 
 _size = attrgetter("memory.nbytes")
 
 
 def stretch_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor, as bytes: all of its storage, or, of one that is much larger, its own part."""
+    """Return the memory of a tensor as bytes.
+
+    This is the whole storage, or only the tensor's part if the storage is at least twice as large.
+    """
     storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     if tensor.is_contiguous() and 2 * tensor.nbytes <= storage.nbytes:
         begin = tensor.storage_offset() * tensor.itemsize
@@ -103,21 +105,22 @@ def stretch_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ActivationOffload(ABC):
-    """A pool of buffers, grown to what a step needs and used again by every step after it: the smallest that is large
-    enough. Those that are too small go before a larger one is made, so that there are never more than were in use at
-    once, none larger than what was put.
+    """Buffer pool.
+
+    Buffers are reused in every step; the smallest sufficient buffer is taken. Before a larger one is made, all free
+    (too small) buffers are dropped, so the pool never exceeds the largest simultaneous use.
     """
 
     def __init__(self, device: Device, lanes: Lanes, counters: Counters, most_bytes: int | None = None) -> None:
         self._device, self._lanes, self._counters = device, lanes, counters
         self._most_bytes = sys.maxsize if most_bytes is None else most_bytes
         self._made_bytes = 0
-        self._free: list[_Buffer] = []  # by size
+        self._free: list[_Buffer] = []  # Sorted by size.
         self.taken: dict[int, _Buffer] = {}
-        """The buffers in use, by the address of their storage."""
+        """Buffers in use, keyed by storage address."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put a tensor away behind compute; return what stands for it, of the same shape."""
+        """Offload a tensor after preceding compute; return a stand-in with the same shape."""
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
             return tensor
@@ -138,8 +141,10 @@ class ActivationOffload(ABC):
         return copy
 
     def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout | None]:
-        """Return a device copy of what was put away, or of a part of it, the tickets after which it is there, and how
-        that lay; any other tensor as it is.
+        """Start a copy to the device.
+
+        Returns (device tensor, tickets, original layout). Tensors not offloaded are returned unchanged, with layout
+        None.
         """
         buffer = self.taken.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
@@ -150,15 +155,15 @@ class ActivationOffload(ABC):
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that can be put away beside what is."""
+        """Free bytes for further offload."""
         return self._new_bytes
 
     def has_room(self, num_bytes: int) -> bool:
-        """True where so much more can be put away at once."""
+        """True if `num_bytes` can be offloaded at once."""
         return (bool(self._free) and _size(self._free[-1]) >= num_bytes) or num_bytes <= self._new_bytes
 
     def free(self, storage: int) -> bool:
-        """Give a buffer back to the pool; False where it is none of the pool's."""
+        """Return a buffer to the pool. False: not a buffer of this pool."""
         buffer = self.taken.get(storage)
         if buffer is not None:
             if buffer not in self._free:
@@ -167,22 +172,22 @@ class ActivationOffload(ABC):
         return buffer is not None
 
     def reset(self) -> None:
-        """Nobody needs any buffer any more."""
+        """Return all buffers to the pool."""
         for storage in list(self.taken):
             self.free(storage)
 
     @abstractmethod
     def end_step(self) -> None:
-        """A step is over: what it has made is prepared for the next one."""
+        """End a step and prepare new buffers for the next step."""
 
     @abstractmethod
     def make(self, num_bytes: int) -> _Buffer:
-        """Make one more buffer."""
+        """Make a buffer."""
 
     @property
     @abstractmethod
     def _new_bytes(self) -> int:
-        """The bytes that there is room for in new buffers."""
+        """Bytes available for new buffers."""
 
     @property
     def _free_bytes(self) -> int:
@@ -190,20 +195,21 @@ class ActivationOffload(ABC):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Let go of the buffers that nobody uses, where that gives anything back."""
+        """Drop free buffers if this releases memory."""
 
     @abstractmethod
     def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
+        """Copy a device tensor to a free buffer. `copy`: buffer view with the tensor shape."""
 
     @abstractmethod
     def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Move a part of a buffer's view to the device."""
+        """Copy part of a buffer to the device."""
 
 
 class OnHost(ActivationOffload):
-    """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own. New ones are pinned
-    behind the step that has made them: a driver that registers memory lets every stream wait.
+    """Buffers in host memory: D2H copies on the d2h lane, H2D copies on a separate lane.
+
+    New buffers are pinned after the step, because memory registration blocks every stream.
     """
 
     def __init__(
@@ -223,7 +229,8 @@ class OnHost(ActivationOffload):
         there, budget = memory().get("available_bytes", sys.maxsize) * 9 // 10, self._host.budget_bytes
         if budget is not None:
             there = min(there, budget - self._host.current_bytes)
-        return min(there, self._most_bytes - self._made_bytes) + self._free_bytes  # which goes before a new one comes
+        # Free buffers are dropped before a new one is made.
+        return min(there, self._most_bytes - self._made_bytes) + self._free_bytes
 
     def make(self, num_bytes: int) -> _Buffer:
         self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
@@ -238,7 +245,7 @@ class OnHost(ActivationOffload):
                 buffer.arena = None
 
     def _drop(self) -> None:
-        # Unpinned as well. What a copy still needs goes with the copy.
+        # Unpinned memory too. Memory still used by a copy is freed with the copy.
         num_bytes = sum(map(_size, self._free))
         self._free.clear()
         self._made_bytes -= num_bytes
@@ -257,7 +264,7 @@ class OnHost(ActivationOffload):
     def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.returning.submit(
             partial(self._device.copy, copy, part),
-            # The copy's memory may be what compute has just let go of.
+            # The memory may have been released by compute just now.
             reads=(*buffer.fence.before_read(), *self._lanes.mark()),
             name="activations",
             num_bytes=copy.nbytes,
@@ -267,8 +274,9 @@ class OnHost(ActivationOffload):
 
 
 class OnDisk(ActivationOffload):
-    """Buffers in files: tiles go down and up through a ring, in turn by the lanes of the device and of the disk. A file
-    takes no room back from its midst.
+    """Buffers in files: tiles pass through a ring, alternating between device and disk lanes.
+
+    Buffers are never dropped, because a file cannot return memory from the middle.
     """
 
     def __init__(
@@ -354,8 +362,9 @@ class OnDisk(ActivationOffload):
 
 
 def _tiles(part: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a part of a contiguous tensor (a range along one of its axes) in tiles, in order: where it begins in the
-    tensor, how many rows it has, from row to row, and of each row; all but the second in bytes.
+    """Cut a part of a contiguous tensor (a range along one axis) into tiles, in order.
+
+    Yields (begin, rows, row stride, row length), in bytes except the row count.
     """
     item, begin = part.element_size(), int(part.storage_offset()) * part.element_size()
     run, axis = 1, part.dim()

@@ -1,4 +1,4 @@
-"""Which uses of units keep their graph, and which recompute."""
+"""Decide per unit use: keep the autograd graph or recompute."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from offload.engine.units.way import Way
 from offload.tiers.device import Device
 
 _COPIED_SHARE = 10
-"""A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo
-the streaming.
+"""A unit recomputes if the graph has weight copies above 1/10 of the weight bytes.
+
+Keeping the copies would undo weight streaming.
 """
 
 DEVICE, BELOW = "device", "below"
-"""Where a graph waits for its backward."""
+"""Where a saved graph waits for the backward: device memory, or host/NVMe memory."""
 _NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 def spread(sizes: Sequence[int], room: int) -> list[int]:
-    """Return which of some graphs have room below the device, by number, evenly over all: a link that has not the time
-    for every graph has it for each of these, while the units between them compute.
+    """Return the indices of graphs to offload within `room` bytes, spread evenly over all uses.
+
+    A link too slow for every graph then has time while the units in between compute.
     """
     total, seen, taken, found = sum(sizes), 0, 0, []
     for number, size in enumerate(sizes):
@@ -40,13 +42,15 @@ def spread(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class RecomputePolicy:
-    """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for. Where graphs may
-    wait below the device, those for which the device has no room do, as far as memory reaches there.
+    """Chooses saved graph or recomputation.
 
-    A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For
-    `auto`, the first step of every shape recomputes and measures what a graph would hold beside the unit's inputs; the
-    steps after it keep what fits, from the last unit back, since those are held for the shortest time. Room for graphs
-    is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
+    Modes: `always` recompute, `never`, or `auto`: save as many graphs as the device budget allows. With graph offload,
+    further graphs go to host or NVMe memory as far as space permits.
+
+    A unit saves a graph with only inputs and weights (embedding, linear head) in every mode. In `auto`, the first step
+    with a new shape recomputes and measures the graph sizes. Later steps save graphs from the last unit backwards,
+    because the last graphs are held shortest. Graphs may use the budget minus the peak of everything else, so unit
+    inputs always fit.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class RecomputePolicy:
         below: ActivationOffload | None = None,
     ) -> None:
         self.below = below
-        """Where graphs wait for which the device has no room; None for nowhere."""
+        """Storage for graphs above the device budget. None: no graph offload."""
         self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._whole_sizes: dict[tuple[Any, ...], int] = {}
@@ -73,12 +77,13 @@ class RecomputePolicy:
 
     @property
     def mode(self) -> str:
-        """always, never or auto: where a graph that turns out too large is dropped, and the unit recomputed."""
+        """ "always", "never" or "auto"."""
         return self._mode if self._way.recomputes else "never"
 
     def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> str:
-        """Return where a use of a unit with inputs of these shapes, of which this takes gradients, keeps its graph:
-        DEVICE, BELOW, or, for a recompute, an empty string.
+        """Return the graph storage for a use with these input shapes and gradient signature.
+
+        DEVICE, BELOW, or "" for recomputation.
         """
         traits = unit.traits
         if traits.graph(trained).keeps_nothing:
@@ -96,24 +101,25 @@ class RecomputePolicy:
         return BELOW if key in self._below else ""
 
     def may_give_up(self, where: str) -> bool:
-        """True where a graph that turns out too large is dropped, and the unit recomputed."""
+        """True if an oversized graph may be dropped and the unit recomputed."""
         return self.mode == "auto" or (self.mode == "always" and where == BELOW)
 
     def has_room(self, num_bytes: int) -> bool:
-        """True where a graph may hold `num_bytes` more."""
+        """True if the budget allows `num_bytes` more for graphs."""
         budget = self._ledger.budget_bytes
         return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
 
     def saw(self) -> None:
-        """Something more is held than before: note the most that graphs and everything else have held."""
-        held_bytes = self._ledger.allocations.get("kept tensors", 0)  # no call for each tensor that a graph saves
+        """Update peaks after an allocation: graphs, and everything else."""
+        # Read directly: a method call per saved tensor would be slow.
+        held_bytes = self._ledger.allocations.get("kept tensors", 0)
         self._step_peak_bytes = max(self._step_peak_bytes, held_bytes)
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
 
     def measure(
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
-        """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
+        """Return a context to measure the graph size in the recomputation of one of `num_parts` micro-batches."""
         key = (unit.name, *shapes)
         may_keep = self.below is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
         is_asked = may_keep and self.mode != "never" and key not in self._sizes
@@ -146,7 +152,7 @@ class RecomputePolicy:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Within, trials are made, whose memory is not that of steps."""
+        """Discard all measurements made during the context (trial runs)."""
         before = {name: copy(value) for name, value in vars(self).items() if type(value) in (dict, set, list, int)}
         try:
             yield
@@ -161,18 +167,18 @@ class RecomputePolicy:
         self._used.clear()
 
     def end_step(self) -> int:
-        """Choose among what this step has measured. Return the most that the device held at once, for whatever."""
+        """Select graphs to save from the measurements of this step. Returns the peak device memory in bytes."""
         self._look(self._step_peak_bytes)
         budget, others = self._ledger.budget_bytes, []
         room = 0 if budget is None or self.mode != "auto" else budget - self._others_peak_bytes - self._step_peak_bytes
-        for key in self._new:  # backward order: the last unit comes first
+        for key in self._new:  # Backward order: last unit first.
             if self._sizes[key] <= room:
                 self._kept.add(key)
                 room -= self._sizes[key]
             else:
                 others.append(key)
         if self.below is not None and others:
-            # All buffers are free by now; of another shape, no graph waits beside those of this one.
+            # All buffers are free by now. Graphs of another shape never wait at the same time.
             room = self.below.room_bytes - sum(self._whole_sizes[key] for key in self._below & self._used)
             chosen = spread([self._whole_sizes[key] for key in others], room)
             self._below.update(others[number] for number in chosen)
@@ -180,8 +186,10 @@ class RecomputePolicy:
         return self._device_peak_bytes
 
     def _look(self, kept_bytes: int) -> None:
-        """Note what the device has held beside graphs that are kept, and the one that was recomputed since the last
-        look: kept, it would be one of them. (Only an accelerator's figures have temporaries in them, and graphs.)
+        """Update the peak of memory other than graphs.
+
+        Excludes saved graphs and the graph recomputed since the last update, because the latter may be saved later.
+        Only accelerator peaks include temporaries and graphs.
         """
         recent = self._device.take_recent_peak()
         self._device_peak_bytes = max(self._device_peak_bytes, recent)
@@ -189,12 +197,13 @@ class RecomputePolicy:
         self._recomputed_bytes = 0
 
     def retreat(self) -> bool:
-        """Choose anew at the end of the next step, for half as much; where none stays on the device, let half of those
-        that go below it recompute. False where no graph was chosen.
+        """Halve the room for saved graphs, effective after the next step.
+
+        Without graphs on the device, recompute half of the offloaded ones. Returns False if no graph was selected.
         """
         if self._ledger.budget_bytes is None:
             return False
-        if not self._kept:  # on its way down, and back, each passes through the device
+        if not self._kept:  # Each offloaded graph passes through device memory on both copies.
             below = [key for key in self._sizes if key in self._below]
             self._below = set(below[1::2])
             return bool(below)

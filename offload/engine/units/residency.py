@@ -1,4 +1,4 @@
-"""What an engine holds of a model: who may have it, what is refused of it meanwhile, and what was changed behind it."""
+"""Model ownership by an engine: registration, refused operations, and detection of outside changes."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ _REFUSALS = {
     "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
 }
 _HOLDS: set[ref[ModelOwnership]] = set()
-"""Of the models that live, those whose weights are not in them. A weak reference is removed by a call into C, or not at
-all: a callback in Python, as in `weakref`'s own containers, loses a Ctrl-C that comes while it runs.
+"""Live ownerships: models with weights in an engine, or without weights.
+
+Weak-reference callbacks are C functions only: a Python callback, as in the `weakref` containers, would lose a Ctrl-C
+arriving meanwhile.
 """
 
 
 def refuse_held(model: nn.Module) -> None:
-    """Raise ConfigError where weights of `model` are in an engine, or went with one."""
+    """Raise ConfigError if an engine has, or took away for good, weights of `model`."""
     for hold in _living(_HOLDS):
         what = hold.overlap(model)
         if what is not None:
@@ -67,7 +69,7 @@ def refuse_held(model: nn.Module) -> None:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """Return the engine that has weights of `model` and was told to `stay`, or None."""
+    """Return the engine with weights of `model`, if registered by `keep`, else None."""
     return next((hold.engine for hold in _living(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
 
 
@@ -76,7 +78,7 @@ def _living(known: Iterable[ref[_T]]) -> list[_T]:
 
 
 def refuse_copy(what: str) -> NoReturn:
-    """Raise the ConfigError for what would copy or change a model past the engine that has its weights."""
+    """Raise the ConfigError for copying or changing a model without the engine."""
     raise ConfigError(
         f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
         "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
@@ -87,12 +89,12 @@ def refuse_copy(what: str) -> NoReturn:
 
 
 def refuse_change(name: str, what: str) -> NoReturn:
-    """Raise the ConfigError for a part of a model that is not the engine's any more."""
+    """Raise the ConfigError for a changed model part unknown to the engine."""
     raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Raise ConfigError where a buffer or a parameter is sparse, which has no place by elements."""
+    """Raise ConfigError for a sparse parameter or buffer, since the engine stores elements densely."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise ConfigError(
@@ -102,25 +104,25 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 class Answers(Protocol):
-    """What a script may ask of an engine through the model."""
+    """Engine queries available through the model."""
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh copy of a parameter on the CPU."""
+        """Return a fresh CPU copy of a parameter."""
         ...
 
     def has_gradients(self) -> bool:
-        """Return whether an own loop's step has gradients."""
+        """True if a user training loop is in a step with gradients."""
         ...
 
 
 class ModelOwnership:
-    """An engine's hold on a model, from when its weights are taken until they are given back, or for good.
+    """Model ownership by an engine, from taking the weights until restore, or forever.
 
-    It makes what hangs in the model while the weights are elsewhere, answers who reads there, and every module refuses
-    to be loaded and copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a
-    model neither keeps the rest of it nor its engine.
+    Creates the placeholder parameters, answers reads, and lets every module refuse load and copy. Modules refer to the
+    ownership by hooks; the ownership refers to modules weakly, so a surviving model part keeps neither the rest nor the
+    engine alive.
 
-    `state`: what is said of the model to who wants its weights. `engine`: one that lives as long as the model, or None.
+    `state`: text in errors for users of the model. `engine`: an engine kept alive by the model, or None.
     """
 
     def __init__(
@@ -131,14 +133,14 @@ class ModelOwnership:
         device: torch.device,
         row_blocks: Mapping[int, RowBlocks],
     ) -> None:
-        """`row_blocks`: of what is cut, by the index of the parameter."""
+        """`row_blocks`: row blocks of cut parameters, by parameter index."""
         self._reading: Callable[[], Answers | None] = lambda: None
         self.engine: Any = None
         self.resting = [
             stand_in(info, DTYPES[info.compute], device, self, row_blocks.get(info.index)) for info in infos
         ]
         self._units = [ref(unit) for unit in units]
-        # Modules without weights may be anybody's: transformers gives several models one and the same activation.
+        # Modules without weights may be shared: transformers reuses one activation module in several models.
         self._names = {
             ref(module): name for name, module in model.named_modules() if next(module.parameters(), None) is not None
         }
@@ -151,15 +153,15 @@ class ModelOwnership:
         self._handles: list[Any] = []
 
     def ask(self, reading: Answers) -> None:
-        """There is an engine: ask this of it, as long as it lives."""
+        """Connect the engine. Only a weak reference is stored."""
         self._reading = ref(reading)
 
     def keep(self, engine: Any) -> None:
-        """Let an engine live as long as the model."""
+        """Keep the engine alive as long as the model lives."""
         self.engine = engine
 
     def guard(self) -> None:
-        """The weights are taken: from here on every module says so to whoever saves, loads or copies it."""
+        """Register module hooks for state_dict and load, after the engine has taken the weights."""
         for module in _living(self._names):
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
@@ -167,7 +169,7 @@ class ModelOwnership:
         _HOLDS.add(ref(self, _HOLDS.discard))
 
     def overlap(self, model: nn.Module) -> str | None:
-        """Return what of a model the engine has or had modules or parameters of, or None."""
+        """Describe the first module of `model` in engine ownership, or return None."""
         mine = {id(parameter) for parameter in self.resting}
         for unit in _living(self._units):
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
@@ -179,7 +181,10 @@ class ModelOwnership:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, the engine looks who reads parameters at rest: they are NaN."""
+        """Return NaN for offloaded parameter reads during the context.
+
+        The equivalence check detects reading code by the NaNs.
+        """
         self._is_watched = True
         try:
             yield
@@ -189,7 +194,7 @@ class ModelOwnership:
                 past_subclasses(setattr, each, "grad", None)
 
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh copy of a parameter as the device uses it, on the CPU."""
+        """Return a fresh CPU copy in the compute dtype."""
         if self._is_watched:
             return torch.full((), float("nan"), dtype=DTYPES[info.compute]).expand(info.shape)
         reading = self._reading()
@@ -198,15 +203,18 @@ class ModelOwnership:
         return reading.read(info)
 
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
-        """Raise ConfigError: what is written, or comes, would be lost. A model whose own forward writes "in place", by
-        an operation, which is seen, is left alone: from the next pass on it has these weights.
+        """Raise ConfigError for an operation with lost effect.
+
+        During `watched`, only "write" and "hook" raise; an "in place" write by the model's own forward is detected by
+        the check and allowed.
         """
         if not self._is_watched or what in ("write", "hook"):
             raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))
 
     def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the
-        parameters, which is nothing, would leave the step as it is.
+        """Raise ConfigError if the step of a user training loop has gradients in the engine.
+
+        Clipping, scaling or dropping `grad` (None) would have no effect on these.
         """
         reading = self._reading()
         if reading is not None and reading.has_gradients():
@@ -220,7 +228,7 @@ class ModelOwnership:
             )
 
     def release(self) -> None:
-        """The model has its weights back, and is anybody's."""
+        """End the ownership after a restore: the model has all weights again."""
         for handle in self._handles:
             handle.remove()
         _HOLDS.discard(ref(self))
@@ -228,7 +236,7 @@ class ModelOwnership:
         self._reading = lambda: None
 
     def spend(self, failed: bool = False) -> None:
-        """The weights are gone (`failed`: before an engine was there); the model is good for nothing any more."""
+        """Mark the model as unusable: the weights are gone. `failed`: engine construction failed."""
         if not self._handles:
             self.guard()
         self._units, self.state, self.engine = [], _FAILED if failed else _SPENT, None
@@ -239,7 +247,7 @@ class ModelOwnership:
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         if self._reading() is None:
             refuse_copy("state_dict()")
-        if keep_vars:  # what hangs there, itself
+        if keep_vars:  # The caller wants the placeholder objects themselves.
             return
         self._check_module(module)
         infos = {info.index: info for each in module.modules() for info in self._places.get(ref(each), {}).values()}
@@ -253,7 +261,7 @@ class ModelOwnership:
             )
 
     def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
-        """Put true values where a module has put what stands for them: one and the same tensor under tied names."""
+        """Replace placeholders in a state dict by true values, with one tensor for all tied names."""
         for key, info in self._places.get(ref(module), {}).items():
             name, hangs = f"{prefix}{key}", module._parameters.get(key)
             found = saved.get(name)
@@ -267,8 +275,9 @@ class ModelOwnership:
             saved[name] = value
 
     def _check_module(self, module: nn.Module) -> None:
-        """Raise ConfigError where a parameter of the engine's, or a module with some, was replaced: what hangs there
-        now is not what is trained.
+        """Raise ConfigError if an engine parameter, or a module with engine parameters, was replaced.
+
+        A replacement has other values than the trained ones.
         """
         known = ref(module)
         for key, info in self._places.get(known, {}).items():
@@ -280,7 +289,7 @@ class ModelOwnership:
                 refuse_change(f"{self._names[known]}.{key}".lstrip("."), f"became another {type(child).__name__}")
 
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
-        """True where a parameter is the engine's, and nobody's that has replaced it."""
+        """True if `parameter` is the engine's placeholder or device view, not a replacement."""
         if parameter is None or parameter is self.resting[info.index]:
             return parameter is not None
         units = _living(self._units)
@@ -295,30 +304,30 @@ class ModelOwnership:
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
         raise ConfigError(f"{self._name_of(module)} ({type(module).__name__}) {self.state}")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # Reached by pickle and copy of any module, through the hooks.
         refuse_copy("pickle (torch.save) or copy.deepcopy")
 
 
 class Snapshot:
-    """The modules and parameters of a model as an engine took them over."""
+    """Model structure (modules and parameters) at engine construction."""
 
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: ModelOwnership
     ) -> None:
         self._infos, self._units, self._hold = infos, units, hold
         self._names = {module: name for name, module in model.named_modules()}
-        # Which parameters, in any order: one that a forward takes away, and puts back, is the last from then on.
+        # Without order: a parameter removed and added again by a forward moves to the end.
         self._tree = [(m, tuple(m._modules.items()), frozenset(m._parameters)) for m in self._names]
         self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
 
     def check(self, trains: bool) -> None:
-        """Raise ConfigError where the model is not the one that was taken over, because the change would do nothing.
+        """Raise ConfigError if the model differs from the one at construction, since the change would have no effect.
 
-        trains: whether it matters which parameters take gradients. What was to be trained may be frozen and thawed
-        again between steps; what was not has no states. It compares identities.
+        `trains`: check trainability too. Trainable parameters may be frozen and unfrozen between steps; others have no
+        optimizer state. Objects are compared by identity.
         """
-        past_subclasses(self._check, trains)  # else each look at a parameter is a call
+        past_subclasses(self._check, trains)  # Otherwise each parameter access is a `__torch_function__` call.
 
     def _check(self, trains: bool) -> None:
         frozen: set[int] = set()

@@ -1,8 +1,8 @@
-"""Trials of the modules inside a unit: which are functions of rows, so that they may run over tiles of the sequence.
+"""Trial runs to find row-wise modules inside a unit, for runs over sequence tiles.
 
-Nothing is taken from names or classes. A module runs on a few rows, whole and in tiles, in another order, with other
-values in the rows on both sides of a border and at both ends, and on rows that are all alike, as which a mixture whose
-experts have a capacity does not treat them.
+Names and classes are not used. A module runs on a few rows: whole, in tiles, reordered, with changed values at tile
+borders and both ends, and with equal rows. The last test rejects a mixture of experts with capacity limits, where equal
+rows get different results.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.tiles import RowModule, TiledForward, Tiles
 
 _MOST_ROWS = 16
-"""Of what a module was called with, on which it is tried: three times as many are made of them, so that a module shows
-itself that reaches farther than a few rows.
-"""
+"""Maximum rows from a recorded call. The trial triples them, so modules with a reach beyond a few rows are detected."""
 _MOST_WHOLE_ROWS = 64
-"""Of a unit that is tried as a whole, which takes the memory that tiles are to save."""
+"""Maximum rows for a trial of the whole unit, since this needs the memory saved by tiles."""
 _LEAST_SHARE = 0.5
-"""Of the inputs of a module: what its graph saves beside them has to be so much at least to be worth a recompute."""
+"""Minimum bytes saved by the graph, as a fraction of the module inputs, to justify recomputation."""
 _APART = {False: 1e-5, True: 2**-6}
-"""How far apart results may be, as a share of the largest, by whether they have 16 bits."""
+"""Result tolerance, as a fraction of the maximum. Key: True for 16-bit tensors."""
 _GRADIENTS_APART = {False: (1e-4, 1e-6), True: (3e-2, 4e-3)}
-"""How far apart gradients may be: as a share of the norm of each, and of that of all, since some are a rounding of
-terms that cancel each other.
+"""Gradient tolerances. Key: True for 16-bit tensors.
+
+Values: (fraction of each gradient norm, fraction of the total norm). The second covers rounding in gradients with
+mutually cancelling terms.
 """
 
 
 @dataclass
 class _Called:
-    """How a module inside a unit was called."""
+    """A recorded call of a module inside a unit."""
 
     forward: Callable[..., Any]
-    """The module's own forward."""
+    """Original module forward."""
     arguments: Arguments
-    """The arguments, of which the tensors are copies of a few rows."""
+    """Arguments, with tensors copied and reduced to a few rows."""
     axis: int
-    """The axis of rows; -1 where none of the tensors has such."""
+    """Row axis; -1 if no tensor has rows."""
     cut: tuple[int, ...]
-    """The numbers of the tensors that have it."""
+    """Indices of the tensors with a row axis."""
     structure: Hashable
-    """The structure of the arguments."""
+    """Argument structure."""
 
 
 class RowTrials:
-    """Tries the modules inside one unit, in a use of it. Its weights are up, and whoever calls puts back what a forward
-    changes, and generators.
+    """Trials for the modules inside one unit, during a use with the weights on the device.
+
+    The caller restores generators and changed state.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class RowTrials:
         ignores: Callable[[torch.Tensor], bool],
         random: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
-        """`run`: runs the unit by a forward, on other tensors than those of the use, and returns the tensors of the
-        result. `ignores`: True for a tensor over weights. `random`: returns the states of the device's generators.
+        """`run`: runs the unit by a forward on given tensors and returns the result tensors.
+
+        `ignores`: True for a tensor over weights. `random`: returns the device generator states.
         """
         self._module, self._run_unit, self._ignores, self._random = module, run, ignores, random
         self._calls: dict[nn.Module, _Called] = {}
@@ -75,9 +77,7 @@ class RowTrials:
         self._num_rows = 0
 
     def find(self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], rows: int) -> Tiles:
-        """Return what is found in a use of the unit, whose own forward is given, on these tensors of a batch of so many
-        `rows`; 0: nobody knows how many.
-        """
+        """Examine a use of the unit with forward `own` and these tensors. `rows`: batch rows (0: unknown)."""
         number = next((i for i, t in enumerate(tensors) if t.is_floating_point() and t.dim() > 1), None)
         if number is None:
             return Tiles((), (("", "no input of the unit has rows of numbers"),))
@@ -110,12 +110,12 @@ class RowTrials:
         return forward
 
     def _called(self, own: Callable[..., Any], arguments: Arguments) -> _Called:
-        """Return a call with copies of a few rows of its tensors."""
+        """Return a recorded call with copies of a few tensor rows."""
         given, structure = list(arguments.tensors), arguments.structure
         main = next((t for t in given if t.is_floating_point() and t.dim() > 1), None)
         axes = [] if main is None else [a for a in range(main.dim() - 1) if main.shape[a] == self._num_rows]
         if main is not None and not axes and main.shape[0] % self._num_rows == 0:
-            axes = [0]  # rows of the batch one behind the other
+            axes = [0]  # Batch rows are flattened into this axis.
         axis, cut = axes[0] if axes else -1, tuple[int, ...]()
         if main is not None and axes:
             cut = tuple(i for i, t in enumerate(given) if t.dim() > axis and t.shape[axis] == main.shape[axis])
@@ -124,7 +124,7 @@ class RowTrials:
         return _Called(own, arguments, axis, cut, structure)
 
     def _outermost(self, parent: nn.Module, path: str) -> Iterator[RowModule]:
-        """Yield the outermost modules that may run over tiles, where that saves memory."""
+        """Yield the outermost tileable modules with memory savings by tiling."""
         for key, child in parent.named_children():
             name, called = f"{path}{key}", self._calls.get(child)
             if called is None or called.axis < 0:
@@ -134,7 +134,7 @@ class RowTrials:
                 refusal, saves = self._refusal(child, called)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # of rows that do not run by themselves
+            except Exception as error:  # Raised by modules unable to run on a few rows.
                 refusal, saves = f"on a few rows it raises {type(error).__name__}", False
             if refusal:
                 self._whole[name] = refusal
@@ -143,7 +143,7 @@ class RowTrials:
                 yield RowModule(name, child, called.structure, called.cut, called.axis)
 
     def _refusal(self, module: nn.Module, called: _Called) -> tuple[str, bool]:
-        """Return why a module may not run over tiles, empty where it may, and whether that saves memory."""
+        """Return (reason against tiles or "", saves memory)."""
         below = [m for m in module.modules() if m is not module]
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in below):
             return "modules in it have hooks, which would see tiles", False
@@ -167,7 +167,7 @@ class RowTrials:
         return self._differing_gradient(module, called, sample, num_rows)
 
     def _trace(self, module: nn.Module, called: _Called, sample: Sequence[torch.Tensor]) -> str:
-        """Return what a run of a module leaves behind beside its result, or needs; empty for nothing."""
+        """Return the side effect or dependency found in a module run; empty for none."""
         own = [t.clone() for t in sample]
         before, random, drawn = Belongings({"": module}, self._ignores), self._random(), Drawn.so_far()
         versions = [t._version for t in own]
@@ -189,9 +189,7 @@ class RowTrials:
     def _differing_gradient(
         self, module: nn.Module, called: _Called, sample: Sequence[torch.Tensor], num_rows: int
     ) -> tuple[str, bool]:
-        """Return whether the gradients over tiles are others than those of all rows, for people; and whether the graph
-        of all rows saves what that of a tile does not.
-        """
+        """Return (reason if tiled gradients differ or "", True if tiles save enough graph memory)."""
         weights = [p for p in module.parameters() if p.requires_grad]
         leaves = [
             t.clone().requires_grad_() if t.is_floating_point() and i in called.cut else t for i, t in enumerate(sample)
@@ -212,8 +210,9 @@ class RowTrials:
     def _as_a_unit(
         self, own: Callable[..., Any], tensors: Sequence[torch.Tensor], found: Sequence[RowModule]
     ) -> tuple[int, tuple[RowModule, ...]]:
-        """Return what the unit's graph saves, and the modules, if the unit gives the same with these over
-        tiles; of each, whether any backward reads the values of its results.
+        """Return (bytes saved by the unit graph, tileable modules with `is_idle` set).
+
+        No modules if the tiled unit gives other results.
         """
         saved = _Saved([*tensors, *self._module.parameters()])
         with saved.hooks():
@@ -223,7 +222,7 @@ class RowTrials:
         try:
             tiled = self._made(self._tiled(own, found), tensors)
             is_same = all(map(is_near, whole[0], tiled[0])) and _near_gradients(whole[1], tiled[1])
-        except RuntimeError:  # as where something that tiles save is changed in place afterwards
+        except RuntimeError:  # For example, a tensor saved by a tile is changed in place later.
             is_same = False
         if not is_same:
             self._whole |= {rows.name: "with it over tiles, the unit gives something else" for rows in found}
@@ -244,9 +243,7 @@ class RowTrials:
         rows: RowModule,
         expected: Sequence[torch.Tensor | None],
     ) -> bool:
-        """True where a recompute has the gradients that are expected with zeros in the place of a module's results, and
-        with NaN.
-        """
+        """True if gradients stay equal after replacing the module results in a recomputation by zeros and by NaN."""
 
         def poisoned(*args: Any, **kwargs: Any) -> Any:
             forward = rows.module.forward
@@ -269,7 +266,7 @@ class RowTrials:
     def _made(
         self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the results of the unit by a forward, and the gradients of its inputs and weights."""
+        """Return the unit results by a forward, and the gradients of inputs and weights."""
         with torch.enable_grad():
             leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             wanted = [t for t in (*leaves, *self._module.parameters()) if t.requires_grad]
@@ -278,19 +275,19 @@ class RowTrials:
 
 
 def _tries_whole(tensor: torch.Tensor, axis: int) -> bool:
-    """True where a unit with such an input is tried as a whole as well."""
+    """True if the unit is short enough for a trial as a whole."""
     return tensor.shape[axis] <= _MOST_WHOLE_ROWS
 
 
 class _Saved:
-    """Counts what autograd saves beside some tensors."""
+    """Counts bytes saved by autograd, except known tensors."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self._known = {t.untyped_storage().data_ptr() for t in known}
         self.num_bytes = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Within, what is saved is counted, each storage once."""
+        """Return a context to count saved storages, each once."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in self._known:
@@ -302,7 +299,7 @@ class _Saved:
 
 
 class _Poison(torch.autograd.Function):
-    """Lets gradients through, and no values."""
+    """Replaces values by NaN; passes gradients through."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -314,20 +311,20 @@ class _Poison(torch.autograd.Function):
 
 
 def _longer(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return three times as many rows."""
+    """Return a tensor with three times the rows: original, mirrored (negated if floating point), shifted."""
     other = tensor.flip(axis)
     return torch.cat([tensor, -other if tensor.is_floating_point() else other, tensor.roll(1, axis)], axis)
 
 
 def _size(num_rows: int) -> int:
-    """Return the rows of a tile, of which the last has others where there are enough."""
+    """Return the tile rows. The last tile is shorter if there are enough rows."""
     return max(1, num_rows // 3 - 1)
 
 
 def _tiles(
     sample: Sequence[torch.Tensor], called: _Called, num_rows: int
 ) -> Iterator[tuple[range, list[torch.Tensor]]]:
-    """Yield the rows of each tile, and its tensors."""
+    """Yield (rows, tensors) per tile."""
     size = _size(num_rows)
     for begin in range(0, num_rows, size):
         rows = range(begin, min(begin + size, num_rows))
@@ -343,7 +340,7 @@ def _tiles(
 def _variations(
     sample: Sequence[torch.Tensor], called: _Called, num_rows: int
 ) -> Iterator[tuple[Sequence[int], list[torch.Tensor], Sequence[int]]]:
-    """Yield rows of the sample, other tensors, and their rows for which a function of rows has the same results."""
+    """Yield (rows of the sample, varied tensors, result rows). A row-wise module has equal results at both."""
     everywhere = range(num_rows)
     for rows, tile in _tiles(sample, called, num_rows):
         yield rows, tile, range(len(rows))
@@ -361,7 +358,7 @@ def _variations(
 
 
 def _changed(tensor: torch.Tensor, called: _Called, rows: Sequence[int], factor: float) -> torch.Tensor:
-    """Return a tensor with far other values in some rows; numbers that count or choose stay."""
+    """Return a copy with strongly changed values in some rows. Integer tensors stay unchanged."""
     if not tensor.is_floating_point():
         return tensor
     changed = tensor.clone()
@@ -371,12 +368,12 @@ def _changed(tensor: torch.Tensor, called: _Called, rows: Sequence[int], factor:
 
 
 def _of_one_row(sample: Sequence[torch.Tensor], called: _Called) -> list[torch.Tensor]:
-    """Return tensors all of whose rows are the first, in all rows of the batch."""
+    """Return tensors with every row equal to the first."""
     return [_first(t, called).expand_as(t).contiguous() if i in called.cut else t for i, t in enumerate(sample)]
 
 
 def _first(tensor: torch.Tensor, called: _Called) -> torch.Tensor:
-    """Return the first row, of all rows of the batch; of each, where these are also given what has no rows."""
+    """Return the first row in the first batch row, or in each batch row if the call has tensors without rows."""
     if len(called.cut) < len(called.arguments.tensors):
         return tensor.narrow(called.axis, 0, 1)
     return tensor[(slice(1),) * (called.axis + 1)]
@@ -387,7 +384,7 @@ def _select(tensor: torch.Tensor, called: _Called, rows: Sequence[int]) -> torch
 
 
 def _gradients(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of a sum of all results, in which each number has a weight of its own."""
+    """Return the gradients of a weighted sum over all result elements."""
     roots = [t for t in results if t.requires_grad]
     if not roots or not wanted:
         return [None] * len(wanted)
@@ -400,7 +397,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where results, of any shape, are the same but for their last bits; NaN equals NaN."""
+    """True if results are equal up to rounding; NaN equals NaN."""
     if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
     one, other = one.nan_to_num(), other.nan_to_num()
@@ -409,7 +406,7 @@ def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _near_gradients(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """True where gradients are the same but for the order of sums; none is one of zeros."""
+    """True if gradients are equal up to summation order. None equals zeros."""
     norms = [0.0 if t is None else float(t.double().norm()) for t in some]
     whole = math.hypot(*norms, 0.0)
     for one, other, norm in zip(some, others, norms, strict=True):

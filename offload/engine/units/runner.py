@@ -1,4 +1,4 @@
-"""Runs units: brings their weights up, runs their modules over them, and lets others have the room again."""
+"""Runs units: fetches weights, runs module forwards, releases slots."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _Part = TypeVar("_Part")
 
 
 class UnitRunner:
-    """What the units of one engine share. A unit's use goes enter -> run -> leave, in forward and again in backward.
+    """Shared state of all units in one engine. A use calls enter, run, leave in the forward and again in the backward.
 
-    Within `micro_batches`, every unit whose inputs grow with the batch runs micro-batch by micro-batch, under one fetch
-    (layered gradient accumulation, arXiv:2106.02679).
+    Inside `micro_batches`, every unit with batch-dependent inputs runs one micro-batch after another with a single
+    weight fetch (layered gradient accumulation, arXiv:2106.02679).
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class UnitRunner:
         self._seed, self._comm = seed, comm
         self.has_peers = comm.size > 1
         self._batch: tuple[int, int] | None = None
-        self.num_parts, self.exchanges = 1, list[Callable[[], None]]()  # of the pass; of the current micro-batch
+        # Scopes: `num_parts` one pass, `exchanges` one micro-batch.
+        self.num_parts, self.exchanges = 1, list[Callable[[], None]]()
         self._inside: Unit | None = None
         self._is_in_model = self.is_ours = False
         self.has_failed = False
-        """A use of a unit is half done, and nobody is at work: it is to be given up."""
+        """A unit use failed halfway and no engine code is running: the next call must reset the engine."""
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
@@ -77,26 +78,29 @@ class UnitRunner:
     # -- a use of a unit -------------------------------------------------------------------------------------
 
     def count(self, unit: Unit, arguments: Arguments) -> None:
-        """A unit is called. Raises UnrecordedCallError, on all ranks, where the batch is cut in rows and the arguments
-        on one of them cannot be.
+        """Count a call and select the traits.
+
+        Raises UnrecordedCallError on all ranks if the batch is cut into rows but one rank cannot cut the arguments.
         """
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_known = unit.recall(arguments.structure) and unit.traits.is_compared
         if self.num_parts > 1:
-            # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
+            # All ranks leave the pass together, because ranks left alone would wait forever in an exchange.
             departs = self._batch is not None and not (is_known and unit.traits.can_cut(arguments, self._batch[0]))
             if self._comm.any(departs, f"how unit {unit.name} is called"):
                 raise UnrecordedCallError(is_own=departs)
 
     def expect_backward(self, unit: Unit) -> None:
-        """A use of a unit begins that will have a backward; it ends with `finish`."""
+        """Count a use with a backward. `finish` ends the use."""
         self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
 
     def enter(self, unit: Unit, backward: bool = False, reads: bool = True) -> None:
-        """Bring the unit's weights up, if the use `reads` them, and with `backward` make room for its gradients: both
-        are its own until `leave`.
+        """Fetch the unit weights (if `reads`) and, for a backward, reserve gradient memory.
+
+        Both belong to the unit until `leave`.
         """
-        if torch.is_inference_mode_enabled():  # a caller's: tensors that are made in it are good for no later step
+        # The caller's inference mode: tensors created inside are unusable in later steps.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 self.enter(unit, backward, reads)
             return
@@ -119,21 +123,21 @@ class UnitRunner:
         except BaseException:
             if backward:
                 self.fail()
-            else:  # gradients that there are so far are whole: nothing but this use has failed
+            else:  # Gradients so far are complete: only this use has failed.
                 self._inside = None
                 self._executor.forget()
             raise
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
     def moment(self, unit: Unit, may_recompute: bool) -> Moment:
-        """Return generators and modules before a forward of a unit: what a recompute begins with."""
+        """Take a snapshot of generators and modules before a unit forward, for the recomputation."""
         traits, last = unit.traits, self._last_moment()
         moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute, last)
         self._last_moment = weakref.ref(moment)
         return moment
 
     def leave(self) -> None:
-        """What the unit needed is free for others."""
+        """Release the slot and gradient memory of the unit."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 self.leave()
@@ -150,7 +154,7 @@ class UnitRunner:
         self._inside = None
 
     def fail(self, has_failed: bool = True) -> None:
-        """What was begun is half done; or it was a trial, of which nothing stays."""
+        """Mark the pass as failed halfway. `has_failed=False` clears the mark after a trial run."""
         self.has_failed = has_failed
 
     def run(
@@ -161,9 +165,7 @@ class UnitRunner:
         others: Sequence[Any],
         own: Forward,
     ) -> Arguments:
-        """Run a unit's module, by its `own` forward or what stands for that; return its result, and what has changed in
-        containers, as (result, changes).
-        """
+        """Run the unit module by the forward `own`; return (result, container changes)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
@@ -181,16 +183,16 @@ class UnitRunner:
 
     @contextmanager
     def undone(self, unit: Unit) -> Iterator[None]:
-        """Within, a unit is tried out, its weights in its modules; these and generators are put back in the end."""
+        """Put the weights into the modules for a trial run; afterwards, restore modules and generators."""
         before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
         try:
-            with unit.up():  # also for a backward that runs a part of the unit again
+            with unit.up():  # The weights are needed too for a backward with module code (torch.utils.checkpoint).
                 yield
         finally:
             before.put_back()
 
     def finish(self, claim: Claim) -> None:
-        """A use of a unit has had its backward, or will have none."""
+        """End a use after the backward, or without one."""
         if self.claims.has(claim):
             self.saved.let_go(claim)
             if claim.is_of_these_weights:
@@ -198,25 +200,26 @@ class UnitRunner:
             self.claims.close(claim)
 
     def collect(self) -> None:
-        """Give back what was held by uses that were dropped without a backward."""
+        """Release memory held by uses dropped without a backward."""
         while (claim := self.claims.next_dropped()) is not None:
             self.finish(claim)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a result of a unit as something that outlives the slot."""
+        """Return a unit result safe to keep: a copy if stored in slot memory."""
         return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor over weights on the device, or one that stands for a parameter elsewhere."""
+        """True for a tensor over device weights, or a placeholder."""
         return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
 
     def make_live(self, regions: Sequence[Region], slots: Slots | None = None) -> dict[Piece, nn.Parameter]:
-        """Return Parameters over the device's copy of `regions` (in `slots`; None: those of units), whose gradients go
-        to the flow as soon as they are there.
+        """Return Parameters over the device copy of `regions`. Gradient hooks pass each gradient to the gradient flow.
+
+        `slots`: None: the unit slots.
         """
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             live = (slots or self.slots).parameters(regions)
-        flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
+        flow = weakref.proxy(self.gradients)  # Weak, because torch hides hooks from the garbage collector.
         for piece, parameter in live.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(GradientFlow.take, flow, piece))
@@ -226,7 +229,10 @@ class UnitRunner:
 
     @contextmanager
     def micro_batches(self, batch_rows: int, rows: int, num_parts: int) -> Iterator[None]:
-        """Within, every unit runs `rows` rows of the batch at a time. `num_parts`: the most micro-batches of a rank."""
+        """Run units with `rows` batch rows at a time during the context.
+
+        `num_parts`: the maximum micro-batch count over all ranks.
+        """
         self._batch, self.num_parts = (batch_rows, rows) if rows < batch_rows else None, num_parts
         self.gradients.widen(num_parts > 1, -(-batch_rows // rows))
         try:
@@ -237,7 +243,7 @@ class UnitRunner:
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
-        """Within, units run on what they are given (the chunks of a head)."""
+        """Run units on the whole input during the context (the chunks of a head)."""
         before = self._batch, self.num_parts
         self._batch, self.num_parts = None, 1
         try:
@@ -247,24 +253,26 @@ class UnitRunner:
 
     @property
     def is_at_work(self) -> bool:
-        """True between `enter` and `leave`, but for the model's own code."""
+        """True between `enter` and `leave`, except inside model code."""
         return self._inside is not None and not self._is_in_model
 
     @property
     def has_micro_batches(self) -> bool:
-        """True within `micro_batches`, where there are several."""
+        """True inside `micro_batches` with more than one micro-batch."""
         return self._batch is not None
 
     def rows_of(self, unit: Unit) -> list[Rows | None]:
-        """Return the micro-batches of a use of a unit, or None for all that it is given."""
+        """Return the micro-batches of a unit use, or [None] for the whole input."""
         if self._batch is None or not unit.traits.grows:
             return [None]
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
 
     def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
-        """Return the results of the whole batch. Raises PartsDifferError, on all ranks, where micro-batches have a
-        result in common, and do not agree on it: the result hangs on all rows, and no micro-batch has them.
+        """Return the whole-batch results.
+
+        Raises PartsDifferError on all ranks if micro-batches disagree on a result without batch axis: the result
+        depends on all rows, and no micro-batch has them.
         """
         if self.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
@@ -275,7 +283,7 @@ class UnitRunner:
 
     @contextmanager
     def as_ours(self) -> Iterator[None]:
-        """Within, the model's forward is called by the engine, not by an own loop."""
+        """Mark forward calls during the context as made by the engine, not by a user training loop."""
         before, self.is_ours = self.is_ours, True
         try:
             yield
@@ -283,7 +291,7 @@ class UnitRunner:
             self.is_ours = before
 
     def interrupt_pass(self) -> Callable[[], None]:
-        """Another pass has its turn: return what lets this one go on, with its micro-batches and calls of units."""
+        """Save the pass state before a nested pass; return a function to restore the state."""
         batch, num_parts, num_calls, is_ours = self._batch, self.num_parts, dict(self._num_calls), self.is_ours
 
         def go_on() -> None:
@@ -292,13 +300,11 @@ class UnitRunner:
         return go_on
 
     def go_on_from(self, step_number: int) -> None:
-        """So many steps are made."""
+        """Set the number of finished steps."""
         self.step_number = step_number
 
     def seed(self, unit: Unit, part: int) -> None:
-        """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
-        rank).
-        """
+        """Seed the generators for one micro-batch by (seed, step, unit, use, micro-batch, rank)."""
         key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._comm.rank)
         self.device.seed(generator_seed(*key))
 
@@ -313,23 +319,23 @@ class UnitRunner:
         self.slots.settle()
 
     def forget_forwards(self) -> None:
-        """What waits for its backward by now belongs to other weights, or will."""
+        """Mark all open claims as belonging to old weights."""
         self.claims.weights_change()
         self._uses.clear()
 
     def end_step(self) -> int:
-        """A step is over; return the most that the device held at once in it."""
+        """End a step; return the peak device memory in bytes."""
         self.step_number += 1
         self.forget_forwards()
         return self.saved.end_step()
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Release everything."""
         self.claims.reset()
         self.saved.reset()
 
     def reset(self) -> None:
-        """Forget every pass so far: they were given up."""
+        """Reset after an aborted pass."""
         self.claims.reset()
         self.saved.reset()
         self._uses.clear()
@@ -339,9 +345,10 @@ class UnitRunner:
 
 
 def together(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Yield the micro-batches of a use of a unit. Ranks that have fewer than others then join the exchanges of the
-    missing ones, which are those of their own last micro-batch: each function in `runner.exchanges` repeats one without
-    own tokens.
+    """Yield the micro-batches of a unit use.
+
+    A rank with fewer micro-batches than others then takes part in the missing exchanges, by repeating the exchanges
+    from the last micro-batch without own tokens (`runner.exchanges`).
     """
     for part in parts:
         runner.exchanges = []
@@ -354,6 +361,6 @@ def together(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator
 
 
 def generator_seed(*numbers: int) -> int:
-    """Return a seed of 63 bits for these numbers: the same on every machine and in every version of Python."""
+    """Return a 63-bit seed from numbers, equal on every machine and Python version."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,5 +1,7 @@
-"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot; the rest
-stays on the device, or goes below it and comes back ahead of the backward.
+"""Save a unit's autograd graph instead of recomputing.
+
+Saved weights are stored as slot offsets. Other saved tensors stay on the device, or are offloaded and copied back
+before the backward.
 """
 
 from __future__ import annotations
@@ -23,44 +25,45 @@ from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 
 Root = torch.Tensor | GradientEdge | None
-"""What a gradient comes in for: a result, or, where the result itself is not to be held, its edge; None for a result
-without a gradient.
+"""Target of an incoming gradient: a result tensor, or a gradient edge if the tensor must be freed. None: no gradient.
 """
 _Packed = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-"""dtype, bytes into the cargo, shape, stride"""
+"""dtype, byte offset in the slot, shape, stride"""
 SMALLEST_BYTES = 4096
-"""What is smaller stays on the device: moving it takes longer than a page does."""
+"""Minimum bytes for offload: below one page, a transfer is not worth the time."""
 
 
 class TooMuchToKeepError(Exception):
-    """Memory has no room for a graph that may be given up."""
+    """No memory is left for an optional graph."""
 
 
 class _Below:
-    """A stretch of memory that a graph saves, and that went below the device from the forward to the backward."""
+    """A memory range saved by a graph and offloaded from forward to backward."""
 
     def __init__(self, stretch: torch.Tensor, stands: torch.Tensor, saved: SavedInputs) -> None:
         self.memory: torch.Tensor | None = stretch
-        """The stretch, as long as the forward runs: no address means two of them."""
+        """The device memory, held during the forward so the address stays unique."""
         self._begin = stretch.data_ptr()
         self._stands, self._saved = stands, saved
         self._num_uses = 0
         self._returning: Returning | None = None
 
     def pack(self, tensor: torch.Tensor) -> _PackedBelow:
-        """Return what is kept of a tensor in the stretch."""
+        """Return the packed form of a tensor in this range."""
         self._num_uses += 1
         offset = (tensor.data_ptr() - self._begin) // tensor.itemsize
         return _PackedBelow(self, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def prepare(self) -> None:
-        """Start to bring the stretch back, unless nobody is expected to ask for it any more."""
+        """Start the copy to the device, unless all tensors were taken."""
         if self._returning is None and self._num_uses > 0:
             self._returning = self._bring_back()
 
     def take(self) -> torch.Tensor:
-        """Return the bytes on the device; the last who asks for them has them alone. A backward may ask more often than
-        it saved (`ctx.saved_tensors` brings all of them each time), and gets them once more.
+        """Return the bytes on the device.
+
+        The last expected reader becomes the only owner. A backward may read more often than saved (`ctx.saved_tensors`
+        unpacks all each time); then the range is copied again.
         """
         returning = self._returning or self._bring_back()
         (found,) = self._saved.wait(returning)
@@ -74,21 +77,21 @@ class _Below:
 
 @dataclass(frozen=True)
 class _PackedBelow:
-    """What is kept of a tensor that autograd saves, where its memory went below the device."""
+    """Packed form of a saved tensor in offloaded memory."""
 
     stretch: _Below
-    """The memory."""
+    """The memory range."""
     dtype: torch.dtype
-    """The type of the tensor's elements."""
+    """Element dtype."""
     offset: int
-    """Where the tensor begins in the stretch, in elements."""
+    """Start of the tensor in the range, in elements."""
     shape: torch.Size
-    """The shape of the tensor."""
+    """Tensor shape."""
     stride: tuple[int, ...]
-    """The strides of the tensor, in elements."""
+    """Tensor strides, in elements."""
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor, on the device again."""
+        """Return the tensor on the device."""
         flat = self.stretch.take()
         whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
@@ -96,25 +99,25 @@ class _PackedBelow:
 
 @dataclass
 class Graph:
-    """The graph of one micro-batch of a use, from its forward to its backward."""
+    """Autograd graph of one micro-batch, from forward to backward."""
 
     leaves: list[torch.Tensor]
-    """What the gradients of the inputs come to."""
+    """Leaf tensors with the input gradients after the backward."""
     roots: list[Root]
-    """What gradients come in for."""
+    """Targets of the incoming gradients."""
     below: list[_Below] = field(default_factory=list)
-    """What went below the device, in the order in which it went."""
+    """Offloaded memory ranges in offload order."""
     has_weights: bool = False
-    """True if autograd has saved weights of the unit, which its backward will read."""
+    """True if the backward will read unit weights saved by autograd."""
 
     def prepare(self) -> None:
-        """Start to bring back what went below the device: what went last is wanted first."""
+        """Start the copies to the device, last offloaded first, in backward order."""
         for stretch in reversed(self.below):
             stretch.prepare()
 
 
 def refuse_changed(unit: Unit, tensor: torch.Tensor, version: int) -> None:
-    """Raise OffloadError where an input of a unit, once of this version, was changed in place."""
+    """Raise OffloadError if an input was changed in place since this version."""
     if tensor._version != version:
         raise OffloadError(
             f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
@@ -123,7 +126,7 @@ def refuse_changed(unit: Unit, tensor: torch.Tensor, version: int) -> None:
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets an input into a graph that does not hold its memory, but for what operations save of it."""
+    """Passes an input into a graph without holding the input memory, except where operations save the tensor."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,9 +147,11 @@ def run_with_graph(
     needs: Sequence[bool],
     leaving: Sequence[int] | None = None,
 ) -> tuple[Graph, Arguments]:
-    """Run a unit with a graph of its own; return that, and the result as a caller may have it, who must not be held by
-    the graph: outputs hold it. With a list of inputs that are `leaving`, by number, the graph does not hold these, nor
-    the results.
+    """Run a unit with a graph.
+
+    Return the graph, and the result for the caller, detached from the graph to avoid a cycle.
+
+    `leaving`: indices of inputs not to be held by the graph; results are not held either. None: hold all.
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     gone = leaving or ()
@@ -159,7 +164,7 @@ def run_with_graph(
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = runner.run(unit, arguments, given, others, forward)
-    for i, version in versions.items():  # of another one torch refuses it, since that is a leaf in there
+    for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [
         None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
@@ -181,19 +186,20 @@ def run_keeping_graph(
     *,
     is_below: bool,
 ) -> tuple[Graph, Arguments]:
-    """Run a unit as `run_with_graph`; the graph of one micro-batch is alive from its forward to its backward, and where
-    it `is_below`, what it saves is below the device meanwhile. Raises TooMuchToKeepError.
+    """Like `run_with_graph`; the micro-batch graph is held from forward to backward.
 
-    A tensor that autograd saves and that lies in the unit's slot is packed as its place in the cargo, and rebuilt over
-    the slot into which the unit was fetched again. Any other is kept, and entered in the device's ledger, or its whole
-    storage is put away, once: strides come back as they were, by which kernels are chosen. A tensor is packed detached:
-    handing back the tensor itself would tie a reference cycle through its own graph.
+    With `is_below`, saved tensors are offloaded meanwhile. Raises TooMuchToKeepError.
+
+    A saved tensor in the unit's slot is packed as an offset, and rebuilt over the slot of the next fetch. Any other
+    tensor is held and entered in the device ledger, or the whole storage is offloaded once; strides are preserved,
+    since kernels depend on them. Tensors are packed detached: returning the tensor itself would create a reference
+    cycle through the graph.
     """
     saved, slots, num_before = runner.saved, runner.slots, len(claim.entries)
     may_give_up = saved.policy.may_give_up(BELOW if is_below else DEVICE)
-    # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
+    # Inputs needed by a recomputation anyway are not counted as graph memory.
     counts = may_give_up and saved.inputs_stay and not is_below
-    # Whether weights come up for a backward must not hang on the room of a rank.
+    # Fetching weights for a backward must not depend on the free memory of one rank.
     may_give_up = may_give_up and unit.traits.graph((tuple(needs), unit.frozen)).reads_weights
     free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
     leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
@@ -205,7 +211,7 @@ def run_keeping_graph(
     has_weights = False
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
+        if tensor.layout is not torch.strided:  # Sparse tensors: the values may be in the slot.
             return tensor.detach().clone()
         address = tensor.data_ptr()
         if address in weights:
@@ -215,9 +221,9 @@ def run_keeping_graph(
         storage = tensor.untyped_storage().data_ptr()
         if leaving is not None and storage not in staying and _can_leave(tensor, runner):
             if not tensor.numel():
-                return torch.empty_like(tensor)  # a view of nothing would hold all of its storage
+                return torch.empty_like(tensor)  # A view would hold the whole storage.
             stretch = stretch_of(tensor)
-            # What was changed in place between two operations is other bytes, whether or not the first has a backward.
+            # The version is part of the key: after an in-place change between two operations the bytes differ.
             key = stretch.data_ptr(), stretch.nbytes, tensor._version
             if key not in below:
                 if may_give_up and not saved.has_room_below(stretch.nbytes):
@@ -251,7 +257,7 @@ def run_keeping_graph(
 
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph behind tensors, each once."""
+    """Yield the graph nodes behind tensors, each once."""
     seen: set[Any] = set()
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while nodes:
@@ -263,20 +269,22 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def is_torchs_own(tensors: Iterable[torch.Tensor]) -> bool:
-    """True where the graph behind tensors has no function of its own, which may keep weights that autograd does not
-    know of.
+    """True if the graph behind tensors has no custom autograd function.
+
+    A custom function may hold weights unknown to autograd.
     """
     return not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes_of(tensors))
 
 
 def is_number(tensor: torch.Tensor) -> bool:
-    """True for a tensor that is alone in its memory, and a single number: to save it is no cost."""
+    """True for a one-element tensor with own storage: saving costs nothing."""
     return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.itemsize
 
 
 def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:
-    """Return which inputs a graph that goes below the device need not hold there: not those that other units get too,
-    nor those whose gradient would lie in another way than they do.
+    """Return the inputs not to be held by an offloaded graph.
+
+    Inputs shared with other units, and non-contiguous inputs (gradient layout), stay.
     """
     shared = unit.traits.shared
     return [i for i, t in enumerate(inputs) if needs[i] and i not in shared and t.is_contiguous()]
@@ -284,6 +292,6 @@ def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) 
 
 def _can_leave(tensor: torch.Tensor, runner: UnitRunner) -> bool:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return False  # it is more than its bytes
+        return False  # The tensor has properties beyond raw bytes.
     is_large = tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
     return is_large and tensor.device == runner.device.torch_device and not runner.slots.holds(tensor)

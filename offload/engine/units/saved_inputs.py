@@ -1,4 +1,4 @@
-"""What units keep from their forward to their backward: their inputs, or their graphs."""
+"""Memory saved by units from forward to backward: inputs or graphs."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Returning:
-    """Saved inputs on their way back to the device."""
+    """Saved inputs during the copy to the device."""
 
     tensors: list[torch.Tensor]
-    """The inputs, on the device."""
+    """Device tensors."""
     tickets: list[Ticket]
-    """The tickets after which the inputs are there."""
+    """Copy tickets."""
     layouts: list[Layout | None]
-    """How the inputs lay when they were saved; None for those that stayed on the device."""
+    """Original memory layouts. None: the tensor stayed on the device."""
 
 
 class Returns(Protocol):
-    """A use of a unit whose inputs can be brought back."""
+    """A unit use with offloaded inputs."""
 
     def prepare(self, number: int = 0) -> None:
-        """Start to bring back those of a micro-batch."""
+        """Start the copy to the device for a micro-batch."""
 
 
 class SavedInputs:
-    """The inputs and graphs that wait for their backward: on the device, entered in its ledger, or put away."""
+    """Inputs and graphs waiting for their backward: on the device with a ledger entry, or offloaded."""
 
     def __init__(
         self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
@@ -54,34 +54,34 @@ class SavedInputs:
         self._pools = [pool for pool in (offload, policy.below) if pool is not None]
         self._held: dict[int, tuple[int, str]] = {}
         self.is_trial = False
-        """True where passes are tried, whose inputs and graphs stay on the device."""
+        """True in trial runs: inputs and graphs stay on the device."""
         self._calls: list[weakref.ref[Returns]] = []
         self.inputs_stay = offload is None
-        """True where the inputs of units wait for their backward on the device."""
+        """True if unit inputs wait on the device."""
         self.looks_back = bool(self._pools) and lanes.overlap
 
     def has_room(self, tensor: torch.Tensor) -> bool:
-        """True where the device's budget has room to hold a tensor."""
+        """True if the device budget has room for a tensor."""
         storage = tensor.untyped_storage()
         return storage.data_ptr() in self._held or self.policy.has_room(storage.nbytes())
 
     def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
-        """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
+        """Return the tensor to save for a unit input: the tensor itself, or a stand-in after offload."""
         return self._offload.put(tensor) if self._offload is not None and movable and not self.is_trial else tensor
 
     def has_room_below(self, num_bytes: int) -> bool:
-        """True where so much more of graphs can wait below the device."""
+        """True if graph offload has room for `num_bytes` more."""
         return self.policy.below is not None and self.policy.below.has_room(num_bytes)
 
     def put_below(self, stretch: torch.Tensor, claim: Claim) -> torch.Tensor:
-        """Put a part of a graph away, bytes; return what stands for it."""
+        """Offload a byte range of a graph; return the stand-in."""
         assert self.policy.below is not None
         stands = self.policy.below.put(stretch)
         claim.entries.append((stands.data_ptr(), stands.nbytes))
         return stands
 
     def bring_back(self, tensors: Sequence[torch.Tensor], *, of_graph: bool = False) -> Returning:
-        """Start to bring saved inputs, or a micro-batch of them, or a part `of_graph`s back to the device."""
+        """Start copying saved inputs, or graph memory ranges (`of_graph`), to the device."""
         pool = self.policy.below if of_graph else self._offload
         if pool is None:
             return Returning(list(tensors), [], [])
@@ -94,7 +94,7 @@ class SavedInputs:
         return returning
 
     def wait(self, returning: Returning) -> list[torch.Tensor]:
-        """Let compute come after what returns."""
+        """Let compute wait for the copies; return the tensors in their original layout."""
         if returning.tickets:
             self._lanes.compute_after(returning.tickets)
         for number, layout in enumerate(returning.layouts):
@@ -103,13 +103,14 @@ class SavedInputs:
         return returning.tensors
 
     def opened(self, call: Returns) -> None:
-        """A call waits for its backward."""
+        """Register a use waiting for the backward."""
         if self.looks_back:
             self._calls.append(weakref.ref(call))
 
     def look_back(self, call: Returns, number: int = 0) -> None:
-        """A call's backward is about to compute, or has: start to bring back what the one before it has saved of a
-        micro-batch.
+        """Start the copies for micro-batch `number` in the use preceding `call`.
+
+        Called before and after the `call` backward.
         """
         while self._calls:
             found = self._calls.pop()()
@@ -119,9 +120,7 @@ class SavedInputs:
                 return
 
     def hold(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
-        """Enter a tensor that waits for the backward in the device's ledger; one that many units receive counts
-        once.
-        """
+        """Enter a waiting tensor in the device ledger. A tensor shared by several units counts once."""
         if self.is_trial:
             return
         storage = tensor.untyped_storage()
@@ -130,13 +129,13 @@ class SavedInputs:
             count, first = self._held.get(key, (0, name))
             if not count:
                 self._device.ledger.reserve(name, num_bytes, _FIXES[name])
-                if name != "kept tensors":  # of a graph, whose tensors are many, it is enough to look once
+                if name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
                     self.policy.saw()
             self._held[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
 
     def let_go(self, claim: Claim, since: int = 0) -> None:
-        """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
+        """Release the entries of a claim, except the first `since` entries."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
             for pool in self._pools:
@@ -155,7 +154,7 @@ class SavedInputs:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Within, passes are tried on a few rows, whose inputs stay on the device and are in no ledger."""
+        """Keep inputs on the device, without ledger entries, during the context (trial runs on a few rows)."""
         with self.policy.unmoved():
             self.is_trial = True
             try:
@@ -169,13 +168,13 @@ class SavedInputs:
         self.policy.begin_step()
 
     def end_step(self) -> int:
-        """A step is over; return the most that the device held at once in it."""
+        """End a step; return the peak device memory in bytes."""
         for pool in self._pools:
             pool.end_step()
         return self.policy.end_step()
 
     def reset(self) -> None:
-        """Every pass so far was given up."""
+        """Release everything after an aborted pass."""
         self._held.clear()
         for name in _FIXES:
             self._device.ledger.drop(name)

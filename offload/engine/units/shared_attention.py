@@ -1,8 +1,7 @@
-"""Attention over sequences that ranks share: each of a group has some of the tokens of every row, and in attention all
-tokens of some of the heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Attention with sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Attention is called through transformers' own interface. What is computed is the model's own: its attention function
-runs over the whole rows, with fewer heads, and so does what makes its masks.
+Each rank has some tokens from every row, and during attention all tokens for some heads. Calls arrive through the
+transformers attention interface. The model's own attention and mask functions run over whole rows with fewer heads.
 """
 
 from __future__ import annotations
@@ -22,65 +21,67 @@ from offload.errors import ConfigError
 from offload.telemetry.counters import Counters
 
 IMPLEMENTATION = "offload_shared"
-"""What transformers knows the attention over shared sequences as."""
+"""Name of this attention in transformers."""
 _SHARED: WeakValueDictionary[int, SharedAttention] = WeakValueDictionary()
-"""By the identity of their models' configurations."""
+"""Keyed by id of the model config."""
 _HEADS, _TOKENS = 1, 2
-"""The axes of queries, keys and values."""
+"""Axes in queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """What attention has to know of rows whose tokens several ranks have."""
+    """Metadata for whole rows with tokens on several ranks."""
 
     length: int
-    """The tokens of a row, those of all ranks."""
+    """Row length in tokens over all ranks."""
     positions: torch.Tensor
-    """The position of each token, int64 [rows, length]."""
+    """Token positions, int64 [rows, length]."""
     padding: torch.Tensor | None = None
-    """Which tokens are no padding, bool [rows, length]; None where nobody says."""
+    """True for non-padding tokens, bool [rows, length]. None: unknown."""
     documents: torch.Tensor | None = None
-    """The number of the document that each token is in, int64 [rows, length]; None where a row is one."""
+    """Document number per token, int64 [rows, length]. None: one document per row."""
 
     @property
     def needs_mask(self) -> bool:
-        """True where a token may not see all tokens before it."""
+        """True if a token may not attend to all earlier tokens."""
         return self.documents is not None or (self.padding is not None and not bool(self.padding.all()))
 
     def on(self, bring_up: Callable[[torch.Tensor], torch.Tensor]) -> WholeRows:
-        """Return the same on a device, to which `bring_up` takes tensors."""
+        """Return a device copy; `bring_up` copies one tensor."""
         padding, documents = (t if t is None else bring_up(t) for t in (self.padding, self.documents))
         return WholeRows(self.length, bring_up(self.positions), padding, documents)
 
 
 class OwnAttention:
-    """Each rank has whole sequences: nothing is exchanged in attention."""
+    """No sequence parallelism: each rank has whole sequences."""
 
     comm = Comm()
-    """The ranks that share sequences."""
+    """Communicator for the ranks in the group."""
 
     def divert(self) -> None:
-        """From now on calls of attention come here."""
+        """Redirect attention calls to this object."""
 
     def undo(self) -> None:
-        """Let attention be computed as it was before."""
+        """Restore the original attention."""
 
     def begin_pass(self, needs_mask: bool) -> None:
-        """A pass begins. `needs_mask`: on some rank tokens may not see all tokens before them, so that all make masks:
-        what units are called with is alike on all ranks.
+        """Start a pass.
+
+        `needs_mask`: on some rank, tokens may not attend to all earlier tokens. All ranks then build masks, so unit
+        arguments have equal structure on all ranks.
         """
 
     @contextmanager
     def over(self, rows: WholeRows) -> Iterator[None]:  # noqa: ARG002
-        """Within, attention is over these rows, of which each rank has some tokens."""
+        """Set the whole rows for attention during the context."""
         yield
 
     def refuse_own_loop(self) -> None:
-        """Raise ConfigError where a model cannot be called by a loop that is not the engine's."""
+        """Raise ConfigError if a user training loop cannot call the model."""
 
 
 class SharedAttention(OwnAttention):
-    """The ranks of `comm` share the sequences of a model, each in the order of its number."""
+    """The ranks of `comm` share sequences, split in rank order."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
         self.comm, self._counters = comm, counters
@@ -122,7 +123,7 @@ class SharedAttention(OwnAttention):
             self._rows = before
 
     def mask(self, config: Any, **given: Any) -> Any:
-        """Return the mask that the model's own function makes, of whole rows while these are shared."""
+        """Return the mask from the model's own mask function, for whole rows inside `over`."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         own, rows = ALL_MASK_ATTENTION_FUNCTIONS[self._own[id(config)]], self._rows
@@ -142,8 +143,10 @@ class SharedAttention(OwnAttention):
         mask: Any,
         **given: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Compute attention by the model's own function. While rows are shared, queries [rows, heads, tokens, width],
-        keys and values are exchanged for those of all tokens and some heads, and the results back.
+        """Compute attention by the model's own function.
+
+        Inside `over`, queries, keys and values [rows, heads, tokens, width] are exchanged for all tokens and some
+        heads; the result is exchanged back.
         """
         own = self._attention_of(module)
         if self._rows is None:
@@ -156,7 +159,7 @@ class SharedAttention(OwnAttention):
                 f"train.sequence_parallel is {size}, and attention takes {', '.join(extra)} of its own heads or "
                 "tokens, which ranks cannot share: set --train.sequence_parallel 1."
             )
-        if (times := size // key.shape[_HEADS]) > 1:  # a head for each rank
+        if (times := size // key.shape[_HEADS]) > 1:  # Repeat keys and values to one head per rank.
             key, value = (tensor.repeat_interleave(times, _HEADS) for tensor in (key, value))
         query, key, value = self._exchange(what, _HEADS, _TOKENS, query, key, value)
         stand_in: Any = _WithGroups(module, query.shape[_HEADS] // key.shape[_HEADS]) if times > 1 else module
@@ -169,7 +172,7 @@ class SharedAttention(OwnAttention):
 
         config: Any = module.config
         name = self._own[id(config)]
-        if name == "eager":  # each family has its own, beside its modules
+        if name == "eager":  # Each model family has an own eager function in the module file.
             return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return ALL_ATTENTION_FUNCTIONS[name]
 
@@ -177,8 +180,9 @@ class SharedAttention(OwnAttention):
         return _Exchange.apply(self, what, split, join, *tensors)
 
     def redistribute(self, what: str, split: int, join: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Cut tensors along the axis `split`, give each rank of the group its part, in rank order, and put what comes
-        from them together along the axis `join`. One exchange for all.
+        """Split tensors along axis `split`, exchange the parts, and concatenate along axis `join`.
+
+        Each rank receives one part, in rank order. One all-to-all serves all tensors.
         """
         size = self.comm.size
         parts = [tensor.chunk(size, split) for tensor in tensors]
@@ -195,7 +199,7 @@ class SharedAttention(OwnAttention):
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange, whose backward is the inverse exchange of the gradients."""
+    """An all-to-all. The backward is the inverse all-to-all for the gradients."""
 
     @staticmethod
     def forward(
@@ -211,7 +215,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _WithGroups:
-    """An attention module as its attention function sees it, with another number of queries for a key."""
+    """Proxy for an attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, num_groups: int) -> None:
         self._module, self.num_key_value_groups = module, num_groups
@@ -221,7 +225,7 @@ class _WithGroups:
 
 
 def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Compute attention as it is shared; of a copy of the model, in one of transformers' ways."""
+    """Compute shared attention. Uses sdpa for a copy of the model, unknown here."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = module.config
@@ -230,7 +234,7 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
 
 
 def _mask(config: Any, **given: Any) -> Any:
-    """Return a mask, as `_attend` computes attention."""
+    """Return a mask, with the same fallback as `_attend`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     shared = _SHARED.get(id(config))
@@ -238,7 +242,7 @@ def _mask(config: Any, **given: Any) -> Any:
 
 
 def _of_documents(allows: Callable[..., Any], documents: torch.Tensor, positions: torch.Tensor) -> Callable[..., Any]:
-    """Return what a token may see, where `allows` says so by positions, of its own document alone."""
+    """Return a mask function: `allows` by position, restricted to the same document."""
 
     def inner(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         is_same: torch.Tensor = documents[row, query] == documents[row, key]
@@ -248,13 +252,13 @@ def _of_documents(allows: Callable[..., Any], documents: torch.Tensor, positions
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model that say how attention is computed."""
+    """Return the model configs with an attention implementation."""
     found = (getattr(module, "config", None) for module in model.modules())
     return [config for config in {id(each): each for each in found}.values() if hasattr(config, "_attn_implementation")]
 
 
 def check_shared(model: nn.Module, size: int) -> None:
-    """Raise ConfigError where `size` ranks cannot share the sequences of a model, as far as its configuration tells."""
+    """Raise ConfigError if `size` ranks cannot share sequences, as far as the config shows."""
     if size == 1:
         return
     configs = _configs(model)
@@ -276,7 +280,7 @@ def check_shared(model: nn.Module, size: int) -> None:
 
 
 def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
-    """Raise ConfigError where `size` ranks cannot have as many heads each."""
+    """Raise ConfigError if heads cannot be divided evenly over `size` ranks."""
     if num_heads % size == 0 and (num_key_value_heads % size == 0 or size % num_key_value_heads == 0):
         return
     fitting = [
@@ -291,5 +295,5 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
 
 
 def open_attention(model: nn.Module, size: int, comm: Comm, counters: Counters) -> OwnAttention:
-    """Return the attention of a model whose sequences groups of `size` ranks share. Collective. Raises ConfigError."""
+    """Return the attention for groups of `size` ranks. Collective. Raises ConfigError."""
     return OwnAttention() if size == 1 else SharedAttention(model, comm.neighbours(size), counters)

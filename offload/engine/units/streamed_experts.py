@@ -1,7 +1,7 @@
-"""The experts of a layer, of which those alone come up that tokens are routed to, a record of a few at a time.
+"""Experts fetched only if tokens are routed to them, one record (a few experts) at a time.
 
-They are called through transformers' own interface of experts. What is computed is the family's: its eager forward runs
-on the rows of one expert, with a choice of one expert for each row, over a stack that has this expert alone.
+Calls arrive through the transformers experts interface. The family's own eager forward runs on the rows for one expert,
+with one choice per row and a stack with only this expert.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
 IMPLEMENTATION = "offload"
-"""What transformers knows the streamed experts as."""
+"""Name of this implementation in transformers."""
 _STREAMED: WeakValueDictionary[int, StreamedExperts] = WeakValueDictionary()
-"""By the identity of their module."""
+"""Keyed by id of the module."""
 
 
 class Record(NamedTuple):
-    """What comes up together."""
+    """Experts fetched together."""
 
     regions: tuple[Region, ...]
-    """Where it rests."""
+    """Regions with the expert weights."""
     experts: tuple[int, ...]
-    """The numbers of its experts in the layer, ascending."""
+    """Expert numbers in the layer, ascending."""
 
 
 class RecordStream:
-    """The device's memory through which records of all layers' experts pass, one beside another that is on its way. The
-    order is known once a router has spoken, so nothing is learned, and nothing lies there from one use to the next.
+    """Device memory for streaming expert records of all layers, with one record in transfer while another computes.
+
+    The order is known after routing, so there is no recording and no reuse between calls.
     """
 
     def __init__(self, slots: Slots, lanes: Lanes, counters: Counters, num_places: int) -> None:
         self.slots, self._lanes, self._counters, self._num_places = slots, lanes, counters, num_places
 
     def pass_over(self, records: Sequence[Record]) -> Iterator[Record]:
-        """Yield records that are up, in this order, each until the next one is asked for."""
+        """Yield each record after the fetch. The record stays valid until the next iteration."""
         slots, num_asked = self.slots, 0
         slots.forget()
         for number, record in enumerate(records):
@@ -72,7 +73,7 @@ class RecordStream:
 
 
 class StreamedExperts:
-    """The experts of one layer, and the function that stands for their module's forward."""
+    """The experts of one layer, with the replacement forward."""
 
     def __init__(self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm) -> None:
         self._unit, self._runner, self._stream, self._comm = unit, runner, stream, comm
@@ -88,13 +89,11 @@ class StreamedExperts:
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward it stands for."""
+        """The experts module."""
         return self._unit.module
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what the experts give together, [tokens, hidden]. Raises ConfigError where the call is none of a
-        router.
-        """
+        """Return the combined expert output [tokens, hidden]. Raises ConfigError for arguments not from a router."""
         given = tuple(self._signature.bind(self.module, *args, **kwargs).arguments.values())[1:]
         hidden, index, weights = self._checked(given)
         if not torch.is_grad_enabled():
@@ -119,8 +118,10 @@ class StreamedExperts:
         )
 
     def result(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output: in a recompute that of the forward; else it is computed, experts in ascending
-        order, as the family's forward adds them up.
+        """Return the expert output.
+
+        A recomputation returns the saved forward output; otherwise experts are computed in ascending order, with the
+        same summation order as the family's forward.
         """
         result = self._runner.outputs.again()
         if result is None:
@@ -134,8 +135,9 @@ class StreamedExperts:
     def backward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor, trains: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of the tokens and of their choices' weights; those of the experts land, if the backward
-        `trains`. Experts come in descending order, as autograd comes by them.
+        """Return the gradients for tokens and choice weights.
+
+        Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
         """
         of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
         for expert, live in self._up(_hit(index), descending=True, trains=trains):
@@ -151,9 +153,10 @@ class StreamedExperts:
         return of_hidden, of_weights
 
     def _up(self, hit: set[int], *, descending: bool, trains: bool) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
-        """Yield the experts that were `hit` by tokens, each with its Parameters [1, ...], by their indices in the
-        model. If it `trains`, take their gradients, and land those of all experts of the layer: as in plain PyTorch,
-        where a stack has one gradient, that of an expert without tokens is 0, and its update goes by that.
+        """Yield (expert, Parameters [1, ...] keyed by model index) for the experts in `hit`.
+
+        With `trains`, gradients for all experts in the layer go to the gradient flow. As in plain PyTorch, with one
+        gradient per stack, an expert without tokens has gradient 0 and is updated.
         """
         flow, frozen = self._runner.gradients, self._unit.frozen
         order = -1 if descending else 1
@@ -177,19 +180,17 @@ class StreamedExperts:
                     flow.land_zeros(record.regions, frozen)
 
     def _join(self, *, descending: bool, trains: bool) -> None:
-        """Bring up, and land the gradients of, the experts that tokens of other ranks hit, without own tokens."""
+        """Repeat the exchanges for experts hit on other ranks, without own tokens."""
         for _ in self._up(set(), descending=descending, trains=trains):
             pass
 
     def _on_any_rank(self, hit: set[int]) -> set[int]:
-        """Return the experts that tokens are routed to on some rank, since ranks bring weights up together, and sum
-        gradients. Collective.
-        """
+        """Return the experts hit on any rank, for the collective weight gather and gradient reduction. Collective."""
         what = f"which experts of {self._unit.name} tokens are routed to"
         return set().union(*self._comm.gather_objects(hit, what))
 
     def _live(self, record: Record, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
-        """Return a record's Parameters, by expert and by their indices in the model."""
+        """Return the Parameters of a record, by expert and model index."""
         slots, frozen = self._stream.slots, self._unit.frozen
         made = self._runner.make_live(record.regions, slots) if trains else slots.parameters(record.regions)
         found: dict[int, dict[int, nn.Parameter]] = {}
@@ -200,7 +201,7 @@ class StreamedExperts:
         return found
 
     def _run(self, live: Mapping[int, nn.Parameter], rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return what an expert gives for its rows, by the family's own forward."""
+        """Run one expert on the given rows by the family's own forward."""
         unit, index = self._unit, rows.new_zeros((len(rows), 1), dtype=torch.int64)
         unit.install({**unit.resting, **live})
         try:
@@ -210,7 +211,7 @@ class StreamedExperts:
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """The border between a unit's graph and the experts inside it, which are recomputed one by one."""
+    """Border between the unit graph and the experts, recomputed one by one."""
 
     @staticmethod
     def forward(
@@ -227,38 +228,39 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # As for a unit: a backward to chosen inputs leaves the weights' gradients alone.
+        # As for units: a backward with chosen inputs must not change weight gradients.
         trains = ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)  # not into the graph around it
+        # Detached from the surrounding graph.
+        hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)
         of_hidden, of_weights = ctx.experts.backward(hidden, index, weights, gradient, trains)
         return None, None, of_hidden, None, of_weights
 
 
 def _hit(index: torch.Tensor) -> set[int]:
-    """Return the experts that tokens are routed to."""
+    """Return the experts with routed tokens."""
     return set(index.unique().tolist())
 
 
 def _expert(piece: Piece) -> int:
-    """Return the number of the expert whose row of a stack a piece is."""
+    """Return the expert number of a stack piece."""
     return piece.begin // piece.numel
 
 
 def _routed(index: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the choices and the tokens with which an expert was chosen, int64 [rows] each, in the family's order."""
+    """Return (choices, tokens) routed to an expert, int64 [rows] each, in the family's order."""
     choices, tokens = torch.where((index == expert).t())
     return choices, tokens
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute a module of experts, by what streams them, or as the family does where nothing streams them."""
+    """Run an experts module: streamed, or by the family's forward if not streamed."""
     experts = _STREAMED.get(id(module))
     own: Callable[..., torch.Tensor] = type(module).forward.__wrapped__  # type: ignore[attr-defined]
     return own(module, *args, **kwargs) if experts is None else experts.forward(*args, **kwargs)
 
 
 class ExpertStreams:
-    """What streams the experts of all layers of an engine; nothing where experts come up whole."""
+    """Expert streaming for all layers of an engine. Empty if experts are fetched whole."""
 
     def __init__(
         self,
@@ -270,12 +272,12 @@ class ExpertStreams:
         counters: Counters,
         plan: Plan,
     ) -> None:
-        """`plan`: has memory of the device for two records where they come up beside compute, and else for one."""
+        """`plan`: has device memory for two records with overlap, else for one."""
         slot_bytes = plan.of("device", EXPERT_SLOT).num_bytes
         self._streamed: list[StreamedExperts] = []
-        self._before: list[tuple[Any, Any]] = []  # configurations, and how these had experts computed
+        self._before: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs.
         experts = [unit for unit in units if unit.in_records]
-        if experts:  # which may rest on the device, and then take no memory there to come up
+        if experts:  # Experts may be stored on the device; then the slots take no memory.
             slots = Slots(
                 store,
                 runner.device,
@@ -293,10 +295,11 @@ class ExpertStreams:
         return bool(self._streamed)
 
     def divert(self) -> None:
-        """From now on calls of experts come here."""
+        """Redirect expert calls to this object."""
         if not self._streamed:
             return
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # who has such experts has imported it
+        # Imported already by any model with these experts.
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
         configs: dict[int, Any] = {id(each.module.config): each.module.config for each in self._streamed}
@@ -306,7 +309,7 @@ class ExpertStreams:
         _STREAMED.update((id(each.module), each) for each in self._streamed)
 
     def undo(self) -> None:
-        """Let modules of experts be computed as they were before."""
+        """Restore the original expert implementations."""
         for config, implementation in self._before:
             config._experts_implementation = implementation
         for each in self._streamed:

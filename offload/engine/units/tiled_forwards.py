@@ -1,4 +1,4 @@
-"""Uses of units in which modules run over tiles of the sequence."""
+"""Unit forwards with inner modules run over sequence tiles."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
 
 _GRADIENTS_SHARE = 1.5
-"""What a backward holds at once of a unit, by what its graph saves: gradients beside it."""
+"""Backward memory (with gradients) as a multiple of the saved graph bytes."""
 
 
 class TiledForwards(OwnForwards):
-    """Modules of blocks that a recording has found to be functions of rows run over tiles: of so many rows, or (None)
-    of as many as suit where a unit would not fit in the device's `room` otherwise. What is not tiled runs as `others`
-    run it.
+    """Runs row-wise block modules over tiles of `size` rows.
+
+    With `size` None, only units above `room_bytes` are tiled, with a suitable size. Untiled units use `others`.
     """
 
     looks_at_few = True
@@ -65,7 +65,7 @@ class TiledForwards(OwnForwards):
         return forward.again() if isinstance(forward, TiledForward) else self._others.again(forward)
 
     def record(self, unit: Unit, runner: Runner, arguments: Arguments, rows: int | None) -> Forward:
-        """Find out which modules of a block are functions of rows."""
+        """Find the row-wise modules of a block."""
         known = unit.traits.tiles
         if rows is not None and unit.is_block and (known is None or not known.is_whole):
 
@@ -105,7 +105,7 @@ class TiledForwards(OwnForwards):
         )
 
     def _told_whole(self) -> str:
-        """Return which modules run whole, and why."""
+        """Return the modules run whole, with reasons."""
         reasons: dict[str, list[str]] = {}
         for tiles in self._found.values():
             for name, why in tiles.whole:
@@ -122,9 +122,10 @@ class TiledForwards(OwnForwards):
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
     ) -> bool:
-        """Compare the modules of a tiled unit with whole ones, without gradients, where a use is longer than all others
-        before; return True where they were. A recording has seen a few rows, and a module may act on long sequences
-        only, or reach far.
+        """Compare tiled and whole results, without gradients, in a use longer than all before.
+
+        Returns True if a comparison ran. Recording saw only a few rows, and a module may behave differently or reach
+        farther on long sequences.
         """
         tiles = unit.traits.tiles
         assert tiles is not None
@@ -155,7 +156,7 @@ class TiledForwards(OwnForwards):
         return True
 
     def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
-        """Return the forward of a unit over tiles; None where it runs whole."""
+        """Return the tiled unit forward. None: untiled."""
         tiles = unit.traits.tiles
         if tiles is None or not tiles.modules:
             return None
@@ -172,8 +173,10 @@ class TiledForwards(OwnForwards):
 
 
 def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OwnForwards:
-    """Return what runs in uses of units. `mode`: of compile, never or auto; `tile`: rows of a tile of the sequence,
-    none, or auto; `room_bytes`: what the device has for a unit that computes, None without end.
+    """Return the forwards for unit uses.
+
+    `mode`: compilation, "never" or "auto". `tile`: rows per sequence tile, "none" or "auto". `room_bytes`: device
+    memory for a computing unit; None: unlimited.
     """
     forwards = CompiledForwards() if mode == "auto" else OwnForwards()
     if tile == "none" or (tile == "auto" and room_bytes is None):

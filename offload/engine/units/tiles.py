@@ -1,8 +1,7 @@
-"""Modules inside a unit that run over tiles of the sequence, each of which is recomputed in the backward (the tiled MLP
-of ALST, arXiv:2506.13996, for any module that is a function of rows).
+"""Modules inside a unit run over sequence tiles, each recomputed in the backward.
 
-Beside what attention needs, a unit then holds the inputs and results of such modules, and of what is in between (the
-hidden layer of an MLP) one tile.
+This is the tiled MLP from ALST (arXiv:2506.13996), for any row-wise module. Beside attention memory, a unit then holds
+the inputs and results of these modules, and intermediate tensors (an MLP's hidden layer) for one tile only.
 """
 
 from __future__ import annotations
@@ -20,43 +19,39 @@ from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.surroundings import Surroundings
 
 Span = tuple[int, int]
-"""Rows from one up to another."""
+"""Row range [begin, end)."""
 
 
 _SHARE_OF_LENGTH = 32
 _FEWEST_ROWS, _MOST_ROWS = 256, 4096
-"""Of a tile that nobody has chosen: products of fewer rows do not keep a GPU busy, and those of more are no faster."""
+"""Limits of the automatic tile size: fewer rows underuse a GPU, more rows are no faster."""
 
 
 def tile_rows(length: int) -> int:
-    """Return the rows of a tile for a sequence of that length, where nobody says: a power of two, of which the graph of
-    a module holds a small share.
-    """
+    """Return the automatic tile size for a sequence: a power of two near length / 32, within limits."""
     share = 1 << max(0, (length // _SHARE_OF_LENGTH).bit_length() - 1)
     return min(_MOST_ROWS, max(_FEWEST_ROWS, share))
 
 
 @dataclass(frozen=True)
 class RowModule:
-    """A module inside a unit that is a function of rows: each row of its results follows from that row of its inputs,
-    wherever the row stands and whatever the others are.
-    """
+    """A row-wise module inside a unit: a result row depends only on the same input row, not on the position."""
 
     name: str
-    """The name of the module in the unit."""
+    """Module name in the unit."""
     module: nn.Module
     """The module."""
     structure: Hashable
-    """The structure of the arguments for which it is such a function."""
+    """Argument structure in the trial."""
     cut: tuple[int, ...]
-    """The numbers of the input tensors that have the rows."""
+    """Indices for input tensors with rows."""
     axis: int
-    """The axis of rows, of these and of all results."""
+    """Row axis in these inputs and in all results."""
     is_idle: bool = False
-    """True if the backward of the unit reads no value of the results, so that a recompute need not make them."""
+    """True if the unit backward reads no result values, so a recomputation can skip them."""
 
     def num_rows(self, arguments: Arguments) -> int:
-        """Return the number of rows of a call; 0 where it is not called as it was tried."""
+        """Return the number of rows in a call; 0 if the call differs from the tried ones."""
         if arguments.structure != self.structure:
             return 0
         given = arguments.tensors
@@ -67,28 +62,26 @@ class RowModule:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What was found about the modules inside a unit."""
+    """Trial results for the modules inside a unit."""
 
     modules: tuple[RowModule, ...]
-    """The outermost modules that are functions of rows, where it saves memory to run them over tiles."""
+    """Outermost row-wise modules with memory savings by tiling."""
     whole: tuple[tuple[str, str], ...] = ()
-    """The names of other modules, and why they run whole."""
+    """(name, reason) for modules run whole."""
     input: int = 0
-    """The number of the unit's input tensor whose rows the tiles have."""
+    """Index of the unit input with tiled rows."""
     axis: int = 0
-    """The axis of that tensor."""
+    """Row axis in this input."""
     saved_bytes: float = 0.0
-    """What the graph of the unit saves for each token, untiled, beside its inputs and weights; 0 where that is not
-    known.
-    """
+    """Graph bytes per token, untiled, without inputs and weights. 0: unknown."""
     is_whole: bool = False
-    """True if the unit was tried as a whole, on a few tokens."""
+    """True if the unit was tried as a whole on a few tokens."""
     tried_rows: int = 0
-    """The length of the longest use in which the modules were compared, over tiles and whole."""
+    """Length of the longest use with a comparison between tiled and whole results."""
 
 
 class TiledForward:
-    """Runs a unit's own forward, and within it modules over tiles of so many rows."""
+    """Runs the original unit forward, with some inner modules over `size`-row tiles."""
 
     def __init__(
         self, own: Callable[..., Any], modules: Sequence[RowModule], size: int, device_type: str, again: bool = False
@@ -97,7 +90,7 @@ class TiledForward:
         self._is_again = again
 
     def again(self) -> TiledForward:
-        """Return what runs in a recompute, where results have a graph, and need values as far as others read them."""
+        """Return the forward for a recomputation: results have a graph, and values only where read."""
         return TiledForward(self._own, self._modules, self._size, self._device_type, again=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +104,7 @@ class TiledForward:
         if num_rows <= self._size:
             return own(*args, **kwargs)
         given, parameters = list(arguments.tensors), list(rows.module.parameters())
-        arguments.tensors.clear()  # of a use that waits for its backward, nobody but autograd holds the inputs
+        arguments.tensors.clear()  # Only autograd may hold the inputs until the backward.
         call = _TiledCall(rows, own, arguments, len(given), self._size, is_idle=self._is_again and rows.is_idle)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *parameters)):
             call.surroundings = Surroundings(self._device_type)
@@ -124,7 +117,7 @@ class TiledForward:
 
 
 class ComparedForward(TiledForward):
-    """Runs a unit as its own forward does, and compares the results of modules over tiles with those of all rows."""
+    """Runs a unit as usual, and compares tiled with whole module results."""
 
     def __init__(
         self,
@@ -135,13 +128,11 @@ class ComparedForward(TiledForward):
         most_rows: int,
         is_near: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
-        """`most_rows`: what the device has memory for, of a module that runs whole. `is_near`: True for results that
-        differ by rounding alone.
-        """
+        """`most_rows`: row limit for whole modules, by memory. `is_near`: True for results equal up to rounding."""
         super().__init__(own, modules, size, device_type)
         self._most_rows, self._is_near = most_rows, is_near
         self.differing: set[str] = set()
-        """The names of the modules whose results are others over tiles."""
+        """Modules (names) with different results over tiles."""
 
     def _run(self, rows: RowModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments((args, kwargs))
@@ -166,7 +157,7 @@ class ComparedForward(TiledForward):
 
 
 class _TiledCall:
-    """Serves the forward and the backward of one call of a module over tiles."""
+    """One tiled module call, from forward to backward."""
 
     def __init__(
         self,
@@ -178,16 +169,16 @@ class _TiledCall:
         *,
         is_idle: bool,
     ) -> None:
-        """`arguments`: of the call, without its `num_inputs` tensors. `is_idle`: no value of the results is read."""
+        """`arguments`: call arguments, emptied of their `num_inputs` tensors. `is_idle`: result values are not read."""
         self._rows, self._own, self._arguments, self.num_inputs = rows, own, arguments, num_inputs
         self._size, self._is_idle = size, is_idle
         self.surroundings: Surroundings | None = None
-        """What surrounded the forward, where there is a backward."""
+        """Thread state around the forward. None: no backward."""
         self.result: Arguments | None = None
-        """How the results lie in what the module returns, until somebody has asked for that."""
+        """Result structure, until fetched by the caller."""
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the results of all rows: those of an idle call are zeros."""
+        """Return the results for all rows; zeros for an idle call."""
         axis = self._rows.axis
         outputs: list[torch.Tensor] = []
         for span in self._spans(inputs):
@@ -196,7 +187,7 @@ class _TiledCall:
                 num_rows = inputs[self._rows.cut[0]].shape[axis]
                 shapes = [(*t.shape[:axis], num_rows, *t.shape[axis + 1 :]) for t in made.tensors]
                 pairs, self.result = list(zip(made.tensors, shapes, strict=True)), made
-                if self._is_idle:  # a recompute needs to know how the results lie, and no more
+                if self._is_idle:  # The recomputation needs only the result structure.
                     outputs = [t.new_zeros(()).expand(shape) for t, shape in pairs]
                     break
                 outputs = [t.new_empty(shape) for t, shape in pairs]
@@ -211,12 +202,14 @@ class _TiledCall:
     def backward(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], needs: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Run each tile again with a graph, and backward through it; return the gradients of inputs and parameters. The
-        parameters' are sums over the tiles, in fp32, rounded once: their hooks see one gradient.
+        """Recompute each tile with a graph and run the tile backward.
+
+        Return the gradients for inputs and parameters. Parameter gradients are summed over tiles in fp32 and rounded
+        once, so hooks see one gradient.
         """
         num_inputs = self.num_inputs
         inputs, of_weights = tensors[:num_inputs], needs[num_inputs:]
-        # Those that hang in the module now, which may lie elsewhere than in the forward.
+        # The present Parameters: the slot may differ from the forward.
         hung = zip(self._rows.module.parameters(), of_weights, strict=True)
         weights = [p if need and p.requires_grad else None for p, need in hung]
         trained = [p for p in weights if p is not None]
@@ -234,8 +227,9 @@ class _TiledCall:
                 if part is not None and so_far is not None:
                     so_far.add_(part)
                 elif part is not None:
-                    sums[number] = part.to(torch.float32, copy=True)  # autograd's own may be a view of another
-        for number, weight in enumerate(trained):  # one by one: both kinds of one are there at a time
+                    # The autograd result may be a view of another tensor.
+                    sums[number] = part.to(torch.float32, copy=True)
+        for number, weight in enumerate(trained):  # One by one, so only one gradient exists in both dtypes at a time.
             total = sums[number]
             sums[number] = None if total is None else total.to(weight.dtype)
         rest = iter(sums)
@@ -244,7 +238,7 @@ class _TiledCall:
     def _gradients(
         self, leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of each of these for a tile, of which `gradients` come in."""
+        """Return leaf and weight gradients for one tile with incoming `gradients`."""
         assert self.surroundings is not None
         with torch.enable_grad():
             made = self.surroundings.run(lambda: self._own_results(leaves)).tensors
@@ -273,14 +267,16 @@ class _TiledCall:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """The border between a unit's graph and a module over tiles. The module's parameters are among the inputs, so that
-    autograd asks for a backward where nothing else needs one, and takes their gradients as it takes others.
+    """Border between the unit graph and a tiled module.
+
+    Module parameters are inputs too, so autograd runs the backward even without other gradients, and takes parameter
+    gradients as usual.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _TiledCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
-        ctx.save_for_backward(*tensors)  # a graph that is kept knows by these that its backward reads weights
+        ctx.save_for_backward(*tensors)  # A saved unit graph detects weight use by these saved tensors.
         ctx.set_materialize_grads(False)
         outputs = call.forward(tensors[: call.num_inputs])
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
