@@ -166,7 +166,7 @@ def _own_copy(container: Any) -> Any:
 
 
 def _store(container: Any) -> Any:
-    """Return the object with the content: for a cache, the attribute dict."""
+    """Return the object that stores the content: for a cache, the attribute dict."""
     return vars(container) if isinstance(container, _cache_types()) else container
 
 

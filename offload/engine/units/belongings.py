@@ -19,7 +19,7 @@ from torch import nn
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
-"""Packages with internal objects (loggers, locks, process groups) outside the model state."""
+"""Packages whose own objects (loggers, locks, process groups) are not model state."""
 _EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
 
 NotePlace = tuple[nn.Module, str]

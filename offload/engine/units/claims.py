@@ -53,7 +53,7 @@ class Claims:
         self._open.pop(id(claim.user), None)
 
     def next_dropped(self) -> Claim | None:
-        """Return the next open claim with a garbage-collected use, or None."""
+        """Return the next open claim whose use was garbage-collected, or None."""
         while self._dropped:
             claim = self._open.get(id(self._dropped.popleft()))
             if claim is not None:

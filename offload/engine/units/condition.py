@@ -155,7 +155,7 @@ class Moment:
         self.condition = Condition(modules, moving, notes, ignores)
 
     def drawn_again(self) -> AbstractContextManager[None]:
-        """Return a context to repeat the Python and numpy random draws made after this moment."""
+        """Return a context that repeats the Python and numpy random draws made after this moment."""
         return self._drawn.again() if self._drawn is not None and self._draws else _NOTHING
 
     def put_back(self) -> None:
@@ -184,7 +184,7 @@ class Dicts:
         )
 
     def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield (live dict, copy from the snapshot)."""
+        """Yield each live dict with the snapshot copy."""
         return zip(self._dicts, self._then, strict=True)
 
     def put_back(self) -> None:

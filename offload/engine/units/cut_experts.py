@@ -26,7 +26,7 @@ _LEAST_RECORDS = 4
 
 
 def is_stack_of_experts(module: nn.Module) -> bool:
-    """True for a module with a forward based on the transformers experts interface."""
+    """True for a module whose forward uses the transformers experts interface."""
     return "_is_expert_parallel" in vars(module) and hasattr(type(module).forward, "__wrapped__")
 
 

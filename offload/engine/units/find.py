@@ -58,7 +58,7 @@ class Candidate:
     whole: bool
     """True if the unit owns all module parameters, including child modules.
 
-    False for a parent with separate child units.
+    False for a parent whose children have separate units.
     """
     resident: bool
     """True if the weights stay on the device."""

@@ -21,13 +21,13 @@ Forward = Callable[..., Any]
 
 BACKEND = "inductor"
 _MOST_KINDS = 8
-"""Limit per module class: compiled variants. Variants differ mainly in input shapes."""
+"""Maximum compiled variants per module class. Variants differ mainly in input shapes."""
 _MOST_GRAPHS = 8
-"""Limit per variant: compiled graphs. Code may read unit-specific numbers, and each number needs a graph."""
+"""Maximum graphs per variant. Code may read unit-specific numbers, and each number needs a graph."""
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
 _APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
-"""Tolerances for compiled forwards, keyed by "results have 16 bits".
+"""Tolerances for compiled forwards. Key: True if results have 16 bits.
 
 Values: (results, gradients), as a fraction of the norm from the original forward.
 """

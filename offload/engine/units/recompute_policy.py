@@ -77,7 +77,7 @@ class RecomputePolicy:
 
     @property
     def mode(self) -> str:
-        """ "always", "never" or "auto"."""
+        """Effective mode: "always", "never" or "auto". "never" if the equivalence check has disabled recomputation."""
         return self._mode if self._way.recomputes else "never"
 
     def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> str:
@@ -178,7 +178,7 @@ class RecomputePolicy:
             else:
                 others.append(key)
         if self.below is not None and others:
-            # All buffers are free by now. Graphs of another shape never wait at the same time.
+            # All buffers are free by now. Graphs for different shapes never wait at the same time.
             room = self.below.room_bytes - sum(self._whole_sizes[key] for key in self._below & self._used)
             chosen = spread([self._whole_sizes[key] for key in others], room)
             self._below.update(others[number] for number in chosen)

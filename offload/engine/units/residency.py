@@ -53,7 +53,7 @@ _REFUSALS = {
     "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
 }
 _HOLDS: set[ref[ModelOwnership]] = set()
-"""Live ownerships: models with weights in an engine, or without weights.
+"""Ownerships of live models whose weights are in an engine or gone.
 
 Weak-reference callbacks are C functions only: a Python callback, as in the `weakref` containers, would lose a Ctrl-C
 arriving meanwhile.
@@ -78,7 +78,7 @@ def _living(known: Iterable[ref[_T]]) -> list[_T]:
 
 
 def refuse_copy(what: str) -> NoReturn:
-    """Raise the ConfigError for copying or changing a model without the engine."""
+    """Raise the ConfigError for an operation that bypasses the engine to copy or change a model."""
     raise ConfigError(
         f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
         "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
@@ -183,7 +183,7 @@ class ModelOwnership:
     def watched(self) -> Iterator[None]:
         """Return NaN for offloaded parameter reads during the context.
 
-        The equivalence check detects reading code by the NaNs.
+        The recording pass counts these reads and makes the unit resident. The next pass reads true values.
         """
         self._is_watched = True
         try:
@@ -203,10 +203,10 @@ class ModelOwnership:
         return reading.read(info)
 
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
-        """Raise ConfigError for an operation with lost effect.
+        """Raise ConfigError for an operation whose effect would be lost.
 
-        During `watched`, only "write" and "hook" raise; an "in place" write by the model's own forward is detected by
-        the check and allowed.
+        During `watched`, only "write" and "hook" raise. An "in place" write by the model's own forward is seen by the
+        recording, and the unit is resident in the next pass.
         """
         if not self._is_watched or what in ("write", "hook"):
             raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))

@@ -45,7 +45,7 @@ def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class OffloadedTensor(torch.Tensor):
-    """A tensor without memory. Each reading operation fetches the values.
+    """A tensor without memory. Each operation that needs the values fetches them.
 
     Shape, dtype, device, strides and requires_grad are correct and free. Memory addresses are refused. An operation
     receives a fresh copy of the values on the device; autograd sees the operation itself. Views, `detach()` and `.data`
@@ -66,7 +66,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Handles only functions outside the torch dispatcher.
+        # Handles only functions that bypass the torch dispatcher.
         kwargs = kwargs or {}
         if func in _BY_BLOCKS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -232,7 +232,7 @@ _READS = {
     torch.Tensor.new,
     torch.Tensor.__format__,
 }
-"""Functions with direct memory reads, or with new tensors on the device known to torch."""
+"""Functions that read memory directly, or create tensors on the device known to torch (meta)."""
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {

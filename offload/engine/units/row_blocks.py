@@ -97,7 +97,7 @@ class RowBlocks:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> torch.Tensor:
-        """Compute `functional.embedding` with the full weight. Raises ConfigError for options with dependent rows."""
+        """Compute `functional.embedding` with the full weight. Raises ConfigError for options that couple rows."""
         del norm_type
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ConfigError(

@@ -124,7 +124,7 @@ class RowTrials:
         return _Called(own, arguments, axis, cut, structure)
 
     def _outermost(self, parent: nn.Module, path: str) -> Iterator[RowModule]:
-        """Yield the outermost tileable modules with memory savings by tiling."""
+        """Yield the outermost modules that may run over tiles and save memory by tiling."""
         for key, child in parent.named_children():
             name, called = f"{path}{key}", self._calls.get(child)
             if called is None or called.axis < 0:
@@ -134,7 +134,7 @@ class RowTrials:
                 refusal, saves = self._refusal(child, called)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # Raised by modules unable to run on a few rows.
+            except Exception as error:  # Raised by modules that cannot run on a few rows.
                 refusal, saves = f"on a few rows it raises {type(error).__name__}", False
             if refusal:
                 self._whole[name] = refusal
@@ -340,7 +340,7 @@ def _tiles(
 def _variations(
     sample: Sequence[torch.Tensor], called: _Called, num_rows: int
 ) -> Iterator[tuple[Sequence[int], list[torch.Tensor], Sequence[int]]]:
-    """Yield (rows of the sample, varied tensors, result rows). A row-wise module has equal results at both."""
+    """Yield (sample rows, varied tensors, varied rows). A row-wise module has equal results at both."""
     everywhere = range(num_rows)
     for rows, tile in _tiles(sample, called, num_rows):
         yield rows, tile, range(len(rows))

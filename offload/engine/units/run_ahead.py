@@ -1,4 +1,4 @@
-"""Limit on unfinished device work ahead of the launching thread."""
+"""Limits how far the launching thread runs ahead of the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_USES = 2
 
 
 class RunAhead:
-    """Blocks the launching thread if more than two unit uses ahead of the device.
+    """Lets the launching thread wait if the device is more than two unit uses behind.
 
-    Applies only while more than 1/32 of the memory budget waits to be free. Memory read or filled by a copy on another
-    stream becomes free only after the device has finished the copy. Without a limit, step memory (unit inputs in D2H or
+    Applies only while more than 1/32 of the budget waits to be free. A copy on another stream keeps source and target
+    memory in use until the device has finished the copy. Without a limit, step memory (unit inputs in D2H or
     H2D copies, gradients) would grow with up to about a thousand pending launches and vary between steps.
     """
 
@@ -26,7 +26,7 @@ class RunAhead:
         self._ends: deque[Sequence[Ticket]] = deque()
 
     def enter(self) -> None:
-        """Wait if necessary, before the launch of another use."""
+        """Wait, if necessary, before another use is launched."""
         ends, budget = self._ends, self._device.ledger.budget_bytes
         while ends and ends[0][-1].is_over:
             ends.popleft()
@@ -39,6 +39,6 @@ class RunAhead:
             mark.synchronize()
 
     def leave(self, marks: Sequence[Ticket]) -> None:
-        """Record the compute marks at the end of a use."""
+        """Record the compute marks that end a use."""
         if marks:
             self._ends.append(marks)

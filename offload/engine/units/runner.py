@@ -205,7 +205,7 @@ class UnitRunner:
             self.finish(claim)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a unit result safe to keep: a copy if stored in slot memory."""
+        """Return a unit result that outlives the slot: a copy if stored in slot memory."""
         return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
     def is_weight(self, tensor: torch.Tensor) -> bool:

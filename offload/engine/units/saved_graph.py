@@ -102,7 +102,7 @@ class Graph:
     """Autograd graph of one micro-batch, from forward to backward."""
 
     leaves: list[torch.Tensor]
-    """Leaf tensors with the input gradients after the backward."""
+    """Leaf tensors that receive the input gradients."""
     roots: list[Root]
     """Targets of the incoming gradients."""
     below: list[_Below] = field(default_factory=list)
@@ -151,7 +151,7 @@ def run_with_graph(
 
     Return the graph, and the result for the caller, detached from the graph to avoid a cycle.
 
-    `leaving`: indices of inputs not to be held by the graph; results are not held either. None: hold all.
+    `leaving`: indices of inputs that the graph must not hold; results are not held either. None: hold all.
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     gone = leaving or ()
@@ -282,9 +282,10 @@ def is_number(tensor: torch.Tensor) -> bool:
 
 
 def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:
-    """Return the inputs not to be held by an offloaded graph.
+    """Return the indices of inputs that an offloaded graph need not hold.
 
-    Inputs shared with other units, and non-contiguous inputs (gradient layout), stay.
+    Excluded are inputs shared with other units, and non-contiguous inputs, since their gradients would have another
+    layout.
     """
     shared = unit.traits.shared
     return [i for i, t in enumerate(inputs) if needs[i] and i not in shared and t.is_contiguous()]

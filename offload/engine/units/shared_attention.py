@@ -77,7 +77,7 @@ class OwnAttention:
         yield
 
     def refuse_own_loop(self) -> None:
-        """Raise ConfigError if a user training loop cannot call the model."""
+        """Raise ConfigError if sequences are shared: a user training loop cannot call the model then."""
 
 
 class SharedAttention(OwnAttention):
@@ -225,7 +225,7 @@ class _WithGroups:
 
 
 def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Compute shared attention. Uses sdpa for a copy of the model, unknown here."""
+    """Compute shared attention. A copied model, not registered here, uses sdpa."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = module.config

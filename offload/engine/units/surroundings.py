@@ -64,8 +64,8 @@ def _function_modes() -> list[TorchFunctionMode]:
 def _own_copy(context: contextvars.Context) -> contextvars.Context:
     """Return a copy with separate containers, without graph tensors.
 
-    transformers collects layer outputs in a context variable; a use with references to these would be a reference
-    cycle.
+    transformers collects layer outputs in a context variable; a use that refers to these would be part of a
+    reference cycle.
     """
     copy = context.copy()
     variables, found = collectors(context)

@@ -42,7 +42,7 @@ class RowModule:
     module: nn.Module
     """The module."""
     structure: Hashable
-    """Argument structure in the trial."""
+    """Argument structure for which the module is row-wise."""
     cut: tuple[int, ...]
     """Indices for input tensors with rows."""
     axis: int
@@ -65,7 +65,7 @@ class Tiles:
     """Trial results for the modules inside a unit."""
 
     modules: tuple[RowModule, ...]
-    """Outermost row-wise modules with memory savings by tiling."""
+    """Outermost row-wise modules that save memory when run over tiles."""
     whole: tuple[tuple[str, str], ...] = ()
     """(name, reason) for modules run whole."""
     input: int = 0

@@ -36,7 +36,7 @@ class PartsDifferError(Exception):
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """A tensor axis with size proportional to the batch rows: for example batch * heads for ALiBi, or batch * sequence.
+    """A tensor axis whose size is proportional to the batch rows, such as batch * heads (ALiBi) or batch * sequence.
 
     The factor (sequence length) may differ between batches.
     """
@@ -130,11 +130,11 @@ class UnitTraits:
         self.tiles = tiles
 
     def rewrite_saved(self) -> None:
-        """Record a later change of saved tensors without a version change."""
+        """Record that saved tensors change later without a version change."""
         self.rewrites = True
 
     def need_graph(self) -> None:
-        """Record different bits from a run without a graph."""
+        """Record that a run without a graph gave different bits."""
         self.needs_graph = True
 
     def graph(self, trained: Trained) -> GraphTraits:
@@ -264,7 +264,7 @@ class UnitTraits:
 
 
 def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
-    """Return the axis with growth from shape `first` to `second` proportional to the rows, or None.
+    """Return the axis that grew from shape `first` to `second` in proportion to the rows, or None.
 
     Raises ValueError if ambiguous.
     """

@@ -44,7 +44,7 @@ class Way:
     ) -> Iterator[Way]:
         """Yield simpler settings, smallest change first, last the simplest combination.
 
-        The arguments list the features in use.
+        The arguments say which features the pass uses.
         """
         changes: list[dict[str, Any]] = []
         if cuts:
