@@ -1,8 +1,8 @@
-"""Gradients of a step, from the backward of a unit to the host: summed in fp32, measured, rounded once.
+"""A step's gradients, from a unit's backward to the host: summed in fp32, measured, rounded once.
 
-A region with one contribution (from one use of one unit) passes through a shared buffer and is copied to the host at
-once, during the compute of the next unit. A region with several contributions (tied weights, a unit used twice,
-resident weights) is summed in an fp32 device buffer and is copied when the backward ends.
+A region with one contribution (from one unit, used once) passes through a shared buffer and is copied to the host at
+once, while the next unit computes. A region with several contributions (tied weights, a unit used twice, resident
+weights) is summed in an fp32 device buffer and is copied when the backward ends.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is 
 
 
 Witness = Callable[[Piece, torch.Tensor], None]
-"""Callback for a piece of a parameter and a gradient contribution [numel] in the compute dtype."""
+"""Callback for a parameter piece and a gradient contribution [numel] in the compute dtype."""
 
 
 class GradientFlow:
     """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
     region.
 
-    `measures`: data about all gradients. `parts`: data about the gradients of single micro-batches. `is_over`:
-    gradients are summed and measured, and no more may be added.
+    `measures`: norms over all gradients. `parts`: norms for single micro-batches. `is_over`: gradients are summed and
+    measured, and no more may be added.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class GradientFlow:
             for state in store.states
             if settings.splits or any(num_pieces[parameter] > 1 for parameter in state.region.parameters)
         }
-        self.sums_in_fp32 = False  # sums of several micro-batches or chunks are in fp32, in the buffer
+        self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
-        self._lasting_so_far: set[int] = set()  # of these, buffers for this step only
+        self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
         self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
         self._places = {
             piece: (state.region, position, state.span(position))
@@ -98,7 +98,7 @@ class GradientFlow:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
+        """Forget the previous step's gradients."""
         self._end_lasting()
         self.measures.begin_step()
         self.parts.forget()
@@ -136,11 +136,11 @@ class GradientFlow:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the device buffer for passing gradients, in bytes."""
+        """Size in bytes: device buffer for passing gradients."""
         return self._buffer.memory.nbytes
 
     def resize(self, num_bytes: int) -> None:
-        """Replace the buffer by one of another size, between two steps."""
+        """Replace the buffer by another one with `num_bytes` bytes, between two steps."""
         self._device.ledger.drop(BUFFER)
         self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
@@ -166,7 +166,7 @@ class GradientFlow:
                 self._lasting_so_far.add(region.index)
 
     def open(self, regions: Sequence[Region]) -> None:
-        """Prepare the backward of one use of a unit. After the return, compute may write the unit's gradients."""
+        """Prepare a backward for one unit use. After the return, compute may write the unit's gradients."""
         if self._witness is not None:
             return
         self.landing.policy.open()
@@ -175,7 +175,7 @@ class GradientFlow:
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
         if not passing:
             return
-        # Spare room by chance must not change the order of gradients: clipping may depend on it.
+        # Spare room by chance must not change the gradient order: clipping may depend on this order.
         is_too_wide = self._repeats and any(region.is_bf16 and region not in self._planned_wide for region in passing)
         stretch = None if is_too_wide else self._buffer.take(sum(map(self._passing_bytes, passing)))
         if stretch is None:
@@ -192,7 +192,7 @@ class GradientFlow:
                 flat[span].zero_()
 
     def open_record(self, regions: Sequence[Region]) -> None:
-        """Prepare the backward of an expert record, inside the backward of its unit.
+        """Prepare the backward for an expert record, inside the unit's backward.
 
         Its gradients start at 0: some experts may have no tokens.
         """
@@ -205,7 +205,7 @@ class GradientFlow:
             stretch.flat.zero_()
 
     def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
-        """Send on the gradients of an expert record, except for the parameters in `frozen`."""
+        """Send on an expert record's gradients, except for the parameters in `frozen`."""
         if self._witness is None:
             self.measures.touch(regions, frozen)
             self.close(regions)
@@ -225,14 +225,14 @@ class GradientFlow:
         return region.numel * self._passing_dtype(region).itemsize
 
     def _lay_out(self, regions: Sequence[Region], stretch: RingSlice) -> None:
-        """Open regions one after the other in a stretch of a buffer."""
+        """Open regions one after the other in a buffer stretch."""
         end = 0
         for region in regions:
             begin, end = end, end + self._passing_bytes(region)
             self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
     def widen(self, sums_in_fp32: bool, num_parts: int = 0) -> None:
-        """Set whether gradients of several micro-batches are summed in the buffer, in fp32.
+        """Set whether gradients from several micro-batches are summed in the buffer, in fp32.
 
         `num_parts`: number of micro-batches in this rank's batch; 0: unknown.
         """
@@ -241,7 +241,7 @@ class GradientFlow:
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
-        """Context in which uses of the same units add up, and leave the device at the end (head chunks)."""
+        """Context: gradients from repeated unit uses add up, and leave the device at the end (head chunks)."""
         summed_in_fp32 = self.sums_in_fp32
         self._repeats, self.sums_in_fp32 = True, True
         try:
@@ -256,7 +256,7 @@ class GradientFlow:
         return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
-        """Take the gradient of a Parameter, piece `piece` of a model parameter, out of autograd."""
+        """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
         gradient = parameter.grad
         if gradient is None:  # an argument the unit did not use
             return
@@ -292,7 +292,7 @@ class GradientFlow:
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
-        """Send on final gradients after the backward of one use of a unit."""
+        """Send on final gradients after the backward for one unit use."""
         if self._repeats or self._witness is not None:
             return
         for region in regions:
@@ -310,8 +310,9 @@ class GradientFlow:
         return self._witness is not None or self.landing.policy.drops
 
     def show(self, witness: Witness | None) -> None:
-        """Pass gradients to `witness` instead of the host, for trials (also in the middle of an own loop's step). None:
-        end this.
+        """Pass gradients to `witness` instead of the host, for trials (also during an own loop's step).
+
+        None: end this.
         """
         self._witness = witness
 

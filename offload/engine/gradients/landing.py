@@ -65,7 +65,7 @@ class Landing:
         self.policy = policy
 
     def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
+        """Forget the previous step's gradients."""
         self.policy = Policy()
         self._landed.clear()
         self._tickets.clear()
@@ -140,8 +140,9 @@ class Landing:
     def _summed(
         self, region: Region, flat: torch.Tensor, source: Fence
     ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
-        """Reduce a region's gradients over this replica. Return (flat gradients, fence of their memory, tickets for
-        readers to wait on).
+        """Reduce a region's gradients over this replica.
+
+        Return (flat gradients, their fence, tickets for readers to wait on).
         """
         if self._store.comm.size > 1:
             for position, has in enumerate(self._measures.touched[region.index]):
@@ -167,7 +168,7 @@ class Landing:
             )
         self._landed.add(region.index)
         squares = self._measures.measure(region, flat) if self._store.comm.size == 1 else None
-        # Without a D2H copy of the gradients, the squares need a separate one.
+        # If the gradients are not copied to the host, the squares need a separate copy.
         if self.policy.drops or self._store.down is not self._lanes.d2h:
             self._bring_down_squares(squares)
             squares = None
@@ -302,7 +303,7 @@ class Landing:
     ) -> Ticket:
         """Copy a region's gradients, and the squares if given, to `target` on the host.
 
-        Rounds to the dtype of `target` in chunks, without a second full copy.
+        Rounds to the target dtype in chunks, without a second full copy.
         """
 
         def copy() -> None:
@@ -322,7 +323,7 @@ class Landing:
 
 
 class Reduction:
-    """Reduce-scatter of gradients: each rank receives and measures the fp32 sum of its own range.
+    """Reduce-scatter for gradients: each rank receives and measures the fp32 sum over its own range.
 
     In stage 0 an all-gather then gives all ranks the whole sum.
     """
@@ -338,7 +339,7 @@ class Reduction:
         debug: bool,
     ) -> None:
         self._store, self._measures, self._lanes, self._counters, self._debug = store, measures, lanes, counters, debug
-        # Sums of bf16 gradients (fp32 gradients are summed in place), and data received from other ranks.
+        # For bf16 gradient sums (fp32 gradients are summed in place), and for data received from other ranks.
         self._shards = Ring(device.allocate(SHARDS, sizes[SHARDS]), "gradient shards")
         self._scratch = device.allocate(SCRATCH, sizes[SCRATCH])
 
@@ -359,9 +360,9 @@ class Reduction:
         measure: Callable[[torch.Tensor], None] | None,
         whole: bool,
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Sum `flat`, this rank's gradients of a region, over all ranks, after `source`.
+        """Sum `flat`, this rank's gradients for a region, over all ranks, after `source`.
 
-        Returns (sum over this rank's shard in fp32, or with `whole` the full sum in `flat`; fence of this memory;
+        Returns (sum over this rank's shard in fp32, or with `whole` the full sum in `flat`; fence for this memory;
         ticket of the sum). `measure` is called with the shard before rounding.
         """
         store, part = self._store, self._store.sharding.shard(region)
@@ -371,7 +372,7 @@ class Reduction:
             stretch = self._shards.take(4 * (part.stop - part.start))
             assert stretch is not None, "there is room for the largest shard"
             shard, fence, fills = stretch.flat.view(torch.float32), stretch.fence, stretch.fills
-            stretch.close()  # no other stretch is taken before the reader of this one is known
+            stretch.close()  # no other stretch is taken before this one has a reader
 
         def work() -> None:
             store.within.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)
