@@ -122,7 +122,7 @@ class Measures:
             self.measured(region)
 
     def finish(self) -> None:
-        """Exchange the remaining squares between ranks and record squares from a GPU, after all gradients have arrived."""
+        """Exchange the remaining squares between ranks and record squares from a GPU. All gradients have arrived."""
         regions = [region for region in self._regions if region.index in self._shares]
         if self._comes_down:  # copies on the compute stream have no tickets
             self._lanes.wait(self._lanes.mark())
