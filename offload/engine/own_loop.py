@@ -38,7 +38,7 @@ class OwnLoop:
             self._recovery.give_up()
 
     def refuse_middle(self, what: str) -> None:
-        """Raise ConfigError if the step already has gradients: the call `what` would lose them."""
+        """Raise ConfigError if the step already has gradients: the named call would lose them."""
         if self.has_gradients():
             raise ConfigError(
                 f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "

@@ -56,8 +56,9 @@ class SpareMemory:
             self.give_back()
 
     def end_step(self, peak_bytes: int) -> None:
-        """Lend memory after a step. `peak_bytes`: peak device memory in the step. No inputs may be waiting for a
-        backward.
+        """Lend memory after a step.
+
+        `peak_bytes`: peak device memory in the step. No inputs may be waiting for a backward.
         """
         budget = self._device.ledger.budget_bytes
         if budget is None:
@@ -82,7 +83,7 @@ class SpareMemory:
         return True
 
     def retreat(self) -> bool:
-        """Shrink after an allocator failure, and from now on take at most half as much extra memory."""
+        """Shrink after an allocator failure, and from now on give the slots at most half as much."""
         taken = self._slots.capacity_bytes
         if not self.give_back():
             return False

@@ -297,8 +297,7 @@ class EngineState:
 
     def accumulate(self, accumulates: bool = True) -> None:
         """Make room for gradient sums over several backward passes, or with False return to one pass, between two
-        steps.
-        The return makes a step independent from earlier steps.
+        steps. The return makes a step independent from earlier steps.
         """
         if self._has_room_for_sums is accumulates:
             return
@@ -316,7 +315,7 @@ class EngineState:
         self._has_room_for_sums = accumulates
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
-        """Return host memory for gradients of these regions on their way to the update."""
+        """Return memory on the tier of the states, for these regions' gradients on their way to the update."""
         neighbours = 2 if self.lanes.overlap else 1
         splits = self._splits or self.plan.adds_up
         num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, splits)

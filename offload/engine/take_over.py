@@ -47,7 +47,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
 
 def _take(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store, unit by unit, and replace the parameters by stand-ins."""
-    # A parent with parameters outside all child units comes last: filling the parent also fills the children, already
+    # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
     # taken by then. The ranks take turns as the source, so each file is read once, and the source broadcasts the unit.
     given, files = dict[nn.Parameter, Source](), state.files
     again = _Again(files) if files is not None else None

@@ -56,7 +56,10 @@ class GradientFlow:
         sizes: Mapping[str, int],
         measures: Measures,
     ) -> None:
-        """`staging`: host memory for gradients on their way. `sizes`: device buffer sizes in bytes, by plan name."""
+        """`staging`: memory on the tier of the states, for gradients on their way.
+
+        `sizes`: device buffer sizes in bytes, by plan name.
+        """
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
         self._exist = settings.optimizer.has_gradients
         num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
@@ -98,7 +101,6 @@ class GradientFlow:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the previous step's gradients."""
         self._end_lasting()
         self.measures.begin_step()
         self.parts.forget()
@@ -317,7 +319,6 @@ class GradientFlow:
         self._witness = witness
 
     def free(self) -> None:
-        """Release all buffers."""
         empty = torch.empty(0, dtype=torch.uint8)
         self._buffer = self._record_buffer = Ring(empty, "")
         self.landing.free()

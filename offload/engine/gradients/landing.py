@@ -1,4 +1,4 @@
-"""Gradients from the device to the host: summed over ranks, added to earlier passes, rounded once, copied (D2H)."""
+"""Gradients from the device to the tier of the states: summed over ranks, added to earlier passes, rounded once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Landing:
         self.policy = policy
 
     def begin_step(self) -> None:
-        """Forget the previous step's gradients."""
         self.policy = Policy()
         self._landed.clear()
         self._tickets.clear()
@@ -87,7 +86,6 @@ class Landing:
         return self._store[region].sums
 
     def free(self) -> None:
-        """Release all buffers."""
         self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
         if self._reduction is not None:
             self._reduction.free()
@@ -301,7 +299,7 @@ class Landing:
         fills: Sequence[Ticket],
         squares: BringDown | None = None,
     ) -> Ticket:
-        """Copy a region's gradients, and the squares if given, to `target` on the host.
+        """Copy a region's gradients to `target`, and the squares (if given) to the host.
 
         Rounds to the target dtype in chunks, without a second full copy.
         """
@@ -348,7 +346,6 @@ class Reduction:
         self._shards.reset()
 
     def free(self) -> None:
-        """Release the memory."""
         self._shards, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
 
     def reduce(

@@ -49,7 +49,6 @@ class Measures:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the previous step's gradients."""
         self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
         self.squares = dict.fromkeys(self._pieces, 0.0)
         self._known.clear()

@@ -53,7 +53,7 @@ class Policy:
         """Called before the backward of a unit."""
 
     def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
-        """Called when this rank's gradients of a region are on their way to host memory, or to disk (None)."""
+        """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
         """Clip to `limit` once the global norm is known. `rank`: order in which the next step needs the regions."""

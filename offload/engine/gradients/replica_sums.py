@@ -159,7 +159,6 @@ class ReplicaSums:
         self._ring.reset()
 
     def free(self) -> None:
-        """Release the memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
         del self._sums
 
@@ -173,7 +172,7 @@ class ReplicaSums:
         into: torch.Tensor | None,
         fills: Sequence[Ticket] = (),
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Copy `flat`, a shard's gradients [n] in bf16 or fp32, to the host and sum them over replicas.
+        """Copy `flat`, a shard's gradients [n] in bf16 or fp32, to the tier of the states and sum over replicas.
 
         `into`: memory for this rank's range in the gradient dtype, written after the `fills` tickets; None: memory
         behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
@@ -210,7 +209,7 @@ class ReplicaSums:
         fills: Sequence[Ticket] = (),
         piece: torch.Tensor | None = None,
     ) -> Ticket:
-        """Sum `held` in host memory, like `sum`.
+        """Sum `held`, already on the tier of the states, like `sum`.
 
         `piece`: memory for an fp32 piece if `held` is not fp32. `into` may be `held`.
         """

@@ -29,9 +29,9 @@ class Landed:
     region: Region
     """The region."""
     gradients: torch.Tensor | None
-    """Gradients in host memory; None: on disk with the region's states."""
+    """Gradients in memory; None: on disk with the region's states."""
     fence: Fence
-    """Guards the gradients' memory: readers and writers."""
+    """Fence for the gradients' memory."""
     scale: float = 1.0
     """Clipping coefficient, multiplied with the gradients."""
     counts: bool = True
@@ -168,7 +168,7 @@ class TileUpdates:
         state, how = self.store[landed.region], self._how()
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            # the update has run by now, so its scale is known
+            # The update has run by now, so `landed.scale` is final.
             return update_tile(state, tile, planes, gradients, touched, **how, scale=scale, applied_scale=landed.scale)
 
         self.enter(landed, correct, "correct", publishes=False)

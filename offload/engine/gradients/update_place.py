@@ -35,7 +35,7 @@ class TileUpdate:
     planes: Mapping[str, torch.Tensor]
     """Leased planes and the gradients, by name."""
     fence: Fence
-    """Guards the gradients' memory: readers and writers."""
+    """Fence for the gradients' memory."""
     stays: Container[str]
     """Names of planes already on the device."""
     refuse: Callable[[int], None]
@@ -232,7 +232,6 @@ class OnDevice:
         self._ring.reset()
 
     def free(self) -> None:
-        """Release the device memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
 
 
@@ -245,7 +244,6 @@ class ByRegion:
         self._streamed = streamed
 
     def begin_step(self) -> None:
-        """Prepare for a step."""
         for place in self._places.values():
             place.begin_step()
 
@@ -254,17 +252,14 @@ class ByRegion:
         return self._places[tile.region.index in self._streamed].submit(tile)
 
     def check(self) -> None:
-        """Refuse non-finite weights after all of a step's updates are submitted."""
         for place in self._places.values():
             place.check()
 
     def reset(self) -> None:
-        """Reset after a step was given up."""
         for place in self._places.values():
             place.reset()
 
     def free(self) -> None:
-        """Release all buffers."""
         for place in self._places.values():
             place.free()
 

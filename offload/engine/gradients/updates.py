@@ -270,7 +270,6 @@ class Updates:
         self.tiles.end()
 
     def free(self) -> None:
-        """Release all buffers."""
         self.tiles.place.free()
 
     def failure(self) -> str | None:

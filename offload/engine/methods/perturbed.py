@@ -108,7 +108,6 @@ class Perturbed:
             self._views[unit.number, place] = dict(self._parameters(unit, begin))
 
     def free(self) -> None:
-        """Release the device memory."""
         self._state.device.ledger.drop(PERTURBED)
         self._views, self._laid_out = {}, None
         self._memory = torch.empty(0, dtype=torch.uint8)

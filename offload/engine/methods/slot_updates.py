@@ -46,7 +46,7 @@ class SlotUpdates:
         for region, planes in self._slots.masters(regions).items() if due else ():
             if region not in self._works:
                 continue
-            (tile,) = self._store[region].tiles  # fully in host memory on this rank
+            (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
             num_wrong = self._works[region](tile, planes, torch.empty(0, device="cpu"))
