@@ -1,39 +1,39 @@
 """One training step over streamed units.
 
-The main line, to be read in this order: twelve files, some 3,000 lines.
+Reading order for the main path (twelve files, about 3,500 lines):
 
     engine/engine.py               Engine.step: the public call
-    engine/steps.py                Steps.step: agree with the other ranks, record what is new, make the step
+    engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
     engine/methods/backward.py     Backward.step: forward, backward, update
-    engine/loss/parts.py           Losses.parts: the model runs, and its loss comes in parts
-    engine/units/unit.py           Unit.route: the forward of a module whose weights travel
-    engine/units/call.py           Call: one use of a unit, its forward, and its backward with a recompute
-    engine/units/runner.py         UnitRunner.enter, run, leave: weights up, the module runs, room for others
-    schedule/execute.py            Executor.enter: which fetches come next
-    tiers/slots.py                 Slots.fetch: the copy of weights into device memory
-    engine/gradients/flow.py       GradientFlow.take: a gradient leaves autograd
-    engine/gradients/landing.py    Landing.land: a gradient goes down to where it waits
-    engine/gradients/updates.py    Updates.apply: the norm, clipping, the update
+    engine/loss/parts.py           Losses.parts: run the model, yield the loss in parts
+    engine/units/unit.py           Unit.route: forward for a module with streamed weights
+    engine/units/call.py           Call: forward, and backward with recomputation, for one unit use
+    engine/units/runner.py         UnitRunner.enter, run, leave: fetch weights, run the module, free the slot
+    schedule/execute.py            Executor.enter: choose the next fetches
+    tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
+    engine/gradients/flow.py       GradientFlow.take: take a gradient out of autograd
+    engine/gradients/landing.py    Landing.land: reduce a gradient and copy it to the host (D2H copy)
+    engine/gradients/updates.py    Updates.apply: norm, clipping, update
 
-What is met on the way:
+Helpers of the main path:
 
-    engine/loss/batch_agreement.py what the ranks tell each other before a pass
-    engine/units/router.py         where a unit's call goes: with a backward or without, or into a recording
-    engine/units/forwards.py       what runs in a use: the module's own forward, or a compiled one
-    engine/units/uncompiled.py     what torch.compile has put around a model, taken off
-    engine/units/arguments.py      what a unit is called with, each tensor listed once
-    engine/units/traits.py         what is known of a unit; how its tensors are cut into micro-batches
-    engine/units/saved_inputs.py   what waits for the backward, on the device or put away
-    engine/units/recompute_policy.py, saved_graph.py   whether a use keeps its graph, and how
-    tiers/store.py, tile.py, lease.py   where states rest; what is lent of them, and for how long
+    engine/loss/batch_agreement.py agreement between ranks before a pass
+    engine/units/router.py         dispatch for unit calls: with backward, without, or into a recording
+    engine/units/forwards.py       the forward for a use: the module's own, or a compiled one
+    engine/units/uncompiled.py     removes torch.compile wrappers from a model
+    engine/units/arguments.py      unit call arguments, each tensor listed once
+    engine/units/traits.py         recorded unit properties; tensor splits into micro-batches
+    engine/units/saved_inputs.py   unit inputs saved for the backward, on the device or offloaded
+    engine/units/recompute_policy.py, saved_graph.py   whether a use saves its autograd graph, and how
+    tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
-    lanes/ticket.py, lane.py       what waits for what; queues of work beside compute
-    engine/gradients/norms.py      the norm of all gradients
-    engine/gradients/policies.py   when gradients become updates: at once, deferred, speculative, delayed
-    engine/gradients/tile_updates.py, update_place.py   the update of each tile, and where it runs
-    optim/update.py, native/kernels.py   the rule's arithmetic
+    lanes/ticket.py, lane.py       dependencies between work items; work queues beside compute
+    engine/gradients/norms.py      global gradient norm
+    engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
+    engine/gradients/tile_updates.py, update_place.py   tile updates, and the device that runs them
+    optim/update.py, native/kernels.py   update rule arithmetic
 
-Other ways through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the
-model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. Where a
-step ends otherwise: `recovery.py`. The calls about states: `state_access.py`.
+Other paths through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the
+model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. After a
+failed step: `recovery.py`. Calls about states: `state_access.py`.
 """

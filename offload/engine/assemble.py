@@ -1,4 +1,4 @@
-"""From a model and its settings to what an engine runs on. Nothing is allocated before the plan stands."""
+"""Build the engine state from a model and settings. Nothing is allocated before the plan is complete."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
 _ASKING = "make_inputs_require_grad"
-"""How the names of hooks begin that let results of embeddings ask for a gradient."""
+"""Name prefix of the forward hooks with which transformers and PEFT make embedding outputs require a gradient."""
 
 
 _SHARES = (4, 8, 16, 32, 64)
-"""Of the device's budget, what a unit's weights have of it where whole units do not fit: one of so many parts."""
+"""Device budget divisors for the largest unit weights, tried in order when whole units do not fit."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What an engine makes of a model, on whatever machine."""
+    """Model structure for the engine: units, regions, parameters. Independent from the machine."""
 
     infos: list[ParameterInfo]
-    """The parameters."""
+    """Model parameters."""
     candidates: list[Candidate]
-    """The units, in module order."""
+    """Units, in module order."""
     regions: Sequence[Region]
-    """How the parameters lie."""
+    """Regions: storage layout of the parameters."""
     units: list[UnitPlan]
-    """What the plan knows of each unit."""
+    """Planning properties for each unit."""
     cutting: Cutting
-    """How units are cut for which the device has no room."""
+    """How to split units too large for the device."""
 
     @classmethod
     def of(
@@ -64,9 +64,10 @@ class Structure:
         quantized: Mapping[nn.Parameter, Codec],
         share_bytes: int | None = None,
     ) -> Structure:
-        """Find the units of a model, which may be on `meta`, and lay out their parameters for the ranks of `comm`.
-        `quantized`: the codecs of what its files have in few bits. `share_bytes`: of weights, which the device has for
-        a unit; None for as many as the largest has. Collective. Raises ConfigError.
+        """Find the units in a model (possibly on `meta`) and lay out the parameters for the ranks in `comm`.
+
+        `quantized`: codecs for parameters quantized in the model files. `share_bytes`: limit for unit weights in bytes;
+        None: no limit. Collective. Raises ConfigError.
         """
         leave_off_checkpointing(model)
         comm.group_of(settings.sequence_parallel)
@@ -99,21 +100,22 @@ class Structure:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine before anything is allocated."""
+    """A planned engine, before any allocation."""
 
     settings: Settings
-    """With the device that computes, and this rank's part of the budgets."""
+    """Settings with the compute device and this rank's share in the budgets."""
     structure: Structure
-    """What the engine makes of the model."""
+    """Units and regions."""
     plan: Plan
-    """The list of allocations, and what was decided on the way to it."""
+    """All allocations, and the decisions made during planning."""
 
     @classmethod
     def of(
         cls, structure: Structure, settings: Settings, comm: Comm, machine: Machine, *, checks: bool = True
     ) -> EnginePlan:
-        """Plan for a machine, and check the budgets, unless it `checks` nothing. Nothing is allocated. Collective.
-        Raises ConfigError and DoesNotFitError.
+        """Plan for a machine and, with `checks`, compare the plan with the budgets.
+
+        Allocates nothing. Collective. Raises ConfigError and DoesNotFitError.
         """
         settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
@@ -129,10 +131,13 @@ class EnginePlan:
         *,
         checks: bool = True,
     ) -> EnginePlan:
-        """Plan as `of` does. Where the device does not hold the largest unit, experts come up one record at a time, if
-        they may (`auto`, on one rank), or else units are cut, into the largest that leave a third of the device to
-        activations, or that it holds at all; without `checks` nothing is. Nothing is cut for the sake of a prefetch
-        that was asked for. `structure_of`: settings, with units of at most so many bytes of weights.
+        """Plan like `of`, and split units when the device cannot hold the largest one.
+
+        First choice: stream experts one record at a time (`experts: auto`, one rank). Second choice: split units, and
+        take the largest parts that leave a third of the device for activations, or else the plan with the most room.
+        With `checks` off nothing is split. An explicit prefetch depth is never a reason to split: if the whole units
+        fit with prefetch 0, DoesNotFitError is raised. `structure_of`: builds the structure from (settings, unit weight
+        limit in bytes or None).
         """
 
         @cache
@@ -151,7 +156,7 @@ class EnginePlan:
         except DoesNotFitError as error:
             refusal, whole = error, plan("whole", checks=False)
         if refusal is not None and settings.placement.experts == "auto" and comm.size == 1:
-            with suppress(ConfigError):  # there are no experts, or they cannot be cut, or tiles are asked for
+            with suppress(ConfigError):  # no experts in the model, experts cannot be split, or sequence tiles are set
                 return plan("streamed")
         if not checks or whole.plan.fits_device:
             if refusal is not None:
@@ -175,17 +180,17 @@ class EnginePlan:
 
     @property
     def told_frozen_weights(self) -> str:
-        """As of `told_frozen_weights` in `planning/plan.py`."""
+        """Text about quantized frozen weights; see `planning.plan.told_frozen_weights`."""
         return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
 
     @property
     def told_links(self) -> str:
-        """As of `told_links` in `planning/plan.py`."""
+        """Text about quantized transfers; see `planning.plan.told_links`."""
         return told_links(self.structure.regions, self.plan.layout.sharding)
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Bytes of logits that may exist at once; None for all."""
+        """Limit for logits in memory at a time, in bytes; None: no limit."""
         return self.settings.chunk_bytes(self.plan.device_bytes)
 
 
@@ -196,8 +201,10 @@ def prepare(
     machine: Machine | None = None,
     quantized: Mapping[nn.Parameter, Codec] | None = None,
 ) -> EnginePlan:
-    """Find the units, and plan for a machine (None: this one), as all ranks do. The model may be on `meta`.
-    `quantized`: as of `Structure.of`. Collective. Raises ConfigError and DoesNotFitError.
+    """Find the units and plan for a machine (None: this machine). Collective.
+
+    All ranks check for equal settings, models and plans. The model may be on `meta`. `quantized`: see `Structure.of`.
+    Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
@@ -224,8 +231,8 @@ def assemble(
     comm: Comm,
     quantized: Mapping[nn.Parameter, Codec],
 ) -> EngineState:
-    """Prepare, and only then allocate. `quantized`: as of `Structure.of`. Collective."""
-    # Weights that are there go as the engine takes them; those to be filled take no memory yet.
+    """Prepare, allocate, and take the weights over. `quantized`: see `Structure.of`. Collective."""
+    # CPU weights are freed as the engine takes them over. Weights still to be filled use no memory yet.
     given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
     prepared = prepare(model, settings, comm, machine, quantized)
@@ -251,7 +258,7 @@ def assemble(
 
 
 def engine_device(settings: Settings, comm: Comm) -> torch.device:
-    """Return where the engine computes: where its ranks exchange tensors, if there are several. Raises ConfigError."""
+    """Return the compute device; with several ranks, the communicator's device. Raises ConfigError."""
     device = device_of(own_accelerator(settings.device))
     if comm.size == 1 or comm.device == device:
         return device
@@ -264,26 +271,28 @@ def engine_device(settings: Settings, comm: Comm) -> torch.device:
 
 
 def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
-    """Return the fields of a dataclass as text that is the same wherever they are the same."""
+    """Return dataclass fields as text, equal on all ranks for equal values."""
     shown = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
     placement = shown.get("placement")
     if isinstance(placement, Placement):
-        # Folders may have other names, and machines other numbers of ranks; the plans are compared as well.
+        # Folder names and ranks per machine may differ between ranks; the plans are compared too.
         folder = None if placement.nvme_dir is None else "given"
         shown["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
     return {name: repr(found) for name, found in shown.items()}
 
 
 def leave_off_checkpointing(model: nn.Module) -> None:
-    """Turn transformers' gradient checkpointing off: units recompute already. With it go the hooks by which embeddings'
-    results ask for a gradient for its sake: the backward would go down to them, and not end at the first trained unit.
+    """Turn off transformers' gradient checkpointing: units already recompute.
+
+    Also remove the hooks with which embedding outputs require a gradient. With the hooks, the backward would continue
+    down to the embeddings instead of ending at the first trainable unit.
     """
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return
-    name = "activation_checkpointing_disable"  # the other one is what transformers called it before 5.23
+    name = "activation_checkpointing_disable"  # the fallback is the name before transformers 5.23
     disable: Any = getattr(model, name, None) or model.gradient_checkpointing_disable
     disable()
     for module in model.modules():
-        hooks = module._forward_hooks  # transformers knows only the last of them, and PEFT has one of its own
+        hooks = module._forward_hooks  # transformers tracks only the last one, and PEFT adds another
         for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "").startswith(_ASKING)]:
             del hooks[key]

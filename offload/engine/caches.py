@@ -1,4 +1,4 @@
-"""Key-value caches of a model, which are off while its units stream: a recompute would append to them."""
+"""Key-value caches: off while units stream, because recomputation would append to a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Caches:
-    """What the configurations in a model say of caches."""
+    """The `use_cache` flags in the model configurations."""
 
     def __init__(self, model: nn.Module) -> None:
         found: dict[int, Any] = {}
@@ -21,16 +21,16 @@ class Caches:
         self._given = [(config, config.use_cache) for config in found.values()]
 
     def turn_off(self) -> None:
-        """Say that there are none."""
+        """Set all flags to False."""
         _say((config, False) for config, _ in self._given)
 
     def restore(self) -> None:
-        """Say what was said before."""
+        """Restore the original flags."""
         _say(self._given)
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
-        """Within, the model's configuration is as it was given."""
+        """Context with the original flags in the model configurations."""
         now = [(config, config.use_cache) for config, _ in self._given]
         self.restore()
         try:

@@ -1,5 +1,7 @@
-"""All states into a checkpoint and back: by parameter name and slice, so that another number of ranks, another stage or
-another placement can read what this one wrote.
+"""Checkpoints: save and load all engine states.
+
+Data are addressed by parameter name and slice. A checkpoint can be read with another number of ranks, another ZeRO
+stage or another placement.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from offload.tiers.tile import RegionState, Tile, encode
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"
-_BUFFER = "buffer"  # the only plane of a buffer
+_BUFFER = "buffer"  # a buffer's only plane
 
 
 class Saving:
-    """A checkpoint on its way: what is to be in it is copied, and goes to the disk while training goes on.
+    """A checkpoint in progress: states are copied, and go to the disk while training continues.
 
-    What was in the folder before stays until `finish`. Leaving the `with` block before that removes what was written.
+    The previous folder stays until `finish`. Leaving the `with` block before `finish` removes all written files.
     """
 
     def __init__(
@@ -60,12 +62,12 @@ class Saving:
         copies: bool = False,
         trained_only: bool = False,
     ) -> None:
-        """Hand in all states, and what a step depends on beside its batch, for `folder`; `decided` (what the engine
-        has, once and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update
-        may be on its way. `copies`: into memory that is left over, as far as it reaches; else the disk is waited for.
-        `trained_only`: without the parameters that were frozen when the engine was made, and not changed since.
+        """Submit states, random generators and buffers for `folder`. Collective; no update may be pending. `decided`
+        (final engine decisions), `meta` (both JSON) and `files` are saved too. `copies`: copy into spare host memory as
+        far as possible; data beyond wait for the disk. `trained_only`: leave out parameters frozen at engine creation
+        and unchanged since.
 
-        Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
+        Raises, on all ranks, DiskError, ConfigError, or any error from `outcome`.
         """
         trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
         codec = _codec(engine)
@@ -95,9 +97,9 @@ class Saving:
         with ExitStack() as opened:
             self._keepers = keepers(comm, folder.parent)
             with as_one(comm, "what a checkpoint says"):
-                # What of it is somebody's, the steps that follow may change.
+                # The caller may change these values in later steps: copy them now.
                 self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
-            if len(set(self._keepers)) > 1:  # whose manifests are one, although each rank has seconds of its own
+            if len(set(self._keepers)) > 1:  # one manifest for several disks, but `seconds` differ by rank
                 files, self._meta = of_rank_0(comm, (files, self._meta), "what a checkpoint says")
             with as_one(comm, "making of the checkpoint"):
                 if self._keepers[comm.rank] == comm.rank:
@@ -107,7 +109,7 @@ class Saving:
             paths = comm.gather_objects(self._save and self._save.path, "folders of the checkpoint")
             path: Any = paths[self._keepers[comm.rank]]
             with as_one(comm, "writing of the checkpoint"):
-                engine.host.make_room()  # of a copy that another save has still
+                engine.host.make_room()  # frees the copy from an earlier save
                 spare_bytes = _spare_bytes(engine, contents) if copies else 0
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
                 if self._writer.spare_bytes:
@@ -119,7 +121,7 @@ class Saving:
             self._opened = opened.pop_all()
 
     def _has_let_go(self) -> bool:
-        """Return whether the copy is written, so that its memory is anybody's. Raises what failed."""
+        """Return whether the copy is on disk and the memory is free. Raises a write error."""
         assert self._writer is not None
         if self._writer.has_ended:
             self._writer.wait()
@@ -131,7 +133,7 @@ class Saving:
         return self._writer.is_done
 
     def finish(self) -> None:
-        """Wait until all is on the disk, and publish it. Collective. Raises as the making of it."""
+        """Wait until all data are on disk, then publish the checkpoint. Collective. Raises like `__init__`."""
         comm = self._comm
         with self._opened:
             agree_on_pass(comm, "finish of a checkpoint")
@@ -147,7 +149,7 @@ class Saving:
                     self._save.commit(self._contents, parts, self._meta, elsewhere)
 
     def abort(self) -> None:
-        """Remove what was written; nothing to do after `finish`. Not collective."""
+        """Remove all written files. No effect after `finish`. Not collective."""
         self._opened.close()
 
     def __enter__(self) -> Saving:
@@ -158,8 +160,9 @@ class Saving:
 
 
 def _spare_bytes(engine: EngineState, contents: Contents) -> int:
-    """Return how much host memory this rank may take for a copy of its share: what is left of its budget, which it
-    gives back as soon as somebody else needs it, or without one half of what is free.
+    """Return the spare host memory, in bytes, for a copy of this rank's share.
+
+    With a budget: the unused part, given back on demand. Without: half the free memory.
     """
     share = sum(
         entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
@@ -173,7 +176,7 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
 
 
 def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
-    """Yield what this rank reads of a checkpoint, in the order of `load_states`."""
+    """Yield the spans this rank reads from a checkpoint, in `load_states` order."""
     for state in _kept(engine, reader.contents):
         for tile in state.held:
             for plane in _read_of(engine, reader, state, tile, anew):
@@ -189,16 +192,16 @@ def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> It
 
 
 def _is_same_size(engine: EngineState, reader: Reader) -> bool:
-    """Tell whether as many ranks wrote a checkpoint as read it."""
+    """Return whether an equal number of ranks wrote the checkpoint."""
     return len(reader.meta["engine"]["random"]) == engine.comm.size
 
 
 def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
-    rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
-    number of ranks is the same. `anew`: but for the weights, the states of the update rule are as at the first step.
+    """Fill all states from a checkpoint accepted by `check_contents`. Return (engine decisions, meta). Each rank reads
+    only its own part. Random generators and buffers that differ between ranks are restored if the rank count is the
+    same. `anew`: restore the weights only; the optimizer state starts as in the first step.
 
-    Raises CheckpointError where the data are damaged: the states belong to no step then.
+    Raises CheckpointError for damaged data; the states then belong to no step.
     """
     own, kept = reader.meta["engine"], _kept(engine, reader.contents)
     there = {tile: _read_of(engine, reader, state, tile, anew) for state in kept for tile in state.held}
@@ -233,8 +236,10 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
 
 
 def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = False) -> bool:
-    """Return whether the states of the update rule have to begin anew, as they are another rule's, or of another width;
-    never without `may_reset`. Raises ConfigError where a checkpoint is not one of this model, trained and stored alike.
+    """Return whether the optimizer state must start anew: the checkpoint has another update rule or other state dtypes.
+
+    Always False without `may_reset`. Raises ConfigError if the model, the trainable parameters or the storage format
+    differ.
     """
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
@@ -256,7 +261,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
             "engine.edit: load the checkpoint into an engine that is made anew."
         )
     own = _contents(engine, changed if trained_only else None)
-    # Who makes updates in time has no weights from before one, and has no use for them.
+    # Stale weights exist only with delayed updates, and only a delayed update needs them.
     wanted, found = (
         {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
         for contents in map(without_moved, (own, reader.contents))
@@ -266,7 +271,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         _check_frozen(reader, wanted, found)
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
-        # Whether what is trained has a low half, its rule says.
+        # For trainable parameters the update rule decides about a low half of the master weights.
         kept = (*MASTER[: 1 if name in trained else 2], _BUFFER)
         its, model = (each and each.having(kept.__contains__) for each in (found.get(name), wanted.get(name)))
         if its != model:
@@ -294,7 +299,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
 
 
 def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
-    """Raise ConfigError where a checkpoint has the states of other trained parameters than the model's, `wanted`."""
+    """Raise ConfigError if the checkpoint has optimizer state for other trainable parameters than `wanted`."""
     trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
     known = wanted if trained_only else wanted.keys() & found.keys()
     now, was = (
@@ -318,18 +323,18 @@ def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
 
 
 def _codec(engine: EngineState) -> str:
-    """Return in which of the codecs of the settings frozen weights rest, that need not."""
+    """Return the codec name for frozen weights from the settings."""
     names = (info.codec.name for info in engine.infos if info.codec not in (EXACT, *_in_few_bits(engine)))
     return next(names, EXACT.name)
 
 
 def _in_few_bits(engine: EngineState) -> list[Quantized]:
-    """Return the codecs of what the model's files have in few bits, and for which there is nothing to choose."""
+    """Return the codecs for weights already quantized in the model files."""
     return [info.codec for info in engine.infos if isinstance(info.codec, Quantized)]
 
 
 def _why_trained_only(engine: EngineState) -> str:
-    """Say which weights cannot be in a checkpoint; empty where all can."""
+    """Say which weights cannot be in a checkpoint; empty if all can."""
     if (codec := _codec(engine)) != EXACT.name:
         return f"offload.frozen_weights is {codec}, and what rests in codes"
     if found := _in_few_bits(engine):
@@ -338,7 +343,7 @@ def _why_trained_only(engine: EngineState) -> str:
 
 
 def _rule(engine: EngineState) -> str:
-    """Return what the update rule, and those of its groups, are called."""
+    """Return the update rule titles, comma-separated."""
     return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
 
 
@@ -350,24 +355,25 @@ def _shown(entry: Entry | None) -> str:
 
 
 def _kept(engine: EngineState, contents: Contents) -> list[RegionState]:
-    """Return the regions that a checkpoint has."""
+    """Return the regions with a parameter in the checkpoint."""
     return [state for state in engine.store.states if any(name in contents for name in _names(engine, state))]
 
 
 def _names(engine: EngineState, state: RegionState) -> list[str]:
-    """Return the names of a region's parameters."""
+    """Return the parameter names in a region."""
     return [engine.infos[index].name for index in state.region.parameters]
 
 
 def _left_out(is_late: bool) -> set[str]:
-    """Return the planes that no checkpoint has: codes, which are made of the master weights, and weights from before an
-    update, unless that is late.
+    """Return the planes no checkpoint has.
+
+    Quantized records are made again from the master weights. Stale weights are saved only for a late region.
     """
     return {CODES} if is_late else {CODES, STALE}
 
 
 def _contents(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
-    """Return what a checkpoint has of each parameter and buffer: of all, or of frozen ones the `changed` alone."""
+    """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
     contents = {}
     for state in engine.store.states:
         left_out = _left_out(state.is_late)
@@ -388,15 +394,16 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
 
 
 def _buffers(engine: EngineState) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong to a model's state, each by the first of its names."""
-    kept = engine.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
+    """Return the buffers in the model's state dict, each under its first name."""
+    kept = engine.model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
     found = {name: buffer for name, buffer in engine.model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}
 
 
 def _built_in(engine: EngineState) -> dict[str, Any]:
-    """Return the dtype in which most of the model was built, and those of the other parameters: by them it is decided
-    what is kept in fp32.
+    """Return the most common weight dtype ("main") and the parameters with another dtype ("others").
+
+    Loading decides by these dtypes which weights stay in fp32.
     """
     dtypes = {info.name: name_of(dtype) for info, dtype in zip(engine.infos, engine.dtypes, strict=True)}
     counts: Counter[str] = Counter()
@@ -407,23 +414,24 @@ def _built_in(engine: EngineState) -> dict[str, Any]:
 
 
 def _conversions(engine: EngineState) -> dict[str, Any]:
-    """Return what an export needs beside the configuration."""
+    """Return the key conversions an export needs beside the configuration."""
     try:
         return conversions_used(engine.model)
-    except CannotStream:  # an export without it goes by the family's own rules; no reason to lose a checkpoint
+    except CannotStream:  # an export then uses the model family's default rules; the checkpoint is good
         return {}
 
 
 def _configuration(engine: EngineState) -> dict[str, bytes]:
-    """Return the files that say how to build the model again, by name, as it was given."""
+    """Return the files that describe the original model configuration, by name."""
     with TemporaryDirectory() as folder, engine.caches.as_given():
         write_configuration(engine.model, Path(folder))
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
 def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> None:
-    """Write this rank's pieces of what is `kept`; where several have the same, each writes its share too: of what
-    there is once for a parameter, that which begins there. Rank 0 has the buffers.
+    """Write this rank's pieces of the regions `kept`. Rank 0 also writes the buffers.
+
+    Ranks with equal data split the work: each writes its own piece, and those factors that begin in this piece.
     """
     if engine.comm.rank == 0:
         for name, buffer in _buffers(engine).items():
@@ -447,7 +455,7 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
 
 
 def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
-    """Yield the parts that this rank writes, lent; what of the next one is on disk is on its way meanwhile."""
+    """Yield a lease for each tile this rank writes. The disk read for the next tile runs meanwhile."""
     shares = [(state.region, engine.store.sharding.piece(state.region), state.tiles) for state in kept]
     wanted = [
         (region, tile)
@@ -472,9 +480,10 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
 
 
 def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
-    """Return the planes of a tile that are read from a checkpoint: the weights alone where states begin `anew`, and
-    weights from before an update only if one was late, and the next one is. Codes are made of the master weights, which
-    are read for that where this rank does not hold them, too.
+    """Return the tile planes to read from the checkpoint.
+
+    With `anew`: master weights only. Stale weights: only if the checkpoint and the next update are both late. For
+    quantized records the master weights are read, also on a rank that does not store them.
     """
     there = [name for name in tile.states if name != CODES]
     if CODES in tile.states:
@@ -487,8 +496,9 @@ def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
-    """Read a tile's states, those that are `there`, and clear the others. What of them is on disk is written while the
-    tile is read. Of a region that the checkpoint has in part the rest stays as it is.
+    """Read the planes `there` from the checkpoint into a tile and clear the other planes.
+
+    Disk planes are written while the tile is read. For a region only partly in the checkpoint the other values stay.
     """
     names = [name for name in tile.states if name != STALE or name in there]
     is_whole = all(engine.infos[index].name in reader.contents for index in region.parameters)
@@ -496,14 +506,14 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        beside = {region.plane(name) for name in there if name not in names}  # of another rank's range, to be encoded
+        beside = {region.plane(name) for name in there if name not in names}  # another rank's, to quantize
         planes = lease.planes | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
         for plane in (*(name for name in names if name != CODES), *(name for name in there if name not in names)):
             flat, filled = planes[plane], 0
             stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in there else ()
             for its, (name, _, begin, _) in stretches:
                 if is_whole:
-                    flat[filled : its.start] = 0  # between parameters, and what the checkpoint does not have
+                    flat[filled : its.start] = 0  # padding, or values missing in the checkpoint
                 target, filled = flat[its], its.stop
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
                 reader.read(name, plane, begin, piece)
@@ -520,8 +530,9 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
 def _stretches(
     engine: EngineState, contents: Contents, region: Region, tile: Tile, plane: str, shard: slice = slice(None)
 ) -> Iterator[tuple[slice, Span]]:
-    """Yield where a plane of a tile has what a checkpoint has of a parameter, and which elements of it these are; of a
-    `shard` of the region. (A rule that kept weights in bf16 alone has written no low half.)
+    """Yield (slice in a tile plane, checkpoint span) for each parameter, limited to `shard`.
+
+    A rule with bf16-only weights has written no low half.
     """
     kind, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
     for position, piece in enumerate(region.pieces):
@@ -533,7 +544,7 @@ def _stretches(
 
 
 def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str, str, torch.Tensor]]:
-    """Yield what there is once for a parameter: where it begins in the region, its name, the plane, and the values."""
+    """Yield a region's factored states: (first element in the region, parameter name, plane, values)."""
     for position, index in enumerate(state.region.parameters):
         for plane, values in state.factors_of(position).items():
             yield state.span(position).start, engine.infos[index].name, plane, values

@@ -37,16 +37,19 @@ from offload.tiers.placement import Placement
 
 
 class Engine(StateAccess):
-    """Trains `model` with its states on the tiers that `placement`, a Placement or its fields, says; the other keywords
-    are the fields of `Settings`, which may also be given as one.
+    """Trainer for `model`, with the states on the tiers in `placement`.
 
-    The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
-    called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
-    piece (so that no parameter need be whole in memory); over several ranks it is called on one of them for each unit.
-    Without it all ranks get rank 0's weights. `quantized`: what its files have in few bits (`BuiltModel.quantized`).
+    `placement` is a Placement or a mapping of Placement fields. The other keywords are `Settings` fields; `settings`
+    passes them as one object.
 
-    Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
-    all ranks make the same calls in the same order, each on its own rows.
+    The engine consumes the model: the parameters move into the engine, unit by unit. `fill(name, module)`, if given, is
+    called right before the engine takes a unit's parameters. It writes the parameters, or returns the sources from
+    which they are read piece by piece, so no parameter has to be in memory as a whole. Over several ranks one rank
+    calls `fill` for each unit. Without `fill` all ranks receive rank 0's weights. `quantized`: codecs for parameters
+    quantized in the model files (`BuiltModel.quantized`).
+
+    Over several ranks (from `comm`, the process group, or the torchrun variables) every call is collective: all ranks
+    make the same calls in the same order, each with its own rows.
     """
 
     @with_settings
@@ -96,15 +99,17 @@ class Engine(StateAccess):
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
     def stay(self) -> None:
-        """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
+        """Keep the engine alive as long as the model, even without other references. `engine_of` finds the engine."""
         self._state.hold.keep(self)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
-        """Train on this rank's rows of a batch (what the model's forward takes, by name; labels unshifted, -100
-        ignored): forward, backward, update. `loss_fn(outputs, batch)` gives the loss where the model has none, and may
-        use what the model does not take: a 0-dim tensor, or with MeZO any number that is to become small.
+        """Train on this rank's rows of a batch: forward, backward, update.
+
+        `batch`: the model's forward arguments by name; labels unshifted, -100 is ignored. `loss_fn(outputs, batch)`
+        computes the loss if the model has none, and may use batch entries unknown to the model. It returns a 0-dim
+        tensor; with MeZO, any number to minimize.
         """
         self._recovery.check_usable()
         if not torch.is_grad_enabled():
@@ -119,22 +124,24 @@ class Engine(StateAccess):
             return self._steps.step(batch, loss_fn)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
-        """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
-        generators untouched.
+        """Return the loss `step` would report, in eval mode and without side effects.
+
+        Computes no gradients; counters and random generators stay unchanged.
         """
-        with torch.inference_mode(False):  # tensors of its kind are good for no later step
+        with torch.inference_mode(False):  # inference tensors cannot be used in later steps
             self._recovery.check_usable()
             self._state.snapshot.check(trains=False)
             with self._recovery.working():
                 return self._steps.evaluate(batch, loss_fn)
 
     def replay(self, records: Iterable[Any]) -> None:
-        """Make the steps of a run with MeZO again, bit for bit, from the weights that it began with: `records` are what
-        `step` returned as `measured`, lines of the run's metrics.jsonl, or (step, seed, slopes), in order. No batch is
-        needed, and no pass is made. Collective.
+        """Repeat the steps of a MeZO run bit for bit, from the run's initial weights. Collective.
 
-        Raises ConfigError where the rule is another one, or has other settings than the run's, and where a step is
-        missing: one that was skipped is told by its line, or by no slopes, (step, 0, ()).
+        `records`: in order, `measured` from `step` results, lines of the run's metrics.jsonl, or (step, seed, slopes).
+        Needs no batch and runs no forward.
+
+        Raises ConfigError for another rule, other settings, or a missing step. A skipped step needs a record too: the
+        metrics.jsonl line, or (step, 0, ()) without slopes.
         """
         self._settle("replay")
         self._own_loop.refuse_middle("engine.replay")
@@ -143,37 +150,38 @@ class Engine(StateAccess):
             self._state.weights_changed()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Own loops: add the gradients of `loss`, as given."""
+        """For own loops: add the gradients of `loss`, without scaling."""
         self._recovery.check_usable()
         self._state.snapshot.check(trains=True)
         self._own_loop.backward(loss)
 
     def grad_norm(self) -> float:
-        """Own loops: return the norm of the gradients since the last update, over all ranks, before clipping. They are
-        complete by that: `update` comes next.
+        """For own loops: return the gradient norm since the last update, over all ranks, before clipping.
+
+        The gradients are then complete: call `update` next.
         """
         self._recovery.check_usable()
         return self._own_loop.grad_norm()
 
     def update(self, max_grad_norm: float | None = None) -> StepResult:
-        """Own loops: clip, update, and return the mean of the losses since the last update, over all ranks.
+        """For own loops: clip, update, and return the mean loss since the last update, over all ranks.
 
-        max_grad_norm: clips this step to another norm than the engine's; 0 for no clipping. A `loss.backward()` of the
-        caller's own does instead of `backward`; the loss of the result is NaN then, since nobody told it.
+        max_grad_norm: clipping norm for this step instead of the engine's; 0: no clipping. A plain `loss.backward()`
+        can replace `backward`; the loss in the result is then NaN, because the engine does not know the loss.
         """
         self._recovery.check_usable()
         return self._own_loop.update(max_grad_norm)
 
     def zero_grad(self) -> None:
-        """Own loops: drop the gradients since the last update, if there are any. Collective."""
+        """For own loops: drop the gradients since the last update, if any. Collective."""
         self._recovery.check_usable()
         self._own_loop.zero_grad()
 
     def finish(self) -> None:
-        """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
-        first have come up. No other call needs it; it is for whoever measures what a step costs.
+        """Wait until all work is done: all updates are written, and the first weights for the next step are on the
+        device. No other call needs this one; use it to time a step.
 
-        Raises TornError where an update has failed.
+        Raises TornError if an update has failed.
         """
         self._recovery.check_usable()
         with self._recovery.working():
@@ -183,17 +191,17 @@ class Engine(StateAccess):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to which gradients are clipped, where `update` is told no other; None for no clipping."""
+        """Clipping norm, unless `update` receives another one; None: no clipping."""
         return self._state.updates.max_norm
 
     @property
     def clip(self) -> str:
-        """How clipped updates are made: deferred or speculative; auto until the first steps have decided it."""
+        """Clipping mode: deferred or speculative; auto until the first steps have decided."""
         return self._state.updates.clip
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update. To be set between steps, on all ranks alike."""
+        """Learning rate for the next update. Set between steps, equal on all ranks."""
         return self._steps.method.lr
 
     @lr.setter
@@ -203,9 +211,10 @@ class Engine(StateAccess):
         self._steps.method.lr = value
 
     def tune(self, settings: Mapping[str, Any] | None = None, decays: Mapping[str, float] | None = None) -> None:
-        """Let the updates from the next one on go by other settings of the rule (those that are `steered`, such as
-        `betas` and `momentum`), and by other weight decays, by the names of parameters. To be called between steps, or
-        before `update`. Collective.
+        """Change update rule settings and weight decays, from the next update on. Collective.
+
+        `settings`: only the rule's `steered` settings, for example `betas` and `momentum`. `decays`: weight decay by
+        parameter name. Call between steps, or before `update`.
         """
         settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
         wrong = next((key for key in settings if key not in rule.steered), None)
@@ -223,8 +232,9 @@ class Engine(StateAccess):
 
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
-        """The trained parameters that are updated alike: what multiplies their learning rate, their weight decay, and
-        their names. Those whose learning rate is the engine's come first.
+        """Groups of trainable parameters with equal updates: (learning rate multiplier, weight decay, parameter names).
+
+        Groups with the engine's own learning rate come first.
         """
         found: dict[tuple[float, float], list[str]] = {}
         for info in self._state.updates.infos:
@@ -239,75 +249,79 @@ class Engine(StateAccess):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.comm.size
 
     @property
     def num_steps(self) -> int:
-        """How many steps were made, those from before a loaded checkpoint included."""
+        """Number of completed steps, including those before a loaded checkpoint."""
         return self._state.runner.step_number
 
     @property
     def prefetch(self) -> int:
-        """How many units are fetched ahead at least; what the device's budget leaves makes it more."""
+        """Least number of units to prefetch; spare device memory allows more."""
         return self._state.plan.ahead
 
     @property
     def updates_on(self) -> str:
-        """Where states that rest on the host are updated: on the cpu, the device, or both."""
+        """Device for updates of host states: cpu, device, or both."""
         return self._state.plan.update
 
     @property
     def head_chunks(self) -> int:
-        """In how many chunks the logits of the last loss were made."""
+        """Number of logit chunks in the last loss."""
         return self._steps.losses.num_chunks
 
     @property
     def compiled_graphs(self) -> int:
-        """The graphs that torch.compile has made of blocks so far; 0 where `compile` is never."""
+        """Number of graphs built by torch.compile so far, from blocks; 0 with `compile: never`."""
         return self._state.runner.forwards.num_graphs
 
     @property
     def compiled_classes(self) -> frozenset[type]:
-        """The classes of blocks that ran compiled, and none of which was refused."""
+        """Block classes that ran compiled, without a refusal."""
         return self._state.runner.forwards.compiled
 
     @property
     def pins(self) -> bool:
-        """True where host memory is registered with the device's driver: what travels, as far as the driver takes."""
+        """True if host memory for transfers is registered with the device driver, up to the driver's limit."""
         return self._state.store.pinned_bytes > 0
 
     @property
     def overlaps(self) -> bool:
-        """True where copies and updates run beside compute."""
+        """True if copies and updates run beside compute."""
         return self._state.lanes.overlap
 
     @property
     def spans(self) -> list[Span]:
-        """What every lane did in the last step."""
+        """Work on every lane in the last step."""
         return self._steps.method.spans
 
     def resolve_clip(self, tokens: int) -> str:
-        """Decide `clip: auto` for steps of so many tokens on this rank; return what it is now: deferred, unless updates
-        take longer than a forward, behind which they hide, and none of the first eight steps is clipped.
+        """Decide `clip: auto` for steps with `tokens` tokens on this rank, and return the current mode.
+
+        Deferred if updates are short enough to hide behind a forward, or if one of the first eight steps is clipped;
+        otherwise speculative.
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)
 
     @property
     def closed(self) -> bool:
-        """True once `close` was called."""
+        """True after `close`."""
         return self._recovery.is_closed
 
     def close(self, restore: bool = False) -> None:
-        """Free every tier. The model gets its weights back in their original dtype with `restore`; otherwise it is left
-        without, and refuses to run, to be saved and to be trained again.
+        """Free every tier.
+
+        With `restore` the model gets the weights back in the original dtype. Otherwise the model has no weights, and
+        cannot run, be saved or be trained again.
         """
         if self._recovery.is_closed:
             return
         if self.comm.size == 1:
             self._recovery.recover()
-        error = sys.exc_info()[1]  # of the block that this call cleans up after
+        error = sys.exc_info()[1]  # error in the block for which this call cleans up
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
         if is_sound and (restore or (self.comm.size > 1 and self.comm.stands)):
             self._settle(f"close(restore={restore})")
@@ -325,7 +339,7 @@ class Engine(StateAccess):
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        """Close, without `restore`; what goes wrong with that does not hide the error of the block."""
+        """Close without `restore`. An error in the block takes precedence over an error in `close`."""
         try:
             self.close()
         except Exception as failure:

@@ -1,4 +1,4 @@
-"""A model that streams, as a Hugging Face folder: its states are read piece by piece, on any tier and over ranks."""
+"""Export of a streamed model as a Hugging Face folder, read piece by piece from any tier and all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _END = -1
 
 
 class Made(Protocol):
-    """Another model, whose weights are made of an engine's."""
+    """Another model to export, with weights computed from the engine's weights."""
 
     model: nn.Module
-    """What is written, not filled."""
+    """The model to write, without weights."""
 
     def reading(self, get: Get) -> Get:
-        """Return what gives its weights, by `get`, which gives the engine's in fp32."""
+        """Return a reader for the weights of `model`. `get` reads the engine's weights in fp32."""
 
 
 def export_model(
@@ -38,15 +38,15 @@ def export_model(
     replace: bool,
     made: Made | None = None,
 ) -> None:
-    """Write the folder, as `write_model`, of the engine's model or of one that is `made` of it. Collective: rank 0
-    writes, and tells the others which elements of which parameter it needs next. No update may be on its way.
+    """Write the engine's model, or `made`, as a folder (see `write_model`). Collective; no update may be pending. Rank
+    0 writes, and broadcasts the next (parameter, range) to read.
 
-    Raises, on all ranks, ConfigError, DiskError, or what else `outcome` raises where rank 0 cannot write.
+    Raises, on all ranks, ConfigError, DiskError, or any error from `outcome` if rank 0 cannot write.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm = state.comm
-    # What the device uses is rounded to bf16 at most: any other dtype is made of the fp32 masters.
+    # The device weights may be rounded to bf16: any other dtype comes from the fp32 masters.
     read = partial(state.store.values.read_range, travelling=made is None and dtype in (None, torch.bfloat16))
     if comm.rank:
         while (wanted := _told(state, _END, 0, 0))[0] != _END:
@@ -69,7 +69,7 @@ def export_model(
         with state.caches.as_given(), state.at_rest():
             write_model(model, give, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
-        if is_reading or comm.size == 1:  # the others are not where they could be told
+        if is_reading or comm.size == 1:  # the other ranks are in another collective
             raise
         failure = error
     _told(state, _END, 0, 0)

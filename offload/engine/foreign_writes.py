@@ -1,4 +1,4 @@
-"""Writes to weights on the device that no engine has made: between the first steps they are looked for."""
+"""Detection of writes to device weights by code outside the engine, between the first steps."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from offload.errors import ConfigError
 from offload.telemetry.counters import Counters
 
 _NUM_LOOKS = 2
-"""A script that writes between steps does so from the first step on; each look reads all weights that stay."""
+"""A script with writes between steps writes from the first step on. Each check reads all resident weights."""
 
 
 class ForeignWrites:
-    """Compares weights that stay on the device with the weights of the engine, before the second and the third step.
+    """Compares resident weights with the engine's weights, before the second and the third step.
 
-    A parameter at rest refuses to be written to. A weight that stays is a plain tensor, and takes what a script writes
-    (by numpy, by `.data`, under no_grad) until the next update brings it up again.
+    An offloaded parameter refuses writes. A resident weight is a plain tensor: it accepts a write from a script (by
+    numpy, by `.data`, under no_grad), and the next update overwrites the change.
     """
 
     def __init__(self, state: EngineState, counters: Counters, is_late: bool) -> None:
-        """`is_late`: updates are made in a later step, until when weights on the device are others than those of the
-        engine. Nor is anything compared where weights are cut over ranks, or states rest on disk: reads would displace
-        what lies in the rings.
+        """`is_late`: updates run in a later step, so device weights differ from the engine's weights until then.
+
+        No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
+        the rings.
         """
         self._state, self._counters, self._was_step = state, counters, False
         is_elsewhere = bool(state.plan.rings) or state.plan.layout.sharding.gathers
         self._num_left = 0 if is_late or is_elsewhere else _NUM_LOOKS
 
     def note(self, is_step: bool) -> None:
-        """A pass is over: a step, or another, in which a model may write to weights and put them back later."""
+        """Record the end of a pass. Only a step counts: in another pass a model may write weights and restore them
+        later.
+        """
         self._was_step = is_step
 
     def look(self) -> None:
-        """A step is about to begin. Raises ConfigError where weights were written to since the one before."""
+        """Check before a step. Raises ConfigError if weights were written since the previous step."""
         if not self._num_left or not self._was_step:
             return
         self._num_left -= 1
@@ -47,12 +50,12 @@ class ForeignWrites:
             )
 
     def _find(self) -> str | None:
-        """Return the name of a parameter that was written to; None for none."""
+        """Return the name of a changed parameter; None: no changes."""
         state = self._state
         state.updates.flush()
         state.lanes.drain_updates()
         state.slots.settle()
-        # Weights that the model's code reads from outside of their unit it may write, too (RWKV does).
+        # The model itself may write weights it reads outside their unit (RWKV does).
         staying = [unit for unit in state.units if unit.resident and unit.name not in state.read_outside]
         for index, weight in ((index, weight) for unit in staying for index, weight in unit.live().items()):
             if not same_bits(weight.detach().cpu(), state.store.values.read_here(index)):

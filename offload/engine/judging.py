@@ -1,4 +1,4 @@
-"""When passes are judged, on what, and what is done where the engine's way is not the plain one."""
+"""Equivalence checks: the time, the sample, and the fallback if a pass differs from plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from offload.hf.models import in_eval_mode
 from offload.tiers.host import trim_heap
 
 _CHUNKS = 2
-"""Of a head, in a trial on a few tokens."""
+"""Head chunks in a trial run on a few tokens."""
 
 
 class Judging:
-    """Has passes judged before the first one of each kind, and takes a plainer way where the engine's is not that of
-    the model.
+    """Checks each kind of pass before the first use, and falls back to plainer execution if results differ from the
+    model's.
     """
 
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
@@ -42,24 +42,29 @@ class Judging:
 
     @property
     def judged(self) -> dict[str, list[str]]:
-        """The kinds of passes that were judged, in this run and those before, as they were made then; of each kind,
-        the ints of the batches.
+        """Checked kinds of passes with the execution at that time, including those before a resume.
+
+        Values: the integers in the batches.
         """
         return {kind: sorted(ints) for kind, ints in self._judged.items()}
 
     def knows(self, facts: BatchFacts) -> bool:
-        """True where passes of this kind were judged as they are made now, with the ints of this batch; or with so many
-        others that an int of it is a count, and chooses nothing.
+        """Return whether such passes were checked with the current execution and this batch's integers.
+
+        Also True after many different integers: they are then counts, and select no code path.
         """
         known = self._judged.get(self._kind(facts), set())
         return _ints(facts) in known or len(known) >= MOST_CHOICES
 
     def begin_again(self, judged: Mapping[str, Iterable[str]]) -> None:
-        """Go on with a run that has judged these kinds of passes: another batch must not decide otherwise."""
+        """Take over the checks from a checkpoint: another batch must not lead to another decision."""
         self._judged = {kind: set(ints) for kind, ints in judged.items()}
 
     def judge(self, facts: BatchFacts, sample: Batch) -> None:
-        """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
+        """Check passes of this kind on a few rows.
+
+        Collective. Raises ConfigError if every execution differs from the model.
+        """
         if facts.plan.has_peers:
             self._refuse_sums(facts, sample)
         tells = self._settle(
@@ -73,8 +78,10 @@ class Judging:
             self._judged.setdefault(self._kind(facts), set()).add(_ints(facts))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
-        """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
-        the loop will make of the outputs nobody knows: each number in them counts. Collective. Raises as `judge`.
+        """Check a model call in an own loop, on the first sample that runs.
+
+        The engine does not know how the loop uses the outputs, so every number in the outputs is compared. Collective.
+        Raises like `judge`.
         """
         for number, (args, kwargs) in enumerate(samples, 1):
             failure: Exception | None = None
@@ -107,12 +114,13 @@ class Judging:
         return Case({"": self._state.model, "arguments": own}, loss, way, self._method.hang, leaves=own)
 
     def _settle(self, differs: Callable[[], Verdict], **uses: bool) -> bool:
-        """Find a way in which passes that use these things differ in nothing from the model's. Return False where
-        nothing could be told. Collective.
+        """Find an execution with the same results as the model. Return False if the check had no result. Collective.
+
+        `uses`: the features in use; only these are turned off.
         """
         way = self._state.way
         before, first = copy(way), differs()
-        trim_heap()  # gradients of all units were there, one after the other, and their holes would stay
+        trim_heap()  # the units' gradients were allocated one by one, and left holes in the heap
         if not first.difference:
             return first.tells
         uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.policy.mode != "never"
@@ -150,8 +158,10 @@ class Judging:
         return repr((told.operation, names, told.has_loss_function, cuts, chunks, modes, *way))
 
     def _refuse_sums(self, facts: BatchFacts, sample: Batch) -> None:
-        """Raise ConfigError where the losses of rows, which ranks have, do not make that of all rows as they are added
-        up. What labels weigh is that of a text, and of what is not cut, as its own model says.
+        """Raise ConfigError if the losses from the ranks' rows do not add up to the whole batch's loss.
+
+        No check for token batches: label weights are known for text. No check either for labelled batches without a row
+        split, because the model's own loss defines the label weights.
         """
         if is_token_batch(sample, check_batch(sample)):
             return
@@ -205,7 +215,7 @@ def _ints(facts: BatchFacts) -> str:
 
 
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a mean of all finite elements of a tensor, in which each has a weight of its own along the last axis."""
+    """Return a mean over all finite elements, with different weights along the last axis."""
     numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).nan_to_num(0.0, 0.0, 0.0)
     weights = torch.arange(1, 1 + (numbers.shape[-1] if numbers.dim() else 1), device=numbers.device).cos()
     return (numbers * weights).sum() / max(1, numbers.numel())

@@ -1,7 +1,8 @@
-"""The errors of coded gradients in a checkpoint: a plane for each replica, `error-REPLICA`, of every trained parameter.
+"""Gradient quantization errors in a checkpoint: for each trainable parameter one plane per replica, `error-REPLICA`.
 
-What a rank keeps was left out of one sum or another, and goes into the next one, whoever adds it. So another number of
-replicas takes the planes by turns, and adds up those that become one's; a run with exact gradients leaves them.
+An error is the part a rank left out in a gradient sum. The next sum includes the error, no matter from which rank. With
+another replica count the planes are distributed round-robin, and each replica adds up the planes received. A run with
+exact gradients ignores them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from offload.tiers.tile import RegionState
 
 
 def error_planes(engine: EngineState, state: RegionState) -> dict[str, torch.dtype]:
-    """Return the planes that a checkpoint is to have of each parameter of a region."""
+    """Return the error planes a new checkpoint has for each parameter in a region."""
     num = 0 if state.error is None else engine.store.sharding.num_replicas
     return {f"{PREFIX}{replica}": ERROR.dtype for replica in range(num)}
 
 
 def error_spans(engine: EngineState, contents: Contents, state: RegionState) -> Iterator[tuple[slice, Span]]:
-    """Yield what this rank writes or takes of a checkpoint's errors of a region: which of the elements that it keeps,
-    and where these are.
-    """
+    """Yield (slice in this rank's error, span in the checkpoint), to write or to read."""
     if state.error is None:
         return
     sharding = engine.store.sharding
@@ -44,9 +43,7 @@ def error_spans(engine: EngineState, contents: Contents, state: RegionState) -> 
 
 
 def fill_error(engine: EngineState, reader: Reader, state: RegionState, anew: bool) -> None:
-    """Take what is this rank's of a checkpoint's errors of a region; they begin at 0 where there are none, or with
-    `anew`.
-    """
+    """Read this rank's errors for a region. They start at 0 if the checkpoint has none, or with `anew`."""
     if state.error is None:
         return
     state.error.zero_()

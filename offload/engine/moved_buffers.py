@@ -1,5 +1,7 @@
-"""Buffers that a checkpoint needs beside those of the model's state as rank 0 has them: running values that are in no
-`state_dict`, and those that ranks have moved apart, as each sees its own rows.
+"""Buffers a checkpoint needs in addition to rank 0's state dict.
+
+These are running values outside every `state_dict`, and buffers with different values on the ranks, because each rank
+sees other rows.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from offload.distributed.comm import Comm
 
 
 class MovedBuffers:
-    """Knows which buffers of a model are not as they were at the start, when all ranks had the same.
+    """Finds the buffers changed since the start, when they were equal on all ranks.
 
-    In a checkpoint each is a plane of its rank, `moved-RANK`, under the buffer's name.
+    A checkpoint has one plane per rank, `moved-RANK`, under the buffer name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,8 +28,9 @@ class MovedBuffers:
         self._at_start = digests_of(model)
 
     def find(self, comm: Comm, saved: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-        """Return the planes that are to be written, by buffer. `saved`: the buffers that are written as rank 0 has them
-        in any case. Collective.
+        """Return the planes to write, by buffer name.
+
+        `saved`: buffers always written, with rank 0's values. Collective.
         """
         first, *others = comm.gather_objects(digests_of(self._model), "buffers that have moved")
         found: dict[str, Entry] = {}
@@ -39,14 +42,14 @@ class MovedBuffers:
         return found
 
     def own(self, rank: int, found: Mapping[str, Entry]) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (buffer, plane, value) of what this rank writes."""
+        """Yield (buffer, plane, value) for this rank to write."""
         plane = f"{MOVED}{rank}"
         for name, buffer in self._model.named_buffers():
             if name in found and plane in found[name].planes:
                 yield name, plane, buffer.detach().cpu().contiguous()
 
     def spans(self, reader: Reader, rank: int, is_same_size: bool) -> Iterator[Span]:
-        """Yield what `load` reads."""
+        """Yield the spans `load` reads."""
         wanted = (f"{MOVED}{rank}", f"{MOVED}0") if is_same_size else (f"{MOVED}0",)
         for name, entry in reader.contents.items():
             plane = next((plane for plane in wanted if plane in entry.planes), None)
@@ -54,7 +57,7 @@ class MovedBuffers:
                 yield name, plane, 0, entry.count(plane)
 
     def load(self, reader: Reader, rank: int, is_same_size: bool) -> None:
-        """Give a rank the buffers that it had; those of rank 0, where the number of ranks is another."""
+        """Restore this rank's buffers; with another number of ranks, rank 0's buffers."""
         buffers = dict(self._model.named_buffers())
         for name, plane, _, _ in self.spans(reader, rank, is_same_size):
             entry = reader.contents[name]
@@ -68,6 +71,6 @@ class MovedBuffers:
 
 
 def digests_of(model: nn.Module) -> dict[str, int]:
-    """Return a hash of the contents of each buffer of a model, by name."""
+    """Return a content hash for each buffer, by name."""
     buffers = model.named_buffers()
     return {name: digest(raw(buffer.detach().cpu().contiguous()).tobytes()) for name, buffer in buffers}

@@ -1,4 +1,4 @@
-"""Loops that call the model and hand in the losses themselves."""
+"""Training loops that call the model themselves and pass the losses to the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.planning.settings import check_max_grad_norm
 
 
 class OwnLoop:
-    """A step whose forwards and backwards are called from outside, as many as there are."""
+    """A step with any number of forwards and backwards, called from outside."""
 
     def __init__(self, state: EngineState, steps: Steps) -> None:
         self._state, self._recovery, self._steps = state, state.recovery, steps
@@ -28,17 +28,17 @@ class OwnLoop:
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def has_gradients(self) -> bool:
-        """Return whether a step has gradients: from `backward`, or from a loss.backward() of the caller's."""
+        """Return whether a step has gradients, from `backward` or from a plain loss.backward()."""
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step, if it has any: it begins anew."""
+        """Drop the gradients, if any, and restart the step."""
         if self.has_gradients():
             agree_on_pass(self._state.comm, "zero_grad")
             self._recovery.give_up()
 
     def refuse_middle(self, what: str) -> None:
-        """Raise ConfigError where a step has gradients already, which `what` would lose."""
+        """Raise ConfigError if the step already has gradients: the named call would lose them."""
         if self.has_gradients():
             raise ConfigError(
                 f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "
@@ -46,23 +46,24 @@ class OwnLoop:
             )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`, as given."""
+        """Add the gradients of `loss`, without scaling."""
         self._steps.method.own_loop()
         with self._recovery.ending():
-            self._open_step()  # the units may have been called one by one
+            self._open_step()  # the script may have called single units
             loss.backward()
             self.losses.append(loss.detach())
 
     def grad_norm(self) -> float:
-        """Return the norm of the gradients of the step, which are final from here on, over all ranks."""
+        """Return the gradient norm over all ranks. The gradients are final after this call."""
         self._refuse_nothing("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():
             return self._state.updates.measure()
 
     def update(self, max_grad_norm: float | None = None) -> StepResult:
-        """Clip, to `max_grad_norm` where it is given, update, and return the mean of the losses since the last update,
-        over all ranks: NaN where some rank gave none to `backward`.
+        """Clip (to `max_grad_norm`, if given), update, and return the mean loss since the last update, over all ranks.
+
+        NaN if a rank passed no loss to `backward`.
         """
         self._refuse_nothing("update")
         check_max_grad_norm(max_grad_norm)
@@ -79,7 +80,7 @@ class OwnLoop:
             return result
 
     def forget(self) -> None:
-        """No step is open: it was made, or given up."""
+        """Reset the loop: the step was completed or given up."""
         self.losses.clear()
         self.is_open = False
 
@@ -92,14 +93,14 @@ class OwnLoop:
             )
 
     def close(self) -> None:
-        """Take no calls of the model any more."""
+        """Remove the hook from the model."""
         self._hook.remove()
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_copy("pickle (torch.save) or copy.deepcopy")  # of the model, which has the hook
+        refuse_copy("pickle (torch.save) or copy.deepcopy")  # for the model, because the hook refers to this object
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is called: record on the first call's own arguments, and make room for sums of gradients."""
+        """Prepare for a call of the model: record new calls on their own arguments, and make room for gradient sums."""
         state, recovery, trial_runs = self._state, self._recovery, self._steps.trial_runs
         if state.runner.is_ours:
             return
@@ -118,8 +119,8 @@ class OwnLoop:
             state.updates.flush()
             try:
                 state.slots.settle()
-            except BaseException:  # this call fails, and no other: the gradients so far are whole
-                if state.comm.size == 1:  # over ranks all would have to
+            except BaseException:  # only this call fails: the gradients so far are complete
+                if state.comm.size == 1:  # several ranks would all have to retry
                     state.slots.retry()
                 raise
             if not torch.is_grad_enabled():

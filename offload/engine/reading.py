@@ -1,4 +1,4 @@
-"""Scripts that read weights from a model while an engine has them."""
+"""Reads by scripts: the engine answers when a script reads a model parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.telemetry.counters import Counters
 
 
 class Reading:
-    """Answers what hangs in a model: a parameter at a time, as it is after every update so far."""
+    """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
     def __init__(self, state: EngineState, counters: Counters, own_loop: OwnLoop) -> None:
         self._state, self._recovery, self._counters, self._own_loop = state, state.recovery, counters, own_loop
@@ -25,7 +25,7 @@ class Reading:
 
     @contextmanager
     def given(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within, whoever reads one of these parameters is given a copy of these values."""
+        """Context: reading one of these parameters returns a copy from `values`."""
         self._given = values
         try:
             yield
@@ -37,12 +37,12 @@ class Reading:
         return self._own_loop.has_gradients()
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
-        """Return a fresh copy of a parameter as the device uses it, on the CPU.
+        """Return a parameter as a new CPU copy, in the dtype used on the device.
 
-        Not collective, since a script may well read on one rank alone: it asks no other.
+        Not collective, because a script may read on one rank only.
 
         Raises:
-            ConfigError: the engine is at work, or other ranks have parts of the weights.
+            ConfigError: the engine is busy, or the weights are partitioned over ranks.
             TornError: the states belong to no step.
         """
         state, recovery = self._state, self._recovery
@@ -67,5 +67,5 @@ class Reading:
             )
         with torch.inference_mode(False), recovery.working(), self._counters.unchanged():
             state.updates.flush()
-            state.lanes.drain_updates()  # its own is waited for by its fence; where another's fails, there is no step
+            state.lanes.drain_updates()  # also raises a failure in another parameter's update
             return state.store.values.read_here(info.index)

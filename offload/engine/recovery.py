@@ -1,4 +1,4 @@
-"""Whether an engine's states belong to a step: what is given up, what is torn, and what is refused for it."""
+"""Recovery after failures and interrupts: the engine gives up a step, or marks the states as torn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from offload.tiers.store import Store
 
 
 class Recovery:
-    """Ends what fails or is interrupted, so that nothing of it stays, or nothing may follow.
+    """Ends failed or interrupted work without side effects, or else blocks further steps.
 
-    `torn`: why the states belong to no step, if they do not. `is_closed`: the states are gone.
+    `torn`: reason if the states belong to no step; None: they are sound. `is_closed`: the states are freed.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Recovery:
         self._num_forced = interrupts.num_forced
         self.is_closed = False
         self._also: list[Callable[[], None]] = []
-        self._depth = 0  # of work
+        self._depth = 0  # nesting of `working`
 
     def also(self, *give_up: Callable[[], None]) -> None:
-        """Have these called when a step is given up, in this order."""
+        """Register callbacks for `give_up`, called in this order."""
         self._also += give_up
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within, the engine works on its states for somebody, and interrupts come at borders. An exception leaves all
-        in order.
+        """Context for work on the states. Interrupts are deferred to safe points. An exception leaves the states in
+        order.
         """
         with interrupts:
             self._depth += 1
@@ -58,8 +58,8 @@ class Recovery:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Within, an exception ends the step: nothing of it stays, or, where some units are updated already, nothing
-        may follow.
+        """Context in which an exception ends the step: all effects are undone, or, after the first unit update, the
+        states are torn.
         """
         with self.working():
             try:
@@ -69,14 +69,15 @@ class Recovery:
                 raise
 
     def give_up(self) -> None:
-        """End what is under way; where some units are updated already, nothing may follow."""
+        """Cancel pending work. If some units are already updated, the states are torn."""
         with interrupts, interrupts.firm():
             self.torn = self._updates.give_up() or self.torn
             self._store.reset()
             self._executor.forget()
-            # Over ranks nothing was given up, and the others may be elsewhere; what is torn is of no use on the device.
+            # Several ranks: nothing was given up together, and the others may be elsewhere. Torn weights are useless on
+            # the device.
             if self._comm.size == 1 and not self.torn:
-                self._slots.refresh()  # what stays may have been on its way
+                self._slots.refresh()  # copies of resident weights may have been in progress
             self._runner.reset()
             for unit in self._units:
                 unit.drop_gradients()
@@ -86,29 +87,29 @@ class Recovery:
 
     @property
     def is_idle(self) -> bool:
-        """True where the engine is not at work, and nothing has failed half done."""
+        """True if the engine is not busy and no pass has failed halfway."""
         return not (self._depth or self._runner.is_at_work or self._runner.has_failed)
 
     def recover(self) -> None:
-        """Give up a pass that has failed half done, in a call around which there was nothing of the engine's: a forward
-        or a `loss.backward()` of the caller's own.
+        """Give up a pass that failed halfway outside the engine's calls, in a forward or `loss.backward()` of the
+        script.
         """
         if self._runner.has_failed and not self._depth:
             self.give_up()
 
     def check_open(self) -> None:
-        """Raise OffloadError where the engine is closed."""
+        """Raise OffloadError if the engine is closed."""
         if self.is_closed:
             raise OffloadError("the engine is closed: its states are gone. Make a new one.")
 
     def check_usable(self) -> None:
-        """Raise OffloadError where the engine is closed, TornError where its states belong to no step."""
+        """Raise OffloadError if the engine is closed, TornError if the states belong to no step."""
         self.check_open()
         self.recover()
         self.check_sound()
 
     def check_sound(self) -> None:
-        """Raise TornError where the states belong to no step."""
+        """Raise TornError if the states belong to no step."""
         self.torn = self.torn or self._updates.failure()
         if interrupts.num_forced > self._num_forced:
             self.torn = self.torn or "a second interrupt came in the middle of the first one's way out"
@@ -116,14 +117,14 @@ class Recovery:
             raise TornError(f"{self.torn}: the states belong to no step. Load the last checkpoint, or start over.")
 
     def mend(self) -> None:
-        """All states were written anew."""
+        """Mark the states as sound: all were written again."""
         self._updates.mend()
         self.torn, self._num_forced = None, interrupts.num_forced
 
     def tear(self, why: str) -> None:
-        """The states belong to no step until `mend`."""
+        """Mark the states as torn until `mend`."""
         self.torn = why
 
     def close(self) -> None:
-        """The states are gone."""
+        """Mark the states as freed."""
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""What the device's budget leaves is given to the slots, and taken back when a step needs it."""
+"""Spare device memory: lent to the slots and the gradient buffer, taken back when a step needs the memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _ALIGNMENT_BYTES = 4096
 
 
 def shared_out(room_bytes: int, slots: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int]:
-    """Return what of the device's room goes to the slots and to the gradient buffer, given the least and the most that
-    each can use, in bytes. A second gradient buffer comes first.
+    """Divide device memory between the slots and the gradient buffer; return both sizes in bytes.
+
+    `slots`, `buffer`: (least, most) useful bytes. A second gradient buffer has priority over larger slots.
     """
     buffer_bytes = buffer[1] if room_bytes >= buffer[1] + slots[0] else buffer[0]
     slots_bytes = min((room_bytes - buffer_bytes) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, slots[1])
@@ -26,17 +27,19 @@ def shared_out(room_bytes: int, slots: tuple[int, int], buffer: tuple[int, int])
 
 
 class SpareMemory:
-    """After a step that needed no more than the one before it, the room beside everything else goes to a second
-    gradient buffer, so that one fills while the other empties, and to the slots, so that units come early and stay.
+    """Lends spare device memory after a step that needed no more than the previous step.
 
-    How much else a step needs is not known before it ran: unit inputs, kept graphs and, on a GPU, the temporaries of
-    operations. A run therefore begins with the least that it can do with.
+    A second gradient buffer lets one buffer fill while the other empties. Larger slots let units be prefetched earlier
+    and stay.
+
+    Other needs of a step are unknown before the step runs: unit inputs, saved autograd graphs, and on a GPU the
+    temporaries of operations. A run therefore begins with the least memory for slots and buffer.
     """
 
     def __init__(
         self, comm: Comm, device: Device, slots: Slots, gradients: GradientFlow, plan: Plan, moved: Callable[[], None]
     ) -> None:
-        """`moved` is called when weights have no place any more."""
+        """`moved`: called before the weights lose their memory."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
         self._slots_bytes, self._buffer_bytes, self._moved = plan.range(SLOT), plan.range(BUFFER), moved
         self._is_moving = False
@@ -44,21 +47,25 @@ class SpareMemory:
         self._most_elements = 0
 
     def begin_step(self, num_elements: int) -> None:
-        """A step on a batch of so many elements begins: one larger than all before may need the room. (Once units are
-        updated within it, it could not run again.)
+        """Prepare for a batch with `num_elements` elements: if larger than all before, give the memory back.
+
+        After the first update within the step a retry would be impossible.
         """
         if num_elements > self._most_elements:
             self._most_elements = num_elements
             self.give_back()
 
     def end_step(self, peak_bytes: int) -> None:
-        """A step is over in which the device held so much at once, and nothing waits for a backward."""
+        """Lend memory after a step.
+
+        `peak_bytes`: peak device memory in the step. No inputs may be waiting for a backward.
+        """
         budget = self._device.ledger.budget_bytes
         if budget is None:
             return
         mine = self._slots.capacity_bytes + self._gradients.buffer_bytes
         told = self._comm.gather_objects((peak_bytes - mine, -budget), "room on the device")
-        others, budget = (max(found) for found in zip(*told, strict=True))  # the same for all: so are their schedules
+        others, budget = (max(found) for found in zip(*told, strict=True))  # equal on all ranks, like the schedules
         budget = -budget
         settled, self._others = others <= self._others, max(self._others, others)
         room_bytes = budget - self._others - self._device.late_bytes
@@ -67,16 +74,16 @@ class SpareMemory:
             self._take(slots_bytes, buffer_bytes)
 
     def give_back(self) -> bool:
-        """Go back to the least; False where that is what there is."""
+        """Shrink to the least sizes. Return False if already there."""
         if (self._slots.capacity_bytes, self._gradients.buffer_bytes) <= (self._slots_bytes[0], self._buffer_bytes[0]):
             return False
         self._take(self._slots_bytes[0], self._buffer_bytes[0])
         self._others = -1
-        self._device.take_recent_peak()  # what was given back is no need of others
+        self._device.take_recent_peak()  # the returned memory must not count as a need of others
         return True
 
     def retreat(self) -> bool:
-        """The allocator found no room beside what was taken: go back, and never take more than half as much again."""
+        """Shrink after an allocator failure, and from now on give the slots at most half as much."""
         taken = self._slots.capacity_bytes
         if not self.give_back():
             return False
@@ -85,19 +92,19 @@ class SpareMemory:
         return True
 
     def give_up(self) -> None:
-        """What was interrupted while it moved goes back to the least."""
+        """Shrink to the least sizes if a resize was interrupted."""
         if self._is_moving:
             self._take(self._slots_bytes[0], self._buffer_bytes[0])
 
     def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
         self._is_moving = True
         self._moved()
-        self._slots.resize(0)  # both go before either comes: the budget holds at every moment
+        self._slots.resize(0)  # free both before allocating either: the budget holds at every moment
         failed = False
         try:
             self._gradients.resize(buffer_bytes)
             self._slots.resize(slots_bytes)
-        except torch.OutOfMemoryError:  # the allocator's fragments were larger than thought
+        except torch.OutOfMemoryError:  # allocator fragments were larger than expected
             failed = True
         if self._comm.any(failed, "room for more units"):
             self._slots.resize(0)

@@ -1,4 +1,4 @@
-"""What an engine runs on: units, tiers, lanes, made in the right order and undone by `close`."""
+"""Components of an engine: units, tiers and lanes, built in dependency order and released by `close`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from offload.tiers.watched_files import READ_STAGING, WatchedFiles
 
 
 class EngineState:
-    """A model whose parameters stream."""
+    """A model with streamed parameters."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.way, self.changed = Way(), set[str]()  # changed: frozen parameters that are not as they were given
+        self.way, self.changed = Way(), set[str]()  # changed: frozen parameters changed since the start
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
-        self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
+        self._has_room_for_sums: bool | None = False  # None: an interrupt came during the change
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
@@ -85,9 +85,9 @@ class EngineState:
         self.lanes = open_lanes(
             accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
         )
-        self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
+        self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): ends the threads
         counters.look_at(self)
-        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
+        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # dtypes of the original model
         self.caches = Caches(model)
         _put_buffers(model, self.device.torch_device)
         self.moved = MovedBuffers(model)
@@ -167,7 +167,7 @@ class EngineState:
             comm=comm,
         )
         self.units: list[Unit] = []
-        self.read_outside: set[str] = set()  # the names of units with weights that code outside of them reads
+        self.read_outside: set[str] = set()  # names of units with weights read from outside
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
@@ -181,7 +181,7 @@ class EngineState:
     def _activation_offload(
         self, tier: str, counters: Counters, name: str, most_bytes: int | None = None
     ) -> ActivationOffload | None:
-        """Return where unit inputs, or graphs, wait for their backward; None for the device."""
+        """Return the store for unit inputs or saved graphs until the backward; None: they stay on the device."""
         if tier == "nvme":
             assert self._nvme is not None
             return OnDisk(self.device, self.lanes, counters, self._nvme, most_bytes)
@@ -190,17 +190,17 @@ class EngineState:
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:
-        """Return memory of the device for updates that compute there, where there are any."""
+        """Return device memory for updates computed there; None: no such updates."""
         num_bytes = self.plan.of("device", WORKSPACE).num_bytes
         if not num_bytes:
             return None
         workspace = self.device.allocate(WORKSPACE, num_bytes)
-        self.lanes.wait(self.lanes.mark())  # until it is cleared: who uses it does so in another stream
+        self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
         return workspace
 
     def _open_update_place(self, counters: Counters, has_workspace: bool) -> UpdatePlace:
-        """Return where updates run: those of regions that stream to the device there, if there is a ring for them."""
-        # What a lane of the host computes on the device is no part of compute.
+        """Return the place of the updates: in place, or for streamed regions on the device, through a ring."""
+        # Device work from a host lane needs a separate stream, beside compute.
         has_stream = has_workspace and self.store.updating is self.lanes.update
         in_place = InPlace(self.store.updating, self.device, self.device.aside if has_stream else nullcontext)
         ring = self.plan.of("device", UPDATE_RING)
@@ -208,8 +208,9 @@ class EngineState:
         return open_place(in_place, memory, self.plan.layout.streamed, self.regions, self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
-        """Make the files of what is on disk, and the rings through which it moves. The ranks take turns, so that each
-        sees what room the others have left.
+        """Create the files for states on disk, and the rings for their transfers.
+
+        The ranks take turns: each one sees the disk space left by the previous ones.
         """
         for allocation in self.plan.allocations:
             if allocation.tier == "nvme":
@@ -232,8 +233,9 @@ class EngineState:
         return made
 
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
-        """Go backward. A pass that is made for the norm alone, or as a trial, gives gradients to nothing outside of the
-        model, whose hooks may do anything, except to `leaves`.
+        """Run the backward. In a trial or a norm-only pass, only `leaves` outside the model receive gradients.
+
+        Hooks of other tensors could have any side effects.
         """
         inputs = None
         if self.gradients.lands_nowhere:
@@ -243,7 +245,7 @@ class EngineState:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Hang what stands for parameters in the model, also for those that stay on the device: nothing is read."""
+        """Context with the stand-ins in all modules, also for resident units. Reads no weights."""
         resident = [unit for unit in self.units if unit.resident]
         for unit in resident:
             unit.install(unit.resting)
@@ -254,7 +256,7 @@ class EngineState:
                 unit.install(unit.live())
 
     def make_resident(self, names: set[str]) -> None:
-        """Units that are read from outside stay on the device, if it has room."""
+        """Keep units with weights read from outside on the device, as far as memory allows."""
         self.read_outside |= names
         for unit in self.units:
             if unit.name in names:
@@ -262,8 +264,9 @@ class EngineState:
                 self.keep(unit)
 
     def keep(self, unit: Unit) -> None:
-        """Give a unit its weights on the device for good; its module runs as it is. Raises DoesNotFitError, and then
-        the unit streams as before.
+        """Keep a unit's weights on the device for good and run the module unmodified.
+
+        Raises DoesNotFitError; the unit then streams as before.
         """
         self.slots.keep(unit.regions)
         self.slots.settle()
@@ -277,23 +280,24 @@ class EngineState:
         unit.install(unit.live())
 
     def weights_changed(self, regions: Iterable[Region] | None = None) -> None:
-        """Weights of these regions, or of all, were written other than by an update: nothing of them that is on the
-        device, or waits for its backward, is good any more.
+        """Discard device copies and saved graphs after weights were written other than by an update.
+
+        `regions`: the written regions; None: all.
         """
         self.executor.forget()
         self.runner.forget_forwards()
         self.slots.refresh(regions, always=True)
 
     def _forget_places(self) -> None:
-        """The device's memory for weights is about to become another."""
+        """Forget device addresses of weights before the slot memory is replaced."""
         self.executor.reset(keep_orders=True)
         for unit in self.units:
             if not unit.resident:
                 unit.forget_live()
 
     def accumulate(self, accumulates: bool = True) -> None:
-        """Make room for gradients that are summed over several backward passes; or between two steps go back to those
-        of one, so that a step is what it would be had there been none of the others.
+        """Make room for gradient sums over several backward passes, or with False return to one pass, between two
+        steps. The return makes a step independent from earlier steps.
         """
         if self._has_room_for_sums is accumulates:
             return
@@ -303,7 +307,7 @@ class EngineState:
                 "gradients that are summed over several backward passes wait in host memory, in fp32, although "
                 "offload.gradients is nvme."
             )
-        self.lanes.drain_updates()  # they read what goes
+        self.lanes.drain_updates()  # they read memory about to be freed
         self.store.hold_gradients(accumulates, waits=self._keeps_gradients)
         self.gradients.accumulate(
             accumulates, self._stage(self.regions if accumulates else self._staged, accumulates=accumulates)
@@ -311,7 +315,7 @@ class EngineState:
         self._has_room_for_sums = accumulates
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
-        """Return memory beside the states for the gradients of these regions on their way."""
+        """Return memory on the tier of the states, for these regions' gradients on their way to the update."""
         neighbours = 2 if self.lanes.overlap else 1
         splits = self._splits or self.plan.adds_up
         num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, splits)
@@ -319,10 +323,10 @@ class EngineState:
 
     def end_lanes(self) -> None:
         self.lanes.close()
-        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too: none runs where none is needed
+        self._dropped.detach()  # errors in a finalizer are lost, even a Ctrl-C: none runs here
 
     def close(self, restore: bool) -> None:
-        """Undo the rerouting; put real parameters back with `restore`; free the tiers."""
+        """Undo the rerouting, restore real parameters with `restore`, and free the tiers."""
         made: dict[int, nn.Parameter] = {}
         for unit in self.units:
             unit.unroute()
@@ -355,7 +359,7 @@ class EngineState:
 
 
 def _put_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers live on the device, in their own dtype."""
+    """Move the buffers to the device, in their own dtype."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:

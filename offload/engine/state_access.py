@@ -1,4 +1,4 @@
-"""What an engine gives of its states, and takes: copies, edits, exports, checkpoints."""
+"""Engine calls about states: copies, edits, exports, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from offload.telemetry.counters import Counters
 _Json = Mapping[str, Any] | None
 _Files = Mapping[str, bytes] | None
 _MARKED = 4096
-"""Elements of each parameter by which weights are told from others."""
+"""Elements per parameter that enter a `weights_mark`."""
 _BLOCK = 1 << 22
-"""Elements that are read at once where all are."""
+"""Elements read at a time when all are read."""
 
 
 class StateAccess:
-    """The calls of an engine about its states. Each waits until the updates before it are made."""
+    """Engine calls about states. Each call waits until all earlier updates are done."""
 
     comm: Comm
     """The ranks."""
     counters: Counters
-    """The bytes of the last step, to which none of these calls adds."""
+    """Byte counts for the last step. None of these calls changes them."""
     _state: EngineState
     _recovery: Recovery
     _steps: Steps
@@ -53,7 +53,7 @@ class StateAccess:
     _reading: Reading
 
     def _settle(self, operation: str) -> None:
-        """Let every update that is on its way arrive, before the host reads the states. Collective."""
+        """Wait for all pending updates before the host reads the states. Collective."""
         self._recovery.check_usable()
         agree_on_pass(self.comm, operation)
         with self._recovery.working():
@@ -65,9 +65,11 @@ class StateAccess:
     def named_parameters(
         self, trained_only: bool = False, *, names: Iterable[str] | None = None, as_given: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield fresh CPU copies of the master weights, fp32 or of the dtypes `as_given`, under the model's names, in
-        torch's order, tied names once; all of them, those that were not frozen at `Engine()`, or some `names`. Of those
-        that rest in codes (`frozen_weights`) it is what the codes stand for. Collective: all ranks ask for the same.
+        """Yield (name, value): new CPU copies of the master weights, in torch's parameter order, tied weights once.
+
+        Default: all parameters, in fp32. `trained_only`: without the parameters frozen at `Engine()`. `names`: only
+        these. `as_given`: in the original dtypes. Quantized weights (`frozen_weights`) are dequantized. Collective,
+        with equal arguments on all ranks.
         """
         self._settle("named_parameters")
         for info in self._infos_of("engine.named_parameters", names):
@@ -75,26 +77,27 @@ class StateAccess:
                 yield info.name, self._read(info).to(self._state.dtypes[info.index] if as_given else torch.float32)
 
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return fp32 master weights: all in their shape, or those from an element to another, flat. Collective."""
-        if self.comm.size > 1:  # a step may have been made since the last one was asked for
+        """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
+        if self.comm.size > 1:  # a step may have run since the last request
             self._state.lanes.finish()
         with self._recovery.working(), self.counters.unchanged():
             values = self._state.store.values
             return values.read(info.index) if span is None else values.read_range(info.index, *span)
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters to be changed in place, for merges, resets and averages:
+        """Yield parameters for changes in place, for merges, resets and averages:
 
             for name, value in engine.edit():
                 value.mul_(0.5)
 
-        Each is an fp32 copy of the master weights on the CPU, in its shape, and is written back when the loop goes on.
-        Moments stay as they are. Collective: all ranks ask for the same, and those of rank 0 are written.
+        Each value is an fp32 CPU copy of the master weights in the parameter's shape, and is written back when the loop
+        continues. The moments stay unchanged. Collective, with equal arguments on all ranks; rank 0's values are
+        written.
 
-        names: of the parameters, as `named_parameters` has them; None for all.
+        names: parameter names, as in `named_parameters`; None: all.
 
-        Raises as `check_edit`, and ConfigError for values that are not finite, which are not written. A frozen
-        parameter that was written is in every checkpoint from then on, with `trained_only` as well.
+        Raises like `check_edit`, and ConfigError for non-finite values, before they are written. An edited frozen
+        parameter is in every later checkpoint, also with `trained_only`.
         """
         wanted = self.check_edit(names)
         self._own_loop.refuse_middle("engine.edit")
@@ -103,8 +106,10 @@ class StateAccess:
         return self._edited(wanted)
 
     def check_edit(self, names: Iterable[str] | None = None) -> list[ParameterInfo]:
-        """Return what `edit` would yield, and write nothing. Raises ConfigError for a name that there is none of, and
-        for one that rests in codes (`frozen_weights`) or in the model's own files.
+        """Return the parameters `edit` would yield, without a write.
+
+        Raises ConfigError for an unknown name, and for a parameter that is quantized (`frozen_weights`) or read from
+        the model files.
         """
         wanted = self._infos_of("engine.edit", names)
         has_files = self._state.files is not None
@@ -118,13 +123,14 @@ class StateAccess:
         return wanted
 
     def answering(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Within, whoever reads one of these parameters from the model is given a copy of these `values`, by the names
-        of `named_parameters`: for another library's code that saves on one rank what several hold. Not collective.
+        """Context in which reads of these parameters from the model return copies of `values`, by parameter name.
+
+        For code in other libraries that saves on one rank weights partitioned over several. Not collective.
         """
         return self._reading.given(values)
 
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
-        """Return parameters by their names, None for all. Raises ConfigError for a name that there is none of."""
+        """Return parameters by name; None: all. Raises ConfigError for an unknown name."""
         infos = {info.name: info for info in self._state.infos}
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
@@ -133,12 +139,12 @@ class StateAccess:
         return [infos[name] for name in wanted]
 
     def prune_moments(self, names: Iterable[str], share: float) -> None:
-        """Set to zero what the update rule keeps of parameters: of each array, such as a first moment, this share of
-        the elements, those of least magnitude (ReLoRA, arXiv:2307.05695, section 3: 0.99 and 0.999); all with 1. How
-        often a parameter was updated stays as it is. Collective: all ranks ask for the same.
+        """Set the smallest elements of the optimizer state to zero, in each array separately. ReLoRA, arXiv:2307.05695,
+        section 3, uses shares of 0.99 and 0.999. Step counts stay unchanged. Collective, with equal arguments on all
+        ranks.
 
-        names: of the parameters, as `named_parameters` has them. share: 0 to 1. Raises ConfigError for a name that
-        there is none of, and for a share below 1 of moments in int8.
+        names: parameter names, as in `named_parameters`. share: fraction to clear, 0 to 1; 1 clears all. Raises
+        ConfigError for an unknown name, and for a share below 1 with int8 moments.
         """
         wanted = self._infos_of("engine.prune_moments", names)
         self._own_loop.refuse_middle("engine.prune_moments")
@@ -149,7 +155,7 @@ class StateAccess:
             self._state.lanes.drain_updates()
 
     def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter, and write it back. Between two of them anything may be called: nothing is stale."""
+        """Yield each parameter and write it back. Other engine calls between two parameters are safe."""
         state = self._state
         for info in infos:
             self._settle(f"edit of {info.name}")
@@ -163,14 +169,16 @@ class StateAccess:
                 )
             with self._recovery.working(), self.counters.unchanged():
                 state.store.values.write(info.index, reader(value), value.dtype, source=0)
-                state.lanes.drain_updates()  # a disk that fails is found out here
+                state.lanes.drain_updates()  # a disk failure is raised here
                 if not info.trainable:
                     state.changed.add(info.name)
                 state.weights_changed(region for region in state.regions if info.index in region.parameters)
 
     def weights_mark(self, *, whole: bool = False) -> str:
-        """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
-        few thousand of its fp32 master weights, or with `whole` all of them, a block at a time. Collective.
+        """Return a fingerprint of the weights: 16 hexadecimal digits.
+
+        The fingerprint covers each parameter's name and first 4096 fp32 master weights, or with `whole` all weights,
+        read in blocks. Collective.
         """
         self._settle("weights_mark")
         found = xxhash.xxh64()
@@ -183,17 +191,17 @@ class StateAccess:
 
     @property
     def graphs_on_host_bytes(self) -> int:
-        """The bytes of the host's memory in which graphs wait for their backward (`Placement(graphs="cpu")`)."""
+        """Host memory in bytes for saved autograd graphs (`Placement(graphs="cpu")`)."""
         return self._state.host.allocations.get(GRAPHS, 0)
 
     @property
     def head_chunk_bytes(self) -> int | None:
-        """How many bytes of logits exist at once at most, counted in fp32; None for all."""
+        """Limit for logits in memory at a time, in bytes as fp32; None: no limit."""
         return self._steps.losses.chunk_bytes
 
     @property
     def allocations(self) -> list[tuple[str, str, int]]:
-        """Return what is held: (tier, name, bytes)."""
+        """Memory reservations on all tiers: (tier, name, bytes)."""
         if self._recovery.is_idle:
             with self._recovery.working():
                 self._state.runner.collect()
@@ -202,34 +210,34 @@ class StateAccess:
 
     @property
     def update_devices(self) -> Mapping[str, torch.device]:
-        """Where the update of each parameter is computed: where its states rest, or to which they stream."""
+        """Compute device for the update of each parameter, by name."""
         state = self._state
         on_host, devices = state.plan.updated_on_host(state.regions), (state.device.torch_device, torch.device("cpu"))
         return {info.name: devices[info.index in on_host] for info in state.infos}
 
     @property
     def told_updates(self) -> str:
-        """What of the states that rest on the host is updated where, for people; empty where all of it is there."""
+        """Text about the update devices of host states; empty if all updates run on the host."""
         return self._state.plan.told_updates(self._state.regions)
 
     @property
     def told_tiles(self) -> str:
-        """What is cut, or has run over tiles, since the device has too little for it, for people; empty for nothing."""
+        """Text about split units and sequence tiles due to little device memory; empty if none."""
         return ".\n".join(filter(None, (self._state.cutting.told, self._state.runner.forwards.told)))
 
     @property
     def told_frozen_weights(self) -> str:
-        """Which frozen weights rest in codes or in the model's own files, for people; empty where all are as others."""
+        """Text about frozen weights that are quantized or read from the model files; empty if none."""
         return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
 
     @property
     def told_links(self) -> str:
-        """What of weights and gradients travels in codes, and what is approximate by that, for people, or nothing."""
+        """Text about quantized transfers of weights and gradients, and their approximations; empty if none."""
         return told_links(self._state.regions, self._state.plan.layout.sharding)
 
     @property
     def resting(self) -> frozenset[str]:
-        """The names of those allocations in host memory that the device never copies from, and that are not pinned."""
+        """Names of host allocations the device never copies from; they are not pinned."""
         return self._state.plan.layout.resting(self._state.regions)
 
     def export(
@@ -241,14 +249,13 @@ class StateAccess:
         replace: bool = False,
         made: Made | None = None,
     ) -> None:
-        """Write the model as a Hugging Face folder: configuration, as it was given, and safetensors, piece by piece.
-        Collective; rank 0 writes. The folder is there whole, or not at all.
+        """Write the model as a Hugging Face folder: the original configuration and safetensors files. Collective; rank
+        0 writes. Weights are read piece by piece. A failed export leaves no folder.
 
-        dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit. What
-            rests in codes (`frozen_weights`) is written as what the codes stand for.
-        shard_bytes: of a file of weights at most. files: rank 0's, by name, go with it, such as those of its
-        tokenizer. replace: an earlier export gives way. made: another model instead, whose weights are made of these,
-            such as one with an adapter merged in; the same on all ranks.
+        dtype: None: the dtype the device uses for each weight; float32: the master weights, bit for bit. Quantized
+        weights (`frozen_weights`) are dequantized. shard_bytes: largest size of a weight file. files: extra files from
+        rank 0, by name, for example the tokenizer. replace: overwrite an earlier export. made: export another model
+        with weights computed from these, for example with a merged adapter; equal on all ranks.
 
         Raises, on all ranks, ConfigError or DiskError.
         """
@@ -261,13 +268,13 @@ class StateAccess:
     def save_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
     ) -> None:
-        """Write all states to a folder, from which any number of ranks with any placement can go on. Collective. What
-        was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
-        `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer. With
-        `trained_only` it lacks what was frozen at `Engine()`, and only an engine that has the same there can load it.
-        What rests in codes (`frozen_weights`) or in the model's own files is in no checkpoint: save it so.
+        """Write all states to a folder, to resume with any number of ranks and any placement. Collective. The previous
+        checkpoint stays until the new one is complete. `load_checkpoint` returns `meta` (JSON). `files` (rank 0's, by
+        name) are stored beside the model configuration, for example the tokenizer. `trained_only`: leave out parameters
+        frozen at `Engine()`; only an engine with the same frozen weights can load the checkpoint. Required if frozen
+        weights are quantized (`frozen_weights`) or in the model files.
 
-        Raises, on all ranks, DiskError or ConfigError, after which training can go on.
+        Raises, on all ranks, DiskError or ConfigError; training can continue after either.
         """
         how = {"copies": False, "trained_only": trained_only}
         with self._saving("save_checkpoint", path, meta, files, **how) as saving, self._recovery.working():
@@ -276,20 +283,20 @@ class StateAccess:
     def begin_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
     ) -> Saving:
-        """Begin what `save_checkpoint` does: all states are copied into host memory that is left over (of the budget,
-        or half of what is free without one), and are on their way to the disk when this returns. What has no room there
-        is waited for. Steps may follow; the checkpoint is there once `finish` of what this returns has returned, which
-        is collective as well, and comes before `close`. It `is_done` (on this rank) when `finish` need not wait;
-        `abort` gives it up.
+        """Begin a `save_checkpoint` and return while the disk writes are in progress. States are first copied to spare
+        host memory (the unused budget, or half the free memory without a budget); states without room there are written
+        before the return. Training may continue. The checkpoint is complete when `finish` of the result returns.
+        `finish` is collective, and must come before `close`. `is_done`: `finish` need not wait on this rank. `abort`
+        cancels the checkpoint.
 
-        Raises as `save_checkpoint`; what the disk refuses later is raised by `finish`, on all ranks.
+        Raises like `save_checkpoint`. Later disk errors are raised by `finish`, on all ranks.
         """
         return self._saving("begin_checkpoint", path, meta, files, copies=True, trained_only=trained_only)
 
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
         self._own_loop.refuse_middle(f"engine.{name}")
         self._settle(name)
-        with ExitStack() as interrupted:  # it comes out where the work ends, and nobody would have what was made
+        with ExitStack() as interrupted:  # an interrupt is raised as `working` ends, before the caller has it
             with self._recovery.working(), self.counters.unchanged():
                 decided = self._steps.decided
                 saving = interrupted.enter_context(Saving(self._state, Path(path), decided, meta or {}, files, **how))
@@ -297,12 +304,11 @@ class StateAccess:
         return saving
 
     def load_checkpoint(self, path: str | Path, *, reset: bool = False) -> dict[str, Any]:
-        """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
-        sound again. With `reset` the states of an update rule that is not this engine's, or of another width, are left
-        out: this one's begin anew.
+        """Load all states from a checkpoint folder and return the saved meta. Collective. A torn engine is sound
+        afterwards. `reset`: ignore optimizer states of another update rule or state dtype; the states start anew.
 
-        Raises, on all ranks, CheckpointError for a folder that is damaged (where its data are, the engine is torn), and
-        ConfigError for another model's, or, without `reset`, another rule's.
+        Raises, on all ranks, CheckpointError for a damaged folder (with damaged data the engine is torn), and
+        ConfigError for another model, or, without `reset`, another rule.
         """
         self._recovery.check_open()
         agree_on_pass(self.comm, "load_checkpoint")
@@ -322,7 +328,7 @@ class StateAccess:
             self._state.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._state, reader, anew=anew)
-                self._state.lanes.drain_updates()  # what fails on its way to the disk fails the load
+                self._state.lanes.drain_updates()  # a failed disk write fails the load
             self._state.weights_changed()
             self._state.slots.settle()
         self._steps.decide_again(decided)
@@ -332,8 +338,9 @@ class StateAccess:
         return meta
 
     def catch_up(self) -> None:
-        """Let what is computed next see the newest weights. It is for the end of a run whose updates come late: between
-        its steps an evaluation sees the weights that the next step would compute with. Collective.
+        """Compute with the newest weights from now on. Collective.
+
+        For the end of a run with delayed updates: between steps, an evaluation uses the weights of the next step.
         """
         self._settle("catch_up")
         with self._recovery.working(), self.counters.unchanged():

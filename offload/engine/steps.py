@@ -1,4 +1,4 @@
-"""One step, from a batch to the update, and one evaluation."""
+"""One step, from the batch to the update, and one evaluation."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from offload.telemetry.counters import Counters
 
 _Result = TypeVar("_Result")
 METHODS: Mapping[str, type[Method]] = {"backward": Backward, "forwards": Forwards}
-"""By the names that update rules have of them."""
+"""Training methods, by the `method` name of the update rule."""
 _MOST_DEPARTURES = 3
-"""Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
+"""Limit per batch: each departure is recorded on one rank's rows, and several ranks may each have a new call."""
 
 
 def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
-    """Return what to raise where the device has no memory for a step, with what torch says of it."""
-    found = str(error).partition("If reserved but unallocated")[0]  # advice on the allocator, which is set already
+    """Return a DoesNotFitError for an out-of-memory error in a step, with torch's text."""
+    found = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
     return DoesNotFitError(
         f"the device's memory does not hold a step on this batch: {' '.join(found.split())} Lower --train.batch_size, "
         f"--train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set --train.recompute always "
@@ -58,7 +58,7 @@ def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
 
 
 class Steps:
-    """Makes steps and evaluations of batches, by the `method` of training that the update rule asks for."""
+    """Runs steps and evaluations with the update rule's training method."""
 
     def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
         self._state, self._recovery, self._counters = state, state.recovery, counters
@@ -74,7 +74,7 @@ class Steps:
         self.judging = Judging(state, self.method, self.losses, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
-        """Train on a batch, which is on this rank's side still."""
+        """Train on a batch in host memory."""
         self._writes.look()
         self.trial_runs.forget_other_modes()
         facts = self._meet("step", batch, loss_fn, self.method.lr)
@@ -83,13 +83,13 @@ class Steps:
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
-        """Return the loss of a batch, and leave no trace."""
+        """Return the batch's loss without side effects."""
         self._writes.note(is_step=False)
         facts = self._meet("evaluate", batch, loss_fn)
         return self._again(lambda departed: self._evaluate(self._rehearsed(facts, departed)))
 
     def replay(self, records: Iterable[Any]) -> None:
-        """Make the steps of records again. Raises ConfigError."""
+        """Repeat steps from records. Raises ConfigError."""
         for record in records:
             with self._recovery.ending():
                 self.method.replay(ZerothOrderRecord.of(record))
@@ -108,7 +108,7 @@ class Steps:
             return replace(result, noise=self._noise(facts))
 
     def _noise(self, facts: BatchFacts) -> GradientNoise | None:
-        """Return how the gradients of a step's parts scatter, where that is measured. Collective."""
+        """Return the noise estimate for a step's micro-batches and ranks, if measured. Collective."""
         flow, own = self._state.gradients, facts.plan.ranks[facts.plan.rank]
         targets = () if facts.labels is None else map(facts.rule.count, facts.labels.split(own.micro_rows))
         return flow.parts.noise(self._state.infos, flow.measures.squares, targets, self._state.comm)
@@ -135,7 +135,10 @@ class Steps:
             return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
     def resolve_clip(self, tokens: int) -> str:
-        """Decide `clip: auto` for steps of so many tokens on this rank, or leave it to these; return what it is now."""
+        """Decide `clip: auto` for steps with `tokens` tokens on this rank, or leave the decision to the steps.
+
+        Return the mode.
+        """
         state, updates = self._state, self._state.updates
         if updates.clip == "auto" and updates.num_unclipped is None:
             if state.lanes.overlap and state.plan.corrects_cheaply and not self._hides_updates(tokens):
@@ -145,7 +148,7 @@ class Steps:
         return updates.clip
 
     def _hides_updates(self, tokens: int) -> bool:
-        """Return True if an update that begins once the norm is known ends within the next forward pass. Collective."""
+        """Return whether an update that begins after the norm ends within the next forward. Collective."""
         state, throttles = self._state, self._state.throttles
         regions, sharding = state.regions, state.plan.layout.sharding
         if not state.comm.any(not is_small(regions, sharding, throttles), "whether updates are small"):
@@ -153,11 +156,11 @@ class Steps:
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
         is_late = update_seconds(regions, state.plan.layout, throttles, speeds) > forward_s
-        return not state.comm.any(is_late, "choice of train.clip")  # each rank has its own tokens
+        return not state.comm.any(is_late, "choice of train.clip")  # token counts differ by rank
 
     @property
     def decided(self) -> dict[str, Any]:
-        """What was decided once and for all, and changes bits; for JSON."""
+        """Final decisions that change result bits; JSON."""
         updates, trial_runs = self._state.updates, self.trial_runs
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
         judged = self.judging.judged
@@ -166,20 +169,20 @@ class Steps:
         return {**clip, "way": way, **chunks, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
-        """Go on by what another engine has decided."""
+        """Take over another engine's decisions."""
         if self._chooses_clip:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
-            self.losses.cut_by(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # which all had that do not say
+            self.losses.cut_by(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # the value before it was saved
         self.trial_runs.begin_again(decided.get("losses", {}))
         self.judging.begin_again(decided.get("judged", {}))
-        before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
+        before = Way(cut="calls") if decided.get("plain") else Way()  # for old checkpoints without `way`
         self._state.way.become(Way(**decided.get("way", asdict(before))))
         resident = {unit.name for unit in self._state.units if unit.resident}
-        self._state.make_resident(set(decided.get("resident", ())) - resident)  # which is never cut in micro-batches
+        self._state.make_resident(set(decided.get("resident", ())) - resident)  # never split into micro-batches
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
-        """Agree with the other ranks on a pass, and bring the batch up."""
+        """Agree with the other ranks on a pass, and copy the batch to the device."""
         batch, shared = share_rows(batch, loss_fn, self._state.attention.comm)
         news = partial(self.trial_runs.news, batch, loss_fn)
         comm, modes = self._state.comm, self.trial_runs.modes
@@ -192,14 +195,14 @@ class Steps:
         return BatchFacts(plan, up, loss_fn, host_labels(batch), shared=shared)
 
     def _rehearsed(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
-        """Learn on a few rows of a batch what the step relies on; return the facts with what was learned."""
+        """Record and check new calls on a few rows of the batch; return the updated facts."""
         with self._recovery.ending():
             is_recorded = facts.plan.is_new or departed is not None
             if is_recorded:
                 self._state.updates.flush()
             self._state.slots.settle()
             needs_mask = facts.plan.needs_mask
-            self._state.attention.begin_pass(needs_mask or departed is not None)  # whose masks a trial may leave out
+            self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
             facts = self.trial_runs.on_batch(facts, departed)
             way = self._state.way
             if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "whether batches are cut"):
@@ -211,7 +214,7 @@ class Steps:
                 self._judge(facts)
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)
-                )  # the trial was of another rank's
+                )  # the trial used another rank's sample
             if is_recorded and facts.shared is not None:
                 check_sharing(self._state, facts, facts.shared)
                 self.trial_runs.forget_traffic()
@@ -221,12 +224,12 @@ class Steps:
 
     @property
     def splits(self) -> bool:
-        """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
+        """True if, so far, every unit gives equal results for a batch split in rows."""
         variants = [variant for unit in self._state.units if not unit.resident for variant in unit.known.values()]
         return all(variant.splits for variant in variants if variant.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
-        """No few rows of a batch run by themselves: no batch is cut from now on."""
+        """Stop splitting batches: the model does not run on a few rows alone."""
         if self._state.way.cut != "whole":
             before = copy(self._state.way)
             self._state.way.change(cut="whole")
@@ -236,7 +239,7 @@ class Steps:
             )
 
     def _judge(self, facts: BatchFacts) -> None:
-        """Have passes of this kind judged on a few rows of the batch."""
+        """Check this kind of pass on a few rows of the batch."""
         self._state.updates.flush()
         sample = self.trial_runs.take_sample(facts)
         self.method.begin_trial()
@@ -244,10 +247,12 @@ class Steps:
         self.trial_runs.forget_traffic()
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
-        """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
-        sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
-        from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
-        units that had found room on the device were in the way. What fails leaves modules and generators as they were.
+        """Run a pass; after an unrecorded unit call, record the call and run again from the same random state.
+
+        Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording
+        uses full-length rows of the batch, from one rank or several. If no few rows show the new call, batches are no
+        longer split. The pass also runs again after an out-of-memory error, without the spare device memory lent to
+        slots. A failed pass leaves modules and generators unchanged.
         """
         state = self._state
         before, departed, num_departures = self._moment(), None, 0
@@ -260,7 +265,7 @@ class Steps:
                     before.condition.put_back()
                 return result
             except BaseException as error:
-                if self._recovery.torn or state.runner.step_number != step_number:  # it is done, in part or all of it
+                if self._recovery.torn or state.runner.step_number != step_number:  # at least one update is done
                     raise
                 before.put_back()
                 if isinstance(error, UnrecordedCallError):
@@ -277,13 +282,13 @@ class Steps:
                     raise
 
     def _moment(self) -> Moment:
-        """Return generators and modules as they are now."""
+        """Return a snapshot of generators and modules."""
         state = self._state
         notes = [place for unit in state.units for place in unit.notes]
         return Moment(state.device, self._modules, self._may_move(), notes, state.runner.is_weight)
 
     def _may_move(self) -> set[BufferPlace]:
-        """Return the buffers that a pass may move: all but those of units that were seen not to."""
+        """Return the buffers a pass may change: all except those in units recorded without buffer changes."""
         inside: set[Module] = set()
         moving: set[BufferPlace] = set()
         for unit in self._state.units:
@@ -296,9 +301,9 @@ class Steps:
     def _gives_back(self, error: BaseException) -> bool:
         state = self._state
         with self._recovery.working():
-            if state.comm.size > 1:  # the other ranks had room, and are further by now
+            if state.comm.size > 1:  # the other ranks had room and are further on
                 return False
             if isinstance(error, DoesNotFitError):
                 return state.spare_memory.give_back()
-            # Room was left, but not in one piece, or not for the temporaries of a batch like this.
+            # There was room, but fragmented, or too small for the temporaries of this batch.
             return state.spare_memory.retreat() or state.runner.saved.policy.retreat()

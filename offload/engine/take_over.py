@@ -1,4 +1,4 @@
-"""A model's weights, taken over into an engine one unit at a time."""
+"""Transfer of the model weights into the engine, one unit at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offload.tiers.model_files import ModelFiles
 
 
 def take_over(state: EngineState, fill: Fill | None) -> None:
-    """Take the weights over, and reroute the units."""
+    """Move the weights into the store and reroute the units."""
     state.caches.turn_off()
     try:
         _take(state, fill)
         state.hold.guard()
-        state.lanes.drain_updates()  # a disk that fails is found out here
+        state.lanes.drain_updates()  # a disk failure is raised here
         state.lanes.timeline.discount("nvme_read", "nvme_write")
         trim_heap()
         for unit in state.units:
@@ -46,19 +46,19 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
 
 
 def _take(state: EngineState, fill: Fill | None) -> None:
-    """Move the weights into the store, unit by unit; what was a parameter becomes what stands for it."""
-    # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
-    # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
+    """Move the weights into the store, unit by unit, and replace the parameters by stand-ins."""
+    # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
+    # taken by then. The ranks take turns as the source, so each file is read once, and the source broadcasts the unit.
     given, files = dict[nn.Parameter, Source](), state.files
     again = _Again(files) if files is not None else None
     taken: set[int] = set()
     strided: list[str] = []
-    # Experts come right behind their block, with which they are filled.
+    # Experts follow directly after their block, because the same call fills both.
     for number, unit in enumerate(sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records))):
         source = number % state.comm.size if fill is not None else 0
         is_layer = unit.layer == unit.name and not unit.in_records
         if fill is not None and is_layer and (source == state.comm.rank or files is not None):
-            given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
+            given.update(fill(unit.name, unit.module) or {})  # may include children taken later
         for place in unit.places:
             parameter = place.module._parameters[place.key]
             assert parameter is not None
@@ -86,7 +86,7 @@ def _take(state: EngineState, fill: Fill | None) -> None:
 
 
 class _Again:
-    """Opens a model's files once more, for an engine alone: who has built the model may close them."""
+    """Opens the model files again for the engine: the builder of the model may close the first handles."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._files, self._found = files, dict[Path, TensorFile]()
@@ -98,7 +98,7 @@ class _Again:
 
 
 def _of_files(source: Source | None, info: ParameterInfo) -> Source:
-    """Return where a frozen parameter is read from. Raises ConfigError."""
+    """Return the source of a frozen parameter. Raises ConfigError."""
     if source is None:
         raise ConfigError(
             f"offload.parameters is files, and {info.name} is frozen and cannot be read from the model's files as it "
@@ -108,14 +108,15 @@ def _of_files(source: Source | None, info: ParameterInfo) -> Source:
 
 
 def _to_be_taken(source: Source | None, parameter: nn.Parameter, info: ParameterInfo) -> Read:
-    """Return how a parameter is read that is to rest elsewhere. Raises ConfigError."""
+    """Return the reader for a parameter stored by the engine. Raises ConfigError."""
     is_in_memory = source is None and not isinstance(info.codec, Quantized)
     return reader(parameter) if is_in_memory else _as_it_rests(source, info)
 
 
 def _as_it_rests(source: Source | None, info: ParameterInfo) -> Read:
-    """Return what reads the records of a parameter, or the weights of one that rests in no codes of its files. Raises
-    ConfigError for one that rests in codes that nothing has.
+    """Return a reader for quantized records, or for plain weights of an unquantized parameter.
+
+    Raises ConfigError for a quantized parameter without records in the files.
     """
     if isinstance(source, SourceInCodes) and info.codec == source.codec:
         return source.records
@@ -129,7 +130,7 @@ def _as_it_rests(source: Source | None, info: ParameterInfo) -> Read:
 
 
 def share_buffers(model: nn.Module, comm: Comm) -> None:
-    """Give all ranks the buffers of rank 0, as they get its weights."""
+    """Copy rank 0's buffers to all ranks, like the weights."""
     for name, buffer in model.named_buffers() if comm.size > 1 else ():
         if buffer.numel():
             value = buffer.detach().cpu().contiguous().reshape(-1)

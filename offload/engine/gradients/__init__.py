@@ -1,1 +1,1 @@
-"""Gradients from autograd's hands to the update."""
+"""Gradients, from autograd to the update."""

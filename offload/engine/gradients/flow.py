@@ -1,9 +1,8 @@
-"""A step's gradients, from the backward of a unit to the host: summed in fp32 where there are several contributions,
-measured, rounded once.
+"""A step's gradients, from a unit's backward to the host: summed in fp32, measured, rounded once.
 
-A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once, behind
-the compute of the next unit. A region with several (tied weights, a unit used twice, weights that stay on the device)
-waits in an fp32 buffer on the device and lands when the backward is over.
+A region with one contribution (from one unit, used once) passes through a shared buffer and is copied to the host at
+once, while the next unit computes. A region with several contributions (tied weights, a unit used twice, resident
+weights) is summed in an fp32 device buffer and is copied when the backward ends.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is 
 
 
 Witness = Callable[[Piece, torch.Tensor], None]
-"""Is shown a piece of a parameter, and a contribution to its gradient [numel], in the dtype of the compute."""
+"""Callback for a parameter piece and a gradient contribution [numel] in the compute dtype."""
 
 
 class GradientFlow:
-    """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
+    """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
+    region.
 
-    `measures` has what is known of all gradients, `parts` of those of a batch's parts. `is_over`: they were summed and
-    measured, and none may be added.
+    `measures`: norms over all gradients. `parts`: norms for single micro-batches. `is_over`: gradients are summed and
+    measured, and no more may be added.
     """
 
     def __init__(
@@ -56,26 +56,27 @@ class GradientFlow:
         sizes: Mapping[str, int],
         measures: Measures,
     ) -> None:
-        """`staging`: memory beside the states, through which what comes down passes. `sizes`: bytes of the device's
-        buffers, by the names that the plan has for them.
+        """`staging`: memory on the tier of the states, for gradients on their way.
+
+        `sizes`: device buffer sizes in bytes, by plan name.
         """
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
         self._exist = settings.optimizer.has_gradients
         num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
-        # For which the plan has room in the buffer in fp32.
+        # Regions with planned room in the buffer in fp32.
         self._planned_wide = {
             state.region
             for state in store.states
             if settings.splits or any(num_pieces[parameter] > 1 for parameter in state.region.parameters)
         }
-        self.sums_in_fp32 = False  # several micro-batches or chunks add up in the buffer, in fp32
+        self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
-        self._lasting_so_far: set[int] = set()  # of these, what lasts for this step alone
-        self._idle: dict[int, torch.Tensor] = {}  # the memory of what lasted for an earlier step
+        self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
+        self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
         self._places = {
             piece: (state.region, position, state.span(position))
             for state in store.states
@@ -100,7 +101,6 @@ class GradientFlow:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
         self._end_lasting()
         self.measures.begin_step()
         self.parts.forget()
@@ -112,7 +112,7 @@ class GradientFlow:
         self._witness = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
         self._end_lasting()
         self.landing.accumulate(accumulates, staging)
         for flat in self._idle.values():
@@ -120,34 +120,35 @@ class GradientFlow:
         self._idle.clear()
 
     def _end_lasting(self) -> None:
-        """Forget what lasted for the sake of a step: in which order gradients land and are added must not depend on
-        steps before, which a resumed run has not made.
+        """Release buffers that last for one step only.
+
+        The copy and summation order must not depend on earlier steps: a resumed run has not made them.
         """
         self._idle |= {index: self._lasting.pop(index) for index in self._lasting_so_far}
         self._lasting_so_far.clear()
 
     @property
     def accumulates(self) -> bool:
-        """True where gradients are summed over several backward passes."""
+        """True if gradients are summed over several backward passes."""
         return self.landing.accumulates
 
     def lasts(self, region: Region) -> bool:
-        """True where a region's gradients land only once the backward is over."""
+        """Return whether a region's gradients leave the device only after the backward."""
         return region.index in self._lasting
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the device's buffer through which gradients pass."""
+        """Size in bytes: device buffer for passing gradients."""
         return self._buffer.memory.nbytes
 
     def resize(self, num_bytes: int) -> None:
-        """Let gradients pass through a buffer of another size, between two steps."""
+        """Replace the buffer by another one with `num_bytes` bytes, between two steps."""
         self._device.ledger.drop(BUFFER)
         self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
-        """Give a region with several contributions its own fp32 buffer on the device: for good, or in this step."""
+        """Give a region with several contributions its own fp32 device buffer, permanently or for this step."""
         if not self._exist or (self._witness is not None and not for_good):
             return
         if for_good:
@@ -157,17 +158,17 @@ class GradientFlow:
             if flat is None:
                 flat = self._device.allocate("accumulated gradients", 4 * region.numel, _FIX).view(torch.float32)
             so_far = self.landing.sum_so_far(region)
-            if so_far is not None:  # what this step has summed so far begins the sum
+            if so_far is not None:  # the sum starts with this step's earlier passes
                 flat[self._store.sharding.shard(region)].copy_(so_far)
                 touched = self.measures.touched[region.index]
-                for position, has in enumerate(touched):  # another rank may have had what is summed here
+                for position, has in enumerate(touched):  # another rank may have had the gradients summed here
                     touched[position] = has or bool(flat[self._store[region].span(position)].any())
             self._lasting[region.index] = flat
             if not for_good:
                 self._lasting_so_far.add(region.index)
 
     def open(self, regions: Sequence[Region]) -> None:
-        """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
+        """Prepare a backward for one unit use. After the return, compute may write the unit's gradients."""
         if self._witness is not None:
             return
         self.landing.policy.open()
@@ -176,7 +177,7 @@ class GradientFlow:
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
         if not passing:
             return
-        # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
+        # Spare room by chance must not change the gradient order: clipping may depend on this order.
         is_too_wide = self._repeats and any(region.is_bf16 and region not in self._planned_wide for region in passing)
         stretch = None if is_too_wide else self._buffer.take(sum(map(self._passing_bytes, passing)))
         if stretch is None:
@@ -189,12 +190,13 @@ class GradientFlow:
             flat = self._open[region.index][0]
             if self.accumulates:  # a parameter without a gradient in this pass adds nothing
                 flat.zero_()
-            for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
+            for span in self._ragged[region.index]:  # padding must stay zero, but held another unit's gradients
                 flat[span].zero_()
 
     def open_record(self, regions: Sequence[Region]) -> None:
-        """Prepare for the backward of a record of experts, inside that of their unit. Its gradients are 0 until they
-        come: of its experts some may be without tokens.
+        """Prepare the backward for an expert record, inside the unit's backward.
+
+        Its gradients start at 0: some experts may have no tokens.
         """
         if self._witness is None:
             passing = [region for region in regions if region.trainable]
@@ -205,13 +207,13 @@ class GradientFlow:
             stretch.flat.zero_()
 
     def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
-        """Land the gradients of a record of experts, all but those of parameters that are `frozen`."""
+        """Send on an expert record's gradients, except for the parameters in `frozen`."""
         if self._witness is None:
             self.measures.touch(regions, frozen)
             self.close(regions)
 
     def land_zeros(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
-        """No expert of a record has tokens: its gradients are 0, and nothing comes down."""
+        """Record zero gradients for an expert record without tokens, without a D2H copy."""
         if self._witness is None:
             self.measures.touch(regions, frozen)
             for region in regions:
@@ -225,22 +227,23 @@ class GradientFlow:
         return region.numel * self._passing_dtype(region).itemsize
 
     def _lay_out(self, regions: Sequence[Region], stretch: RingSlice) -> None:
-        """Open regions one behind the other in a stretch of a buffer."""
+        """Open regions one after the other in a buffer stretch."""
         end = 0
         for region in regions:
             begin, end = end, end + self._passing_bytes(region)
             self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
     def widen(self, sums_in_fp32: bool, num_parts: int = 0) -> None:
-        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight. They are
-        of so many parts of this rank's batch; 0: it is not known of which.
+        """Set whether gradients from several micro-batches are summed in the buffer, in fp32.
+
+        `num_parts`: number of micro-batches in this rank's batch; 0: unknown.
         """
         self.sums_in_fp32 = sums_in_fp32
         self.parts.cut(num_parts)
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
-        """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
+        """Context: gradients from repeated unit uses add up, and leave the device at the end (head chunks)."""
         summed_in_fp32 = self.sums_in_fp32
         self._repeats, self.sums_in_fp32 = True, True
         try:
@@ -251,13 +254,13 @@ class GradientFlow:
 
     @property
     def _sums_up(self) -> bool:
-        """True where a gradient is one of several that are added, in this rank or over ranks."""
+        """True if a gradient is one of several to be added, on this rank or over ranks."""
         return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
-        """Move the gradient of a Parameter, which is this piece of one of the model's, out of autograd's hands."""
+        """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
         gradient = parameter.grad
-        if gradient is None:  # it went into a unit as an argument, and the unit did not use it
+        if gradient is None:  # an argument the unit did not use
             return
         region, position, span = self._places[piece]
         index = piece.parameter
@@ -284,14 +287,14 @@ class GradientFlow:
             self.measures.know(piece, None)
             flat[span].add_(gradient)
         elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
-            # Measure what autograd has just written, while it is in the cache.
+            # Measure the gradient while it is still in the cache.
             self.measures.know(piece, kernels.copy_sum_squares(gradient, flat[span]))
         else:
             flat[span].copy_(gradient)
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
-        """Land what is final after the backward of one use of a unit."""
+        """Send on final gradients after the backward for one unit use."""
         if self._repeats or self._witness is not None:
             return
         for region in regions:
@@ -305,17 +308,17 @@ class GradientFlow:
 
     @property
     def lands_nowhere(self) -> bool:
-        """True where gradients are of a trial, or nothing but their norm is wanted."""
+        """True if gradients are from a trial, or only their norm is needed."""
         return self._witness is not None or self.landing.policy.drops
 
     def show(self, witness: Witness | None) -> None:
-        """From now on show gradients to `witness` and land none of them: they are of trials, which an own loop may make
-        in the middle of a step. None: land them again.
+        """Pass gradients to `witness` instead of the host, for trials (also during an own loop's step).
+
+        None: end this.
         """
         self._witness = witness
 
     def free(self) -> None:
-        """Let go of every buffer."""
         empty = torch.empty(0, dtype=torch.uint8)
         self._buffer = self._record_buffer = Ring(empty, "")
         self.landing.free()
@@ -324,13 +327,13 @@ class GradientFlow:
         self._open.clear()
 
     def finish(self) -> None:
-        """Everything is on its way: wait until what is known of the gradients is final. Collective."""
+        """Wait until the measures are final. All gradients are on their way. Collective."""
         if not self.is_over:
             self.landing.finish()
             self.is_over = True
 
     def land_rest(self) -> None:
-        """The backward is over: land what waited on the device."""
+        """Send on the gradients summed on the device, after the backward."""
         if self.is_over:
             return
         for index, flat in self._lasting.items():

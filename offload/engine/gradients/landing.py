@@ -1,4 +1,4 @@
-"""The way of a region's gradients down from the device: summed over ranks, added to what waits, rounded once."""
+"""Gradients from the device to the tier of the states: summed over ranks, added to earlier passes, rounded once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _CHUNK = 1 << 24
 
 
 class Landing:
-    """Lands gradients where they wait for their update.
+    """Moves gradients to their memory until the update.
 
-    Its `policy` is told of each region whose gradients are on their way. Over several ranks they are summed there, and
-    every trained region lands that was opened, as another rank may have what this one lacks.
+    The `policy` is called for each region with gradients on their way. Over several ranks the gradients are summed
+    here. Every opened trainable region is then included, because another rank may have gradients this rank lacks.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class Landing:
         self._tickets: list[Ticket] = []
 
     def follow(self, policy: Policy) -> None:
-        """Gradients from now on are that policy's."""
+        """Use `policy` for the gradients from now on."""
         self.policy = policy
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
         self.policy = Policy()
         self._landed.clear()
         self._tickets.clear()
@@ -76,18 +75,17 @@ class Landing:
         self._staging.reset()
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
         self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
 
     def sum_so_far(self, region: Region) -> torch.Tensor | None:
-        """Return what this rank has summed of a region's gradients in this step; None where there is nothing."""
+        """Return this rank's gradient sum of a region in this step; None: no gradients yet."""
         if not self.accumulates or region.index not in self._landed:
             return None
         self._lanes.wait(self._tickets)
         return self._store[region].sums
 
     def free(self) -> None:
-        """Let go of every buffer."""
         self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
         if self._reduction is not None:
             self._reduction.free()
@@ -95,8 +93,9 @@ class Landing:
             self._between.free()
 
     def finish(self) -> None:
-        """Wait until everything has landed, sum and round what was accumulated: afterwards the measures and the planes
-        are final. The one wait of the host in a step.
+        """Wait until all gradients have arrived; reduce and round accumulated sums.
+
+        Afterwards the measures and planes are final. This is the only host wait in a step.
         """
         self._lanes.wait(self._tickets)
         if self.accumulates:
@@ -108,7 +107,7 @@ class Landing:
         self._measures.finish()
 
     def _finish_sum(self, state: RegionState, own: torch.Tensor) -> None:
-        """Measure what was summed over several passes, `own`, and round it."""
+        """Measure and round `own`, the sum over several passes."""
         region, plane = state.region, state.gradients
         assert plane is not None
         if self._between is not None:
@@ -132,23 +131,24 @@ class Landing:
         return self._store.comm.size > 1 or any(self._measures.touched[region.index])
 
     def _measure(self, region: Region) -> Callable[[torch.Tensor], None]:
-        """Return what measures this rank's piece of a sum over all ranks."""
-        # Whoever updates in the backward needs the norm so far.
+        """Return the function that measures this rank's piece of the sum over all ranks."""
+        # Updates during the backward need the norm so far.
         return partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
 
     def _summed(
         self, region: Region, flat: torch.Tensor, source: Fence
     ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
-        """Return what is to come down of a region's gradients, summed over this replica, the fence of its memory, and
-        after what it is there.
+        """Reduce a region's gradients over this replica.
+
+        Return (flat gradients, their fence, tickets for readers to wait on).
         """
         if self._store.comm.size > 1:
             for position, has in enumerate(self._measures.touched[region.index]):
-                if not has:  # on this rank: it may have one on another
+                if not has:  # on this rank; another rank may have one
                     flat[self._store[region].span(position)].zero_()
         if self._reduction is None:
             return flat, source, self._lanes.mark()
-        is_final = not self.accumulates and self._between is None  # else when all passes, or replicas, are summed
+        is_final = not self.accumulates and self._between is None  # else measured after all passes or replicas
         measure = self._measure(region) if is_final else None
         whole = is_final and self._store.sharding.num_ranges == 1
         flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
@@ -166,7 +166,7 @@ class Landing:
             )
         self._landed.add(region.index)
         squares = self._measures.measure(region, flat) if self._store.comm.size == 1 else None
-        # Where gradients stay where they are, squares do not.
+        # If the gradients are not copied to the host, the squares need a separate copy.
         if self.policy.drops or self._store.down is not self._lanes.d2h:
             self._bring_down_squares(squares)
             squares = None
@@ -191,7 +191,7 @@ class Landing:
         stretch.close()
 
     def land_zeros(self, region: Region) -> None:
-        """All gradients of a region are 0, and need not come down."""
+        """Record zero gradients for a region, without a D2H copy."""
         is_first, state = region.index not in self._landed, self._store[region]
         self._landed.add(region.index)
         if self.policy.drops or not is_first:
@@ -217,7 +217,7 @@ class Landing:
     def _land_between(
         self, between: ReplicaSums, region: Region, flat: torch.Tensor, source: Fence, reads: Sequence[Ticket]
     ) -> None:
-        """Land the sum over replicas of what this one has summed."""
+        """Sum a replica's gradients over all replicas and store the result."""
         state, measure = self._store[region], self._measure(region)
         if self.policy.drops:
             self._tickets.append(between.sum(region, flat, source, reads, measure, flat[:0])[2])
@@ -253,10 +253,10 @@ class Landing:
         first = region.index not in self._landed
         self._landed.add(region.index)
         flat, source, reads = self._summed(region, flat, source)
-        if is_final:  # summed over the whole step already
+        if is_final:  # already summed over the whole step
             fence.fill(self._bring_down(region, plane, flat, source, reads, fence.before_fill()))
             return
-        # What micro-batches, or ranks, have added up is rounded once, when all passes are over.
+        # Sums over micro-batches or ranks are rounded once, after all passes.
         dtype = flat.dtype if self._reduction is None else torch.float32
         staged, stretch = self._staged(len(flat), dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
@@ -276,7 +276,7 @@ class Landing:
         self._tickets.append(ticket)
 
     def _bring_down_squares(self, squares: BringDown | None) -> None:
-        """Bring them down by themselves."""
+        """Copy the squares to the host separately."""
         if squares is not None:
             self._tickets.append(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
@@ -299,8 +299,9 @@ class Landing:
         fills: Sequence[Ticket],
         squares: BringDown | None = None,
     ) -> Ticket:
-        """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole; and
-        their squares.
+        """Copy a region's gradients to `target`, and the squares (if given) to the host.
+
+        Rounds to the target dtype in chunks, without a second full copy.
         """
 
         def copy() -> None:
@@ -320,8 +321,9 @@ class Landing:
 
 
 class Reduction:
-    """Reduce-scatters gradients: each rank gets the sum over its own range, in fp32, and measures it there. In stage 0
-    the sums are then gathered, so that all have all of it.
+    """Reduce-scatter for gradients: each rank receives and measures the fp32 sum over its own range.
+
+    In stage 0 an all-gather then gives all ranks the whole sum.
     """
 
     def __init__(
@@ -335,16 +337,15 @@ class Reduction:
         debug: bool,
     ) -> None:
         self._store, self._measures, self._lanes, self._counters, self._debug = store, measures, lanes, counters, debug
-        # For the sums of bf16 gradients (those of fp32 are made in place), and for what comes from the other ranks.
+        # For bf16 gradient sums (fp32 gradients are summed in place), and for data received from other ranks.
         self._shards = Ring(device.allocate(SHARDS, sizes[SHARDS]), "gradient shards")
         self._scratch = device.allocate(SCRATCH, sizes[SCRATCH])
 
     def begin_step(self) -> None:
-        """Take back what an interrupted step has left open."""
+        """Take back buffers left open by an interrupted step."""
         self._shards.reset()
 
     def free(self) -> None:
-        """Let go of the memory."""
         self._shards, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
 
     def reduce(
@@ -356,9 +357,10 @@ class Reduction:
         measure: Callable[[torch.Tensor], None] | None,
         whole: bool,
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Sum `flat`, a region's gradients of this rank, behind `source`, over all ranks. Return the sum over this
-        rank's shard, in fp32, or with `whole` all of it in `flat`; the fence of that memory, and the ticket after which
-        it is there. `measure` is called with the shard, before it is rounded.
+        """Sum `flat`, this rank's gradients for a region, over all ranks, after `source`.
+
+        Returns (sum over this rank's shard in fp32, or with `whole` the full sum in `flat`; fence for this memory;
+        ticket of the sum). `measure` is called with the shard before rounding.
         """
         store, part = self._store, self._store.sharding.shard(region)
         shard, fence = flat[part], source
@@ -367,7 +369,7 @@ class Reduction:
             stretch = self._shards.take(4 * (part.stop - part.start))
             assert stretch is not None, "there is room for the largest shard"
             shard, fence, fills = stretch.flat.view(torch.float32), stretch.fence, stretch.fills
-            stretch.close()  # nobody takes another before this one's reader is known
+            stretch.close()  # no other stretch is taken before this one has a reader
 
         def work() -> None:
             store.within.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)

@@ -1,5 +1,6 @@
-"""The gradient noise scale: how the gradients of a batch's parts scatter around that of the whole batch (McCandlish et
-al., arXiv:1812.06162, appendix A.1).
+"""Gradient noise scale (McCandlish et al., arXiv:1812.06162, appendix A.1).
+
+Measures the scatter of micro-batch gradients around the whole batch's gradient.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from offload.layout.regions import ParameterInfo, Piece
 
 
 class GradientNoise(NamedTuple):
-    """Estimates of one step, without bias, over those parameters whose gradients came part by part."""
+    """Unbiased estimates from one step, over the parameters with separate gradients per micro-batch."""
 
     trace: float
-    """tr(S), of the covariance of the gradients of single targets."""
+    """tr(S): trace of the single-target gradient covariance."""
     square: float
-    """|G|^2, of the true gradient: that of the batch less its noise, so that it may be below 0."""
+    """|G|^2, the true gradient's square: the batch gradient's square minus the noise, so possibly below 0."""
     share: float
-    """Of all weights that train, those that it is over."""
+    """Fraction of trainable weights in the estimate."""
 
 
 class Parts:
-    """Is told which part of a batch gradients are of; this one keeps nothing."""
+    """Receives gradients together with their batch part (micro-batch); this base class keeps nothing."""
 
     def forget(self) -> None:
-        """A step begins."""
+        """Prepare for a step."""
 
     def cut(self, num_parts: int) -> None:
-        """The batch of this rank is cut into so many parts from now on; of one, all gradients are, and of 0, none."""
+        """Set the part count for this rank's batch. 1: all gradients belong to one part; 0: parts are unknown."""
 
     @contextmanager
     def within(self, number: int, count: int) -> Iterator[None]:  # noqa: ARG002
-        """Within, gradients are of part `number` of the `count` that a unit runs over."""
+        """Context: gradients belong to part `number` among the `count` parts a unit runs over."""
         yield
 
     def see(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
-        """Take what autograd gives a piece of a parameter; `is_sum`: of several parts, cut by the unit itself."""
+        """Record a gradient for a parameter piece. `is_sum`: a sum over several parts, split by the unit itself."""
 
     def noise(
         self,
@@ -49,17 +50,18 @@ class Parts:
         targets: Iterable[int],  # noqa: ARG002
         comm: Comm,  # noqa: ARG002
     ) -> GradientNoise | None:
-        """Return the noise of the step that was made; None where it is not known. `squares`: of each piece's whole
-        gradient; `targets`: of each part of this rank. Collective.
+        """Return the step's noise; None: unknown.
+
+        `squares`: each piece's whole gradient, squared. `targets`: target count in each part on this rank. Collective.
         """
         return None
 
 
 class MeasuredParts(Parts):
-    """Squares of each part's gradient, piece by piece of the parameters.
+    """Squares of each part's gradients, by parameter piece.
 
-    A piece counts where its gradient of a part came once and alone: not where a unit runs over the whole batch
-    (those that stay on the device, a head in chunks), and not where two uses of it add up (tied weights).
+    A piece counts if each part's gradient came once and separately. Excluded: units that run over the whole batch
+    (resident units, a head in chunks), and sums over two uses (tied weights).
     """
 
     def __init__(self) -> None:
@@ -95,7 +97,7 @@ class MeasuredParts(Parts):
     ) -> GradientNoise | None:
         trained = [piece for piece in squares if infos[piece.parameter].trainable]
         counts, sums = list(targets), list[float]()
-        for piece in trained:  # |g_m|^2 / n_m, of the parts that have targets
+        for piece in trained:  # |g_m|^2 / n_m, for parts with targets
             found = self._squares.get(piece, {})
             sums.append(sum(float(found[part]) / count for part, count in enumerate(counts) if count and part in found))
         pure = [float(piece not in self._mixed) for piece in trained]
@@ -108,7 +110,7 @@ class MeasuredParts(Parts):
         ]
         if num_parts < 2 or not counted:
             return None
-        # With g_m the sum over the n_m targets of part m, over N: E[sum |g_m|^2 N / n_m] = |G|^2 + tr(S) M / N.
+        # With g_m the sum over the n_m targets of part m, divided by N: E[sum |g_m|^2 N / n_m] = |G|^2 + tr(S) M / N.
         apart, whole = num_targets * sum(each[1] for each in counted), sum(each[2] for each in counted)
         trace = num_targets * (apart - whole) / (num_parts - 1)
         share = sum(each[0] for each in counted) / sum(piece.numel for piece in trained)

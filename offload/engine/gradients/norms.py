@@ -1,4 +1,4 @@
-"""What a step has to know of its gradients as a whole: which parameters received one, and how large they are."""
+"""Data about a step's gradients as a whole: the parameters with a gradient, and the norm."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from offload.tiers.device import Device
 from offload.tiers.store import Store
 
 _PART = 1 << 22
-"""Elements, of which a copy in float64 takes 32 MiB, where torch has no kernel for many norms at once and makes one."""
+"""Chunk size in elements. Without a fused kernel torch makes a float64 copy: 32 MiB for this size."""
 
 BringDown = Callable[[], None]
-"""Copies what was measured on a GPU to the host, on the lane that brings gradients down."""
+"""Copies squares measured on a GPU to the host, on the lane for gradient D2H copies."""
 
 
 class Measures:
-    """`touched[region.index][position]` tells which pieces received a gradient; `squares[piece]` is the fp64 sum of
-    squares of its fp32 gradient, in the order of the model's parameters. Both are final once `measured` was called for
-    a region whose gradients have landed (from a GPU the squares come down with them).
+    """Gradient flags and squares for all pieces.
 
-    Over several ranks they are those of all: each rank adds up its own range, and these sums are added in rank order,
-    so that all have the same bits. Until then `touched` is this rank's alone.
+    `touched[region.index][position]`: True if a piece has a gradient. `squares[piece]`: fp64 sum over the squared fp32
+    gradient, in model parameter order. Both are final after `measured` for a region with all gradients on the host
+    (from a GPU the squares are copied with them).
+
+    Over several ranks both cover all ranks: each rank sums its own range, and the sums are added in rank order, so all
+    ranks get equal bits. Before that, `touched` covers this rank only.
     """
 
     def __init__(self, store: Store, device: Device, lanes: Lanes) -> None:
@@ -37,17 +39,16 @@ class Measures:
         pieces = [piece for region in self._regions for piece in region.pieces]
         self._pieces = sorted(pieces, key=lambda piece: (piece.parameter, piece.begin))
         self.squares: dict[Piece, float] = {}
-        self._known: set[Piece] = set()  # measured as they came
+        self._known: set[Piece] = set()  # measured at arrival
         counts = [2 * len(region.parameters) for region in self._regions]
         rooms = device.host_memory(sum(counts), torch.float64).split(counts)
-        # Of each region, for its squares and flags: those of a step are all noted when it ends.
+        # For each region, memory for squares and flags. Within a step no memory is used twice.
         self._rooms = {region.index: room for region, room in zip(self._regions, rooms, strict=True)}
-        self._pending: dict[int, torch.Tensor] = {}  # on their way from a GPU
-        self._shares: dict[int, torch.Tensor] = {}  # of this rank, until the ranks agree
+        self._pending: dict[int, torch.Tensor] = {}  # in D2H copies from a GPU
+        self._shares: dict[int, torch.Tensor] = {}  # this rank's, until the ranks agree
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
         self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
         self.squares = dict.fromkeys(self._pieces, 0.0)
         self._known.clear()
@@ -57,11 +58,11 @@ class Measures:
 
     @property
     def has_any(self) -> bool:
-        """True where this rank has gradients of some parameter."""
+        """True if this rank has a gradient for any parameter."""
         return any(any(flags) for flags in self.touched.values())
 
     def know(self, piece: Piece, square: float | None) -> None:
-        """Note the square of a piece's gradient as it came; None where more was added to it."""
+        """Record a piece's squared gradient; None: another contribution was added, so the square is unknown."""
         if square is None:
             self._known.discard(piece)
         else:
@@ -69,7 +70,7 @@ class Measures:
             self._known.add(piece)
 
     def touch(self, regions: Sequence[Region], frozen: Container[int]) -> None:
-        """All pieces of these regions have gradients, if they are 0; but those of parameters that are `frozen`."""
+        """Mark all pieces in these regions as having gradients (0 if none came), except for parameters in `frozen`."""
         for region in [region for region in regions if region.trainable]:
             touched = self.touched[region.index]
             for position, piece in enumerate(region.pieces):
@@ -78,14 +79,17 @@ class Measures:
                     self.know(piece, 0.0)
 
     def measured(self, region: Region) -> None:
-        """A region's gradients have landed: from now on what is known of them is final."""
+        """Make a region's measures final, after the gradients have arrived."""
         found = self._pending.get(region.index)
-        if found is not None:  # on the update lane and here at once, if need be: both note the same
+        if found is not None:  # the update lane may do the same at the same time, with equal values
             self._note(region, found.tolist())
             self._pending.pop(region.index, None)
 
     def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:
-        """Measure the gradients of the only rank; of a GPU it is known once what is returned has brought it down."""
+        """Measure a region's gradients on a single rank.
+
+        On a GPU the result is known after the returned copy has run; None: already known.
+        """
         touched = self.touched[region.index]
         if all(piece in self._known for piece, has in zip(region.pieces, touched, strict=True) if has):
             return None
@@ -97,8 +101,9 @@ class Measures:
         return partial(self._device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
-        """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange. With `agrees` the
-        others are told at once, else in `finish`.
+        """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange.
+
+        `agrees`: exchange the squares at once; otherwise in `finish`.
         """
         room, touched = self._rooms[region.index], self.touched[region.index]
         flags = room[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
@@ -108,7 +113,7 @@ class Measures:
             self._shares[region.index] = self._brought_down(share, room)
             return
         what = f"norm of the gradients of {region.name}"
-        if self._store.tier == "device":  # compute's own, which has to know at once who is updated
+        if self._store.tier == "device":  # inline updates need the flags at once
             touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), what)]
         total = self._store.comm.sum_in_order(share, what)
         self._pending[region.index] = self._brought_down(total, room)
@@ -116,14 +121,14 @@ class Measures:
             self.measured(region)
 
     def finish(self) -> None:
-        """All gradients have landed: let the ranks agree on what they have not yet, and note what came from a GPU."""
+        """Exchange the remaining squares between ranks and record squares from a GPU. All gradients have arrived."""
         regions = [region for region in self._regions if region.index in self._shares]
-        if self._comes_down:  # from compute's own work, which has no tickets
+        if self._comes_down:  # copies on the compute stream have no tickets
             self._lanes.wait(self._lanes.mark())
             self._comes_down = False
         if regions:
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
-            # As values: tensors may be on their way for the next step.
+            # Exchange numbers: tensors may already be on their way for the next step.
             totals = torch.tensor(self._store.comm.sum_in_order(shares, "norm of the gradients"), dtype=torch.float64)
             sizes = [2 * len(region.parameters) for region in regions]
             self._pending.update(
@@ -134,14 +139,14 @@ class Measures:
             self.measured(self._store.region(index))
 
     def _brought_down(self, values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return values on the host, there once the lane has done its present work."""
+        """Return the values in host memory, valid after the lane's current work."""
         if values.is_cpu:
             return values
         self._comes_down = self._store.tier == "device"
         return room.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:
-        """Note squares, and of several ranks on how many of them each piece received a gradient."""
+        """Record squares and, over several ranks, each piece's flag (True if any rank has a gradient)."""
         count = len(region.parameters)
         touched = self.touched[region.index]
         if len(values) > count:
@@ -152,8 +157,9 @@ class Measures:
 
 
 def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
-    """Return the sum of squares, in float64, of what lies of each piece in `flat`, the elements `held` of a region;
-    on the device of `flat`.
+    """Return the fp64 square sum for each piece, on the device with `flat`.
+
+    `flat`: the elements `held` of a region.
     """
     offsets, sizes = _held_of(tuple(region.offsets), tuple(region.sizes), held.start, held.stop)
     if flat.is_cpu:
@@ -168,7 +174,7 @@ _Sizes = tuple[int, ...]
 
 @lru_cache(4096)
 def _held_of(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Sizes, _Sizes]:
-    """Return offsets, counted from `start`, and sizes of what lies of each piece in this range."""
+    """Return (offsets from `start`, sizes) for each piece's part within this range."""
     begins = [min(max(offset, start), stop) for offset in offsets]
     ends = [min(max(offset + size, start), stop) for offset, size in zip(offsets, sizes, strict=True)]
     return tuple(begin - start for begin in begins), tuple(e - b for b, e in zip(begins, ends, strict=True))
@@ -176,7 +182,7 @@ def _held_of(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Si
 
 @lru_cache(4096)
 def _parts(offsets: _Sizes, sizes: _Sizes, most: int) -> tuple[list[slice], list[int]]:
-    """Return parts of at most so many elements, and how many there are of each piece, one at least."""
+    """Return (slices with at most `most` elements, slice count per piece, at least one)."""
     parts = [
         slice(offset + begin, offset + min(begin + most, size))
         for offset, size in zip(offsets, sizes, strict=True)

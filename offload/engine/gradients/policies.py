@@ -1,4 +1,4 @@
-"""When the gradients of a step become updates, and with which coefficient: a policy a step."""
+"""Update policies: the time and the clipping coefficient for a step's gradients."""
 
 from __future__ import annotations
 
@@ -21,60 +21,58 @@ from offload.optim.update import clip_coefficient, total_norm
 from offload.tiers.due import Due
 
 COARSE_RATIO = 8.0
-"""Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
+"""Above this ratio c_s / c, a speculative correction loses more than 1e-5 relative to the largest update."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of a step's gradients."""
+    """Result of a step's updates."""
 
     norm: float
-    """The norm of all gradients, before clipping."""
+    """Global gradient norm before clipping."""
     skipped: bool = False
-    """True if the gradients were not finite, and nothing was updated."""
+    """True if gradients were not finite and nothing was updated."""
     num_corrected: int = 0
-    """How many regions were updated with another coefficient first, and corrected."""
+    """Number of regions first updated with another coefficient, then corrected."""
     is_coarse: bool = False
-    """True if a correction was farther from the exact update than the order of sums is."""
+    """True if a correction was less exact than the summation order explains."""
 
 
 class Policy:
-    """What becomes of gradients; this one: they land, and that is all.
+    """Decides the handling of gradients. This base class only lets them arrive.
 
-    drops: they are measured, and land nowhere. updates_landed: each region is updated as it lands, so that ranks have
-    to agree on its norm there. is_final: such an update is not corrected, and weights may come up for the next step.
-    arrived: the pieces of these regions, in the order in which they landed.
+    drops: gradients are measured, then discarded. updates_landed: each region is updated as soon as the gradients
+    arrive, so the ranks have to agree on the region's norm at that time. is_final: such updates are never corrected,
+    and weights for the next step may be fetched. arrived: the pieces of these regions, in arrival order.
     """
 
     drops = updates_landed = is_final = False
     arrived: Sequence[Piece] = ()
 
     def open(self) -> None:
-        """The backward of a unit is about to begin."""
+        """Called before the backward of a unit."""
 
     def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
-        """Gradients of a region, as far as this rank updates it, are on their way to memory, or to disk (None)."""
+        """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
-        """The norm over all gradients is known, and they are to be clipped to `limit`. `rank`: when the next step needs
-        a region.
-        """
+        """Clip to `limit` once the global norm is known. `rank`: order in which the next step needs the regions."""
         raise NotImplementedError
 
 
 class LearnFirst(Policy):
-    """The norm is all that is wanted: a second backward updates, since gradients of this rule do not wait."""
+    """Norm only: a second backward makes the updates, because this update rule keeps no gradients."""
 
     drops = True
 
 
 class Deferred(Policy):
-    """Regions are updated once the norm over all of them is known, in the order in which the next step needs them."""
+    """Updates regions after the global norm is known, in the order of their next use."""
 
     is_late = False
 
     def __init__(self, updates: TileUpdates, measures: Measures, due: Due, reads_early: bool) -> None:
-        """`reads_early`: states come up from disk while the backward goes on."""
+        """`reads_early`: read states from disk during the backward."""
         self._updates, self._measures, self._due, self._reads_early = updates, measures, due, reads_early
 
     def open(self) -> None:
@@ -85,14 +83,14 @@ class Deferred(Policy):
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
         updates, due, touched, early = self._updates, self._due, self._measures.touched, self._updates.early
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
-        if not has_peers:  # others may have updated theirs
+        if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
         waiting = [state for state in updates.store.states if state.keeps_gradients]
-        # Late updates begin with what the next backward needs first: room for its gradients.
+        # Late updates start with the regions the next backward needs first, to free room for gradients.
         waiting.sort(key=lambda state: rank(state.region), reverse=self.is_late)
         early.follow([state.region for state in waiting])
         for state in waiting:
-            # Of several ranks another may have what this one lacks.
+            # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
                 landed = Landed(state.region, state.gradients, state.landing, scale)
                 due.submissions[state.region] = partial(updates.submit, landed, touched[state.region.index])
@@ -104,14 +102,15 @@ class Deferred(Policy):
 
 
 class Delayed(Deferred):
-    """As deferred, beside the next step, which computes with the weights from before (one step late)."""
+    """Like Deferred, but the updates run beside the next step, whose weights are one step old."""
 
     is_late = True
 
 
 class NormSoFar:
-    """The sum of the squares of all gradients up to one region's, in the order in which they landed, for lanes that ask
-    for it in any order: regions are updated on the host and on the device at once.
+    """Running sum of gradient squares, in arrival order, for lanes with queries in any order.
+
+    Queries come out of order because host and device update regions at the same time.
     """
 
     def __init__(self, measures: Measures) -> None:
@@ -120,13 +119,14 @@ class NormSoFar:
         self._totals: list[float] = []
 
     def landed(self, region: Region) -> int:
-        """A region's gradients are on their way; return which number it has."""
-        self._landed.append((region, self._measures.squares))  # of this step: a lane may be behind its end
+        """Append a region with gradients on their way and return its number."""
+        self._landed.append((region, self._measures.squares))  # this step's mapping: a lane may be one step behind
         return len(self._landed) - 1
 
     def total(self, number: int) -> float:
-        """Return the sum up to a region's, by its number, whose gradients are there: so are those before, which have
-        come by the same lane.
+        """Return the sum up to region `number`. The region's gradients must have arrived.
+
+        Earlier regions have then arrived too, because all use the same lane.
         """
         with self._lock:
             for region, squares in self._landed[len(self._totals) : number + 1]:
@@ -137,14 +137,14 @@ class NormSoFar:
 
 
 class AtOnce(Policy):
-    """A region is updated as soon as its gradients have landed: no norm is asked for, or `norm` is known."""
+    """Updates a region as soon as the gradients arrive: without clipping, or with a known `norm`."""
 
     updates_landed = is_final = True
 
     def __init__(
         self, updates: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
     ) -> None:
-        """`is_inline`: compute itself updates, and does not wait for what is known of the gradients."""
+        """`is_inline`: updates run on the compute stream and need not wait for the measures."""
         self._updates, self._measures, self._limit, self._norm = updates, measures, limit, norm
         self._has_to_know = limit is not None or not is_inline
         self._updated: list[Landed] = []
@@ -156,7 +156,7 @@ class AtOnce(Policy):
         self._updated.append(landed)
         self.arrived += region.pieces
         squares, landing = self._measures.squares, fence.before_read()
-        # Several ranks find out together, in `finish`; and on a GPU the squares are not there yet.
+        # Several ranks check together, in `finish`. On a GPU the squares are not on the host yet.
         if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
             refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
 
@@ -164,10 +164,10 @@ class AtOnce(Policy):
 
         def prepare() -> None:
             if self._has_to_know:
-                for ticket in landing:  # a stream may not have come to it, and the host reads what came before it
+                for ticket in landing:  # the stream may be behind, and the host reads earlier results
                     ticket.synchronize()
                 so_far = self._so_far.total(number)
-                # `finish` refuses a step that is not finite, and names the unit.
+                # `finish` raises the error for a non-finite step, with the unit name.
                 landed.decide(clip_coefficient(self._norm_at(so_far), self._limit), counts=math.isfinite(so_far))
 
         self._updates.submit(landed, self._measures.touched[region.index], prepare, self.is_final)
@@ -180,8 +180,9 @@ class AtOnce(Policy):
 
 
 class Speculative(AtOnce):
-    """A region is updated as it lands, with the coefficient that the norm so far gives, and corrected to the true one
-    before it is fetched again.
+    """Updates a region as soon as the gradients arrive, with the coefficient from the norm so far.
+
+    The update is corrected to the true coefficient before the next fetch.
     """
 
     is_final = False
@@ -205,7 +206,7 @@ class Speculative(AtOnce):
 
 
 def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:
-    """Raise NonFiniteError for the first piece, in this order, whose gradient is not finite: the rest follows."""
+    """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
     infos, squares = updates.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
     advice = updates.store.values.why_not_finite(
@@ -226,5 +227,5 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
 
 
 def _as_float32(value: float) -> float:
-    """Return the value as the kernels see it."""
+    """Return the value rounded to fp32, as in the kernels."""
     return float(struct.unpack("f", struct.pack("f", value))[0])

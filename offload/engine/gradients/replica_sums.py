@@ -1,6 +1,7 @@
-"""Gradients of several replicas of a model, summed between them (hybrid sharding: arXiv:2304.11277, section 3.2.2): as
-they are, or in codes whose error is kept (qgZ in ZeRO++, arXiv:2306.10209, section 3.4; error feedback:
-arXiv:1901.09847, algorithm 1; with errors in fewer bits than gradients, as in LoCo, arXiv:2407.04480).
+"""Gradient sums over model replicas (hybrid sharding, arXiv:2304.11277, section 3.2.2).
+
+Gradients are exchanged exactly, or quantized with error feedback: qgZ in ZeRO++ (arXiv:2306.10209, section 3.4); error
+feedback (arXiv:1901.09847, algorithm 1); errors with fewer bits than gradients, as in LoCo (arXiv:2407.04480).
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
 
 Measure = Callable[[torch.Tensor], None]
-"""Is shown this rank's piece of the sum of a region's gradients, in fp32, before it is rounded."""
+"""Callback for this rank's piece of a region's gradient sum, in fp32 before rounding."""
 
 
 class Residual:
-    """Codes gradients of a shard, each with what the codes before have lacked of those of the same weight."""
+    """Quantizes a shard's gradients, after adding each weight's error from earlier quantizations."""
 
     def __init__(self, codec: WholeNumbers, error: torch.Tensor, keeps: bool) -> None:
-        """`error`: as of `ERROR`, of the whole shard. Unless it `keeps` anything, what is coded is not applied."""
+        """`error`: plane `ERROR` for the whole shard.
+
+        `keeps`: update the errors; False if the sum is discarded after measuring.
+        """
         self.block, self.record_bytes = codec.block, codec.record_bytes
         self._codec, self._error, self._keeps = codec, error, keeps
 
     def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
-        """Make the records, flat, of the values of the shard from element `begin` on."""
+        """Quantize shard values, from element `begin` on, into flat `records`."""
         error = self._error[begin : begin + len(values)]
         rest = error.to(values.device, copy=not self._keeps)
         self._codec.encode_rest(values, rest, records)
@@ -43,29 +47,31 @@ class Residual:
             error.copy_(rest)
 
     def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
-        """Make what records, flat, stand for."""
+        """Dequantize flat `records` into `out`."""
         self._codec.decode(records, out, records.new_empty(self._codec.workspace_bytes(len(out))))
 
 
 class ExactSums:
-    """Each rank adds up one piece of a shard, in the order of the replicas and in fp32, rounds it once and gives it to
-    the others: every bit is the same on all, at the volume of a ring (Rabenseifner's all-reduce).
+    """Exact all-reduce. Each rank sums one piece of a shard in fp32, in replica order, rounds once and sends it to all.
+
+    All ranks get equal bits, at the volume of a ring (Rabenseifner's all-reduce).
     """
 
     def __init__(self, between: Comm, device: Device, scratch: torch.Tensor) -> None:
         self._between, self._device, self._scratch = between, device, scratch
 
     def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
-        """Return what a rank sends to each other one."""
+        """Return the bytes a rank sends to each other rank."""
         step = len(held) // self._between.size
         return step * (held.itemsize + (into.itemsize if len(into) > step else 0))
 
     def run(
         self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
     ) -> None:
-        """Sum `held`, a region's gradients of a shard [n], over replicas: `found`, fp32, is for this rank's piece, and
-        may be its own place in `held`, as `target` may be `held`, or that place; a `target` without elements is left
-        alone.
+        """Sum `held`, a region's gradients for a shard [n], over replicas.
+
+        `found`: fp32 memory for this rank's piece of the sum, possibly the piece inside `held`. `target`: memory for
+        the result, possibly `held` or the piece inside; nothing is written if empty.
         """
         between, what = self._between, f"sum over replicas of {state.region.name}"
         between.reduce_scatter(found, held, what, scratch=self._scratch)
@@ -77,7 +83,7 @@ class ExactSums:
                 between.all_gather(target, mine, what)
 
     def _keep(self, region: Region, found: torch.Tensor, mine: torch.Tensor) -> None:
-        """Round this rank's piece of a sum to where it waits."""
+        """Round this rank's piece of a sum and copy it to the gradients' memory."""
         if mine.data_ptr() != found.data_ptr():
             self._device.copy(mine, found)
         if region.is_bf16 and mine.dtype == torch.float32:
@@ -85,12 +91,13 @@ class ExactSums:
 
 
 class CodedSums(ExactSums):
-    """The same in codes: the terms that a rank gets from others, and the sum that it gives them. All replicas, that
-    rank too, go by what the codes of a sum stand for, so that every bit is the same on all. A sum that no other rank
-    updates by is given to none, and stays as it is.
+    """The same sum in quantized format: both the terms sent to a rank and the sum sent back are quantized.
 
-    Of others' pieces each rank keeps the error of its terms, of its own piece that of the sum; either is added to what
-    is coded in the next step.
+    All replicas, including the sender, use the dequantized sum, so all have equal bits. A sum no other rank needs is
+    not sent and stays exact.
+
+    Each rank keeps two errors: for other ranks' pieces the error in the terms, for its own piece the error in the sum.
+    Both are added before the next step's quantization.
     """
 
     def __init__(
@@ -133,12 +140,13 @@ class CodedSums(ExactSums):
 
 
 class ReplicaSums:
-    """Sums what a replica has summed over the ranks in the same place of all replicas: from host to host, on the lane
-    `network`, where states rest on the host.
+    """Sums gradients over the ranks with the same position in all replicas, after the sum inside each replica.
+
+    Runs from host to host on the `network` lane if states are on the host.
     """
 
     def __init__(self, store: Store, device: Device, counters: Counters, sizes: tuple[int, int]) -> None:
-        """`sizes`: as of `between_bytes`."""
+        """`sizes`: as in `between_bytes`."""
         self._store, self._device, self._counters = store, device, counters
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
@@ -147,11 +155,10 @@ class ReplicaSums:
             self._sums = CodedSums(store.between, device, scratch, codec, not store.sharding.spreads)
 
     def begin_step(self) -> None:
-        """Take back what an interrupted step has left open."""
+        """Take back buffers left open by an interrupted step."""
         self._ring.reset()
 
     def free(self) -> None:
-        """Let go of the memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
         del self._sums
 
@@ -165,14 +172,14 @@ class ReplicaSums:
         into: torch.Tensor | None,
         fills: Sequence[Ticket] = (),
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Bring down `flat`, the gradients of a shard [n] in bf16 or fp32, and sum them over replicas `into` what this
-        rank updates, in the dtype in which gradients wait, once `fills` are over; or, with None, into memory beside
-        what came down. An `into` without elements is left alone. Return the sum, the fence of the memory in between,
-        and the ticket after which the sum is there.
+        """Copy `flat`, a shard's gradients [n] in bf16 or fp32, to the tier of the states and sum over replicas.
+
+        `into`: memory for this rank's range in the gradient dtype, written after the `fills` tickets; None: memory
+        behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
         """
         own, plane = self._store.sharding.own(region), region.plane("gradients")
         beside = plane.num_bytes(own.stop - own.start) if into is None else 0
-        num_bytes = 4 * len(flat)  # a piece in fp32 has room behind a shard in bf16
+        num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
         stretch = self._ring.take(num_bytes + beside)
         assert stretch is not None, "there is room for the largest shard"
         held = stretch.flat[: flat.nbytes].view(flat.dtype)
@@ -202,8 +209,9 @@ class ReplicaSums:
         fills: Sequence[Ticket] = (),
         piece: torch.Tensor | None = None,
     ) -> Ticket:
-        """Sum `held`, which lies beside the states, as of `sum`. `piece`: memory for a piece in fp32, where `held` is
-        not; `into` may be `held`.
+        """Sum `held`, already on the tier of the states, like `sum`.
+
+        `piece`: memory for an fp32 piece if `held` is not fp32. `into` may be `held`.
         """
         store, sharding = self._store, self._store.sharding
         number, between, step = sharding.replica, store.between, len(held) // sharding.num_replicas
@@ -219,7 +227,7 @@ class ReplicaSums:
         )
         if len(target) == len(into):
             return ticket
-        # Every rank of the replica has all of it.
+        # Every rank in the replica stores the whole sum.
         gather = partial(store.within.all_gather, into, target, f"all-gather of the gradients of {region.name}")
         self._counters.count("all_gather_elements", region.numel)
         self._counters.count("network_bytes", target.nbytes * store.within.num_far)

@@ -1,4 +1,4 @@
-"""The updates of regions, tile by tile, on their way to where they run."""
+"""Updates of regions, submitted tile by tile to their update place."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from offload.tiers.tile import Tile
 
 @dataclass
 class Landed:
-    """A region whose gradients have landed. With which coefficient the region is updated is known once the norm is."""
+    """A region with gradients on their way to the update. The clipping coefficient follows once the norm is known."""
 
     region: Region
     """The region."""
     gradients: torch.Tensor | None
-    """The gradients in memory; None where they wait on disk with the region's states."""
+    """Gradients in memory; None: on disk with the region's states."""
     fence: Fence
-    """Who reads and writes the gradients."""
+    """Fence for the gradients' memory."""
     scale: float = 1.0
-    """The clipping coefficient, by which gradients are multiplied."""
+    """Clipping coefficient, multiplied with the gradients."""
     counts: bool = True
-    """False if the region must not be updated: the step is skipped."""
+    """False if the step is skipped and the region must not be updated."""
 
     def decide(self, scale: float, *, counts: bool) -> None:
-        """The norm is known."""
+        """Set the coefficient once the norm is known."""
         self.scale, self.counts = scale, counts
 
 
 class EarlyReads:
-    """Leases of the tiles that are likely to be updated first, those of the last norm: their states are read from disk
-    before the norm is known, which says how they are updated.
+    """Early disk reads: states of the tiles likely to be updated first are read before the norm is known.
+
+    The previous step's update order serves as the prediction.
     """
 
     def __init__(self, store: Store) -> None:
@@ -54,8 +55,9 @@ class EarlyReads:
         self.are_possible = store.lends_early
 
     def begin(self) -> None:
-        """The backward begins, in which the disk has little to do: read what was updated first last time, as far as the
-        ring reaches.
+        """Read states during the backward, when the disk is mostly idle.
+
+        Follows the last update order as far as the ring has room.
         """
         for tile in (tile for region in self._order for tile in self._store[region].tiles if tile.record is not None):
             lease = tile.lend_early(*tile.states)
@@ -64,36 +66,38 @@ class EarlyReads:
             self._leases[tile] = lease
 
     def check(self) -> None:
-        """Raise what has failed of it: nothing is updated yet, and nothing lost."""
+        """Raise the error from a failed read: no update has begun, so nothing is lost."""
         for ticket in (ticket for lease in self._leases.values() for ticket in lease.reads):
             if ticket.error is not None:
                 raise ticket.error
 
     def follow(self, order: list[Region]) -> None:
-        """Updates come in this order; what was read for another would be in the way."""
+        """Set the update order. Reads for another order are released, because they would block the ring."""
         if order != self._order:
             self.give_back()
         self._order = order
 
     def give_back(self, tiles: Iterable[Tile] | None = None) -> None:
-        """What was read of these tiles, or of all, is not updated."""
+        """Release the leases on these tiles (None: all) without an update."""
         for tile in list(self._leases) if tiles is None else tiles:
             if (lease := self._leases.pop(tile, None)) is not None:
                 lease.give_back()
 
     def forget(self) -> None:
-        """All leases were given up."""
+        """Forget all leases after a give-up."""
         self._leases.clear()
 
     def lend(self, tile: Tile, names: Sequence[str]) -> Lease:
-        """Lend a tile's planes for its update: those that were read early, or anew."""
+        """Return a lease on tile planes for the update, from the early read if there is one."""
         early = self._leases.pop(tile, None)
         return tile.lend(*names) if early is None else tile.renewed(early)
 
 
 class TileUpdates:
-    """Submits updates to their `place`. `rules`, `infos`, `lr`: by which those go that are submitted from now on.
-    `is_updating`: some regions of a step are updated, or will be, and others are not yet.
+    """Submits updates to `place`.
+
+    `rules`, `infos`, `lr`: used for updates submitted from now on. `is_updating`: True from a step's first update until
+    the last one is submitted.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class TileUpdates:
         place: UpdatePlace,
         workspace: torch.Tensor | None,
     ) -> None:
-        """`workspace`: memory of the device, for rules that compute there."""
+        """`workspace`: device memory for update rules that compute on the device."""
         self.store, self.infos, self.slots, self.place, self._workspace = store, infos, slots, place, workspace
         self.early = EarlyReads(store)
         self.rules, self.lr = settings.optimizer.parts, settings.optimizer.lr
@@ -113,22 +117,22 @@ class TileUpdates:
         self.is_updating = False
 
     def steer(self, lr: float) -> None:
-        """Go by this learning rate from now on."""
+        """Set the learning rate for updates submitted from now on."""
         self.lr = lr
 
     def begin(self, is_updating: bool = True) -> None:
-        """A step is counted, or about to be, and `is_updating`."""
+        """Mark the step as updating, if `is_updating`."""
         self.is_updating = self.is_updating or is_updating
 
     def end(self) -> None:
-        """All of a step is submitted, or all states were written anew."""
+        """Mark the step as complete: all updates are submitted, or all states were written again."""
         self.is_updating = False
 
     def tune(self, rules: Any, infos: Sequence[ParameterInfo]) -> None:
-        """Let the next updates go by these; those under way keep their own."""
+        """Set rules and parameter settings for the next updates; pending ones keep their own."""
         self.rules, self.infos = rules, infos
 
-    # -- what is done ----------------------------------------------------------------------------------------
+    # -- updates ---------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -137,8 +141,9 @@ class TileUpdates:
         prepare: Callable[[], None] = lambda: None,
         is_final: bool = True,
     ) -> None:
-        """Submit the update of a region; before its first tile the lane calls `prepare`. `is_final`: it will not be
-        corrected.
+        """Submit a region's update. `prepare` is called on the lane before the first tile.
+
+        `is_final`: no correction follows.
         """
         state, how = self.store[landed.region], self._how()
         first, last = state.tiles[0], state.tiles[-1]
@@ -159,28 +164,28 @@ class TileUpdates:
         self.enter(landed, update, "update", publishes=is_final)
 
     def correct(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
-        """Submit the correction of an update to another coefficient."""
+        """Submit a correction from the applied coefficient to `scale`."""
         state, how = self.store[landed.region], self._how()
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            # By now it was updated, with a scale that is known.
+            # The update has run by now, so `landed.scale` is final.
             return update_tile(state, tile, planes, gradients, touched, **how, scale=scale, applied_scale=landed.scale)
 
         self.enter(landed, correct, "correct", publishes=False)
 
     def _how(self) -> dict[str, Any]:
-        """Return what an update goes by that is submitted now, and may be made when `tune` has told of others."""
+        """Return the current settings for an update: `tune` may change them before the update runs."""
         return {"rules": self.rules, "infos": self.infos, "lr": self.lr, "seed": self._seed}
 
     def publish(self, region: Region) -> None:
-        """Give the other ranks weights that were to be corrected, now that they are final."""
+        """Send corrected, now final weights to the other ranks."""
         for number, tile in enumerate(self.store[region].tiles if self.store.sharding.publishes else ()):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
     def enter(self, landed: Landed, work: Work, verb: str, publishes: bool) -> None:
-        """Submit work on a region's states, tile by tile: after its gradients, behind every fetch of what it
-        overwrites. `publishes`: the weights are final then, and go to the other ranks where these hold them too.
+        """Submit work on a region's states, tile by tile, after its gradients and after every fetch of the overwritten
+        data. `publishes`: the weights are then final and are sent to other ranks with a copy.
         """
         region, state = landed.region, self.store[landed.region]
         self.begin()
@@ -208,9 +213,7 @@ class TileUpdates:
                 self.store.publish(region, number, lease, (ticket,))
 
     def show(self, late: Collection[Region]) -> None:
-        """Let the next pass compute with the weights from before the updates of these regions, and with the newest ones
-        of all others.
-        """
+        """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
         changed = [state for state in self.store.states if state.is_late or state.region in late]
         self.begin(bool(late))
         self.slots.invalidate([state.region for state in changed])
@@ -219,7 +222,7 @@ class TileUpdates:
                 tile.show(state.region in late)
 
     def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
-        """Raise NonFiniteError: an update has made weights that are no numbers. The states are not to be used."""
+        """Raise NonFiniteError after an update produced non-finite weights. The states are then unusable."""
         self.begin()
         advice = self.store.values.why_not_finite(
             "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."

@@ -1,4 +1,4 @@
-"""Where the update of a tile runs: where its planes are, or on the device, to which they stream and come back."""
+"""Place for a tile update: at the planes, or on the device, with copies to the device and back."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ from offload.tiers.ring import Ring
 
 @dataclass(frozen=True)
 class TileUpdate:
-    """What is to be done with a tile, in place."""
+    """A tile update, done in place."""
 
     region: Region
-    """The region of the tile."""
+    """The tile's region."""
     work: Callable[[Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
-    """Does the update, given planes and gradients; returns how many weights are no longer finite."""
+    """Updates (planes, gradients) in place; returns the non-finite weight count."""
     lease: Lease
-    """The states of the tile."""
+    """Lease on the tile's states."""
     planes: Mapping[str, torch.Tensor]
-    """The planes of the lease, and the gradients, by name."""
+    """Leased planes and the gradients, by name."""
     fence: Fence
-    """Who reads and writes the gradients."""
+    """Fence for the gradients' memory."""
     stays: Container[str]
-    """The names of the planes that rest on the device in any case."""
+    """Names of planes already on the device."""
     refuse: Callable[[int], None]
-    """Raises; called with the number of weights that are no longer finite, where there are any."""
+    """Raises an error; called with the non-finite weight count if above 0."""
     name: str
-    """The name that the timeline shows."""
+    """Name in the timeline."""
     num_bytes: int
-    """The bytes of states that the update reads and writes."""
+    """Bytes of states read and written by the update."""
 
     def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Do the work on these planes. Return how many weights are no longer finite where an accelerator alone knows
-        it; else refuse them here.
+        """Run the update on these planes.
+
+        Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
+        and returns None.
         """
         num_wrong = self.work(planes, planes["gradients"])
         if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
@@ -58,41 +60,43 @@ class TileUpdate:
 
 
 class UpdatePlace(Protocol):
-    """Where updates run."""
+    """Place where updates run."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Prepare for a step."""
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit the update of a tile: after its gradients, behind every fetch of what it overwrites. The ticket stands
-        for its new weights.
+        """Submit a tile update, after the gradients and after every fetch of the overwritten data.
+
+        The returned ticket is done when the new weights are ready.
         """
 
     def check(self) -> None:
-        """All of a step is submitted: refuse weights that are no longer finite."""
+        """Refuse non-finite weights after all of a step's updates are submitted."""
 
     def reset(self) -> None:
-        """A step was given up."""
+        """Reset after a step was given up."""
 
     def free(self) -> None:
-        """Let go of every buffer."""
+        """Release all buffers."""
 
 
 class InPlace:
-    """Updates states where they are, on one lane: that of updates on the host, or compute itself on the device."""
+    """Updates states in place on one lane: the host update lane, or compute for states on the device."""
 
     def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
-        """`within`: the context of the work."""
+        """`within`: context for the work."""
         self._lane, self._device, self._within = lane, device, within
-        self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # of weights that are not finite, known to the device
+        self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
 
     def begin_step(self) -> None:
-        """Forget what the last step has counted."""
+        """Forget the previous step's counts."""
         self._counts = []
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit the update of a tile: after its gradients, behind every fetch of what it overwrites. The ticket stands
-        for its new weights.
+        """Submit a tile update, after the gradients and after every fetch of the overwritten data.
+
+        The returned ticket is done when the new weights are ready.
         """
         ticket = self._lane.submit(
             partial(self._run, tile),
@@ -112,7 +116,7 @@ class InPlace:
             self._counts.append((tile, count))
 
     def check(self) -> None:
-        """All of a step is submitted: ask an accelerator once for what it has counted."""
+        """Read the accelerator's counts once and refuse non-finite weights."""
         if self._counts:
             tiles, counts = zip(*self._counts, strict=True)
             self._counts = []
@@ -121,33 +125,34 @@ class InPlace:
                     tile.refuse(num_wrong)
 
     def reset(self) -> None:
-        """A step was given up."""
+        """Reset after a step was given up."""
 
     def free(self) -> None:
-        """Let go of every buffer."""
+        """Release all buffers."""
 
 
 class OnDevice:
-    """Updates states of the host on the device, in the stretches of a ring: three lanes bring a tile up, update it and
-    bring down what was changed, each beside the others and beside compute.
+    """Updates host states on the device, through a ring buffer.
+
+    Three lanes (H2D copy, update, D2H copy) work beside each other and beside compute.
     """
 
     def __init__(
         self, memory: torch.Tensor, num_regions: int, lanes: Lanes, device: Device, counters: Counters
     ) -> None:
-        """`memory`: of the device, flat uint8."""
+        """`memory`: flat uint8 device memory."""
         self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
         self._begun: Sequence[Ticket] = ()
-        self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # of weights that are not finite
+        self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
         self._told, self._telling = device.host_memory(num_regions, torch.int64), Fence("counts")
 
     def begin_step(self) -> None:
-        """Count anew; what the last step has counted is looked at by a lane."""
+        """Start new counts; a lane still checks the previous step's counts."""
         self._counts = {}
-        self._begun = self._lanes.mark()  # compute has cleared the memory, or filled what stays from a checkpoint
+        self._begun = self._lanes.mark()  # compute has cleared the memory, or loaded resident planes from a checkpoint
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit what `InPlace.submit` does, and its copies."""
+        """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlace.submit`."""
         there = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
         sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in there.values()]
         stretch = self._ring.take(sum(sizes))
@@ -203,7 +208,7 @@ class OnDevice:
             counts[tile.region] = tile, count
 
     def check(self) -> None:
-        """All of a step is submitted: let a lane look at what an accelerator counts in it. Nobody waits for that."""
+        """Let a lane check the accelerator's counts after all updates are submitted. Does not wait."""
         if self._device.torch_device.type == "cpu":
             return
         counts, told = self._counts, self._told
@@ -223,43 +228,38 @@ class OnDevice:
         self._telling.read(looked)
 
     def reset(self) -> None:
-        """A step was given up: no stretch is lent any more."""
+        """Take back all stretches after a step was given up."""
         self._ring.reset()
 
     def free(self) -> None:
-        """Let go of the device's memory."""
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
 
 
 class ByRegion:
-    """Updates some regions on the device, to which they stream, and beside these the others where they are."""
+    """Updates some regions on the device and, at the same time, the others in place."""
 
     def __init__(self, on_device: OnDevice, in_place: InPlace, streamed: Collection[int]) -> None:
-        """`streamed`: the regions that are updated on the device, by index."""
+        """`streamed`: indices of regions updated on the device."""
         self._places: Mapping[bool, UpdatePlace] = {True: on_device, False: in_place}
         self._streamed = streamed
 
     def begin_step(self) -> None:
-        """A step begins."""
         for place in self._places.values():
             place.begin_step()
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit the update of a tile where its region has it."""
+        """Submit a tile update to the region's place."""
         return self._places[tile.region.index in self._streamed].submit(tile)
 
     def check(self) -> None:
-        """All of a step is submitted."""
         for place in self._places.values():
             place.check()
 
     def reset(self) -> None:
-        """A step was given up."""
         for place in self._places.values():
             place.reset()
 
     def free(self) -> None:
-        """Let go of every buffer."""
         for place in self._places.values():
             place.free()
 
@@ -273,8 +273,10 @@ def open_place(
     device: Device,
     counters: Counters,
 ) -> UpdatePlace:
-    """Return where updates run: of regions that are `streamed`, by index, on the device, through this `memory` of it
-    (None where no region is); of the others in place.
+    """Return the update place for all regions.
+
+    `streamed`: indices of regions updated on the device, through the device `memory` (None: no such regions). All
+    others are updated in place.
     """
     if memory is None:
         return in_place

@@ -1,4 +1,4 @@
-"""The update of the regions, beside the passes, with exact clipping."""
+"""Updates of the regions, beside the passes, with exact clipping."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
 UNCLIPPED_STEPS = 8
-"""So many steps, none of which was clipped, have a run go on speculatively where that hides updates. Up to then no bit
-has depended on it.
+"""After this many steps without clipping, a run with `clip: auto` becomes speculative, if that hides updates.
+
+Until then the result bits are equal in both modes.
 """
 
 
 class Updates:
-    """Chooses the policy of each step, tells it the norm, and has submitted what it leaves due.
+    """Chooses the policy for each step, passes it the norm, and submits the remaining updates.
 
-    Steps that sum over several backward passes are deferred, whatever `clip` says. With a rule whose gradients do not
-    wait, a step that clips makes one backward to learn the norm and a second one, in which they are updated from.
+    Steps with sums over several backward passes are always deferred, independent of `clip`. If the update rule keeps no
+    gradients, a step with clipping runs two backwards: the first for the norm, the second for the updates.
     """
 
     def __init__(
@@ -59,58 +60,63 @@ class Updates:
         place: UpdatePlace,
         workspace: torch.Tensor | None = None,
     ) -> None:
-        """`workspace`: memory of the device, for rules that compute there."""
+        """`workspace`: device memory for update rules that compute on the device."""
         self.tiles = TileUpdates(store, infos, slots, settings, place, workspace)
         self._flow, self._slots, self._due, self._lanes, self._measures = flow, slots, due, lanes, flow.measures
         self._learns = settings.judges_gradients and settings.optimizer.drops_gradients
-        self._norm: float | None = None  # that of this step, as a backward of its own has found it
-        self._max_norm = self._limit = settings.max_grad_norm  # as it was told, and of this step
+        self._norm: float | None = None  # this step's norm, from a separate backward
+        self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
         self._is_inline = store.updating is lanes.here
-        # Compute itself hides nothing.
+        # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
-        self.num_unclipped: int | None = None  # steps, while it is open how the run clips and they are counted
+        self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
         self._policy = Policy()
 
     @property
     def infos(self) -> Sequence[ParameterInfo]:
-        """By which the next updates go."""
+        """Parameter settings for the next updates."""
         return self.tiles.infos
 
     @property
     def max_norm(self) -> float | None:
-        """To which norm gradients are clipped, but in a step that says otherwise; None for no clipping."""
+        """Default clipping norm; None: no clipping."""
         return self._max_norm
 
     @property
     def waits(self) -> bool:
-        """True where updates come after the norm."""
+        """True if updates wait for the norm."""
         is_deferred = self._max_norm is not None and self.clip != "speculative"
         return (self._skips or is_deferred) and not self._learns
 
     def delays(self, number: int) -> bool:
-        """Return whether the update of a step comes late, by the number of steps before it."""
+        """Return whether the update after `number` earlier steps is delayed."""
         return number >= self._delays_from
 
     @property
     def learns_first(self) -> bool:
-        """True where a step has a backward of its own for the norm; `begin_step` says which of them it is."""
+        """True if a step needs a separate backward for the norm.
+
+        `begin_step` receives the current backward as `learns` or `norm`.
+        """
         return self._learns and not self._flow.accumulates
 
     @property
     def is_immediate(self) -> bool:
-        """True where, in this step, what has landed is updated once and for all."""
+        """True if, in this step, regions are updated at arrival without a later correction."""
         return self._policy.is_final
 
     def decide(self, clip: str, num_unclipped: int | None = None) -> None:
-        """Clip so from now on: deferred, speculative, or auto, which leaves it to the steps, of which so many were
-        made: deferred until one is clipped, and then for good; speculative after `UNCLIPPED_STEPS` without one. Steps
-        that are not clipped have the same bits either way, so that all of the run has those of what is decided.
+        """Set the clipping mode: "deferred", "speculative", or "auto" after `num_unclipped` steps without clipping.
+
+        With "auto" steps are deferred. The first clipped step makes the run deferred for good; `UNCLIPPED_STEPS` steps
+        without clipping make it speculative. Unclipped steps have equal bits in both modes, so the whole run has the
+        bits of the mode decided.
         """
         self.clip, self.num_unclipped = clip, num_unclipped
 
     def _watch(self, norm: float) -> None:
-        """A step's norm is known, and it is open how the run clips."""
+        """Count a step toward the decision about `clip: auto`."""
         assert self.num_unclipped is not None
         self.num_unclipped += 1
         if clip_coefficient(norm, self._limit) != 1.0:
@@ -119,8 +125,9 @@ class Updates:
             self.decide("speculative")
 
     def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
-        """Let the next updates go by a rule with other settings, and other weight decays of parameters, by their names;
-        those under way keep their own.
+        """Use other rule settings, and other weight decays by parameter name, for the next updates.
+
+        Pending updates keep their own.
         """
         if [part.moments for part in rule.parts] != [part.moments for part in self.tiles.rules]:
             raise ConfigError(
@@ -133,8 +140,10 @@ class Updates:
     def begin_step(
         self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
     ) -> None:
-        """Start a step, by its number; `waits`: its updates come after the norm in any case. `learns`: the backward
-        that comes is for the norm alone; `norm`: such a one has found it.
+        """Start step `number`.
+
+        `waits`: updates come after the norm in any case. `learns`: the next backward is for the norm only. `norm`: the
+        norm from such a backward.
         """
         self._norm, self._limit = norm, self._max_norm
         self._lanes.settle()
@@ -156,8 +165,9 @@ class Updates:
         return Speculative(tiles, measures, limit, norm, self._is_inline)
 
     def learn(self) -> float:
-        """The backward for the norm is over: return it, and forget the gradients. Raises NonFiniteError where that is
-        not finite, and the step is not to be skipped for it.
+        """End the norm-only backward: return the norm and forget the gradients.
+
+        Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
         """
         self._flow.land_rest()
         self._flow.landing.finish()
@@ -168,22 +178,24 @@ class Updates:
         return self._norm
 
     def measure(self) -> float:
-        """The gradients of an own loop's step are complete: return their norm, over all ranks. Collective."""
+        """Complete an own loop's gradients and return their norm over all ranks. Collective."""
         self._flow.land_rest()
         self._flow.finish()
         return total_norm(self._measures.squares.values())
 
     def steer(self, lr: float, max_norm: float | None) -> None:
-        """Go by this learning rate in this step, whose updates wait for their norm; and clip to another norm than
-        usual, where one is given (0 for no clipping).
+        """Set the learning rate and, if given, the clipping norm (0: no clipping) for this step.
+
+        The step's updates must still be waiting for the norm.
         """
         self.tiles.steer(lr)
         if max_norm is not None:
             self._limit = max_norm or None
 
     def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
-        """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
-        is known how, and weights may come up for the next step.
+        """Finish the gradients, clip, and submit the remaining updates in the order of `rank`.
+
+        Calls `go_on` once the coefficient is known and weights for the next step may be fetched.
         """
         self._flow.land_rest()
         if self.is_immediate:
@@ -212,7 +224,7 @@ class Updates:
         return Applied(norm, skipped=True)
 
     def descend(self, works: Mapping[Region, Work], go_on: Callable[[], None]) -> None:
-        """Submit the updates of a step without gradients, in this order, and `go_on` as `apply` does."""
+        """Submit a step's updates without gradients, in this order. Calls `go_on` like `apply`."""
         for region, work in works.items():
             landed = Landed(region, torch.empty(0, device="cpu"), Fence("no gradients"))
             self._due.submissions[region] = partial(self.tiles.enter, landed, work, "update", publishes=True)
@@ -220,13 +232,13 @@ class Updates:
         self._end(go_on)
 
     def flush(self) -> None:
-        """Make on the host what was put off until its weights come up: somebody reads these before."""
+        """Run on the host the updates put off until the next fetch, before the host reads the weights."""
         if works := dict(self._due.in_slot):
             self._due.in_slot.clear()
             self.descend(works, lambda: None)
 
     def _end(self, go_on: Callable[[], None]) -> None:
-        """What is left to update is due: let weights come up for the next step, and submit it."""
+        """Allow fetches for the next step, then submit the due updates."""
         self.tiles.begin(bool(self._due.submissions))
         with interrupts.firm():
             self._slots.refresh()
@@ -236,19 +248,17 @@ class Updates:
 
     def _settle(self) -> None:
         self.tiles.place.check()
-        self._lanes.settle()  # what is on its way belongs to a step that is over
+        self._lanes.settle()  # pending updates now belong to a finished step: `give_up` leaves them
         self.tiles.end()
 
     def catch_up(self) -> None:
-        """Every update is made: the next pass computes with the weights as they are now."""
+        """Let the next pass compute with the newest weights: all updates are done."""
         self.tiles.show(())
 
     # -- failures --------------------------------------------------------------------------------------------
 
     def give_up(self) -> str | None:
-        """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any
-        more, where they do not.
-        """
+        """Cancel work after an exception. Return the reason if the states are torn, else None."""
         self._due.submissions.clear()
         self.tiles.early.forget()
         self._lanes.give_up()
@@ -256,15 +266,14 @@ class Updates:
         return self.failure()
 
     def mend(self) -> None:
-        """All states were written anew."""
+        """Mark the states as whole: all were written again."""
         self.tiles.end()
 
     def free(self) -> None:
-        """Let go of every buffer."""
         self.tiles.place.free()
 
     def failure(self) -> str | None:
-        """Between steps: return why the states belong to no step, if they do not."""
+        """Return the reason if the states belong to no step, else None. Call between steps."""
         error = self._lanes.failure
         if error is not None:
             return f"an update failed ({type(error).__name__}: {error})"

@@ -1,1 +1,1 @@
-"""Methods of training: what a step makes of forward passes, backward passes and updates."""
+"""Training methods: the forwards, backwards and updates in a step."""

@@ -1,4 +1,4 @@
-"""Training by gradients: a forward, a backward, and the update from what it gave."""
+"""Training with gradients: forward, backward, and an update from the gradients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from offload.engine.methods.result import StepResult
 
 
 class Backward(Method):
-    """Goes forward and backward, clips and updates; own loops, which do the first two themselves, `begin` and `end`
-    their steps here.
-    """
+    """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
 
     def own_loop(self) -> Backward:
         return self
 
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
-        self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
-        # Experts come up once for each micro-batch, and their gradients down.
+        self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
+        # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
         comes_often = self._losses.is_plain or bool(self._state.experts)
         self._state.accumulate(self._state.plan.adds_up or (self._settings.splits and comes_often))
         if self._state.updates.learns_first:
@@ -34,7 +32,7 @@ class Backward(Method):
         return [self._passes(parts)]
 
     def _passes(self, parts: Parts) -> torch.Tensor:
-        """Go forward and backward over a batch; return its loss, on the device."""
+        """Run forward and backward over a batch; return the loss on the device."""
 
         def backward(part: torch.Tensor) -> None:
             if part.requires_grad:
@@ -43,8 +41,9 @@ class Backward(Method):
         return summed(parts(), self._state.device.torch_device, backward)
 
     def _learn_and_step(self, parts: Parts, tokens: int, kind: Hashable) -> StepResult:
-        """Make a step whose first backward is for the norm alone; the second one, from the same generators and
-        buffers, updates.
+        """Make a step with two backwards: the first for the norm only, the second for the updates.
+
+        Both start with equal generator and buffer states.
         """
         state, before = self._state, self._moment()
         self.begin(kind, learns=True)
@@ -59,8 +58,9 @@ class Backward(Method):
         return self.end(loss, tokens, kind)
 
     def begin(self, kind: Hashable, waits: bool = False, learns: bool = False) -> None:
-        """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards.
-        `learns`: from one of which nothing but the norm is wanted.
+        """Begin a step with schedule key `kind`; gradients may arrive from now on.
+
+        `waits`: gradients come from several backwards. `learns`: the next backward is for the norm only.
         """
         self._state.lanes.timeline.begin_step()
         self._counters.begin_step()
@@ -75,10 +75,10 @@ class Backward(Method):
         state.executor.begin(kind, wraps=state.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
-        """Finish the gradients, clip, update, and start on the next step's weights."""
+        """Finish the gradients, clip, update, and start to fetch the next step's weights."""
         state, rank = self._state, self._order()
         self.expected = kind, state.updates.is_immediate and not state.updates.learns_first
-        brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
+        brought_loss = state.device.bring_down(loss)  # before the host waits for the norm
         applied = state.updates.apply(rank, lambda: self._go_on(tokens is not None))
         (total,) = self.sum(float(brought_loss()))
         is_skipped, num_corrected, is_coarse = applied.skipped, applied.num_corrected, applied.is_coarse

@@ -1,4 +1,4 @@
-"""Training without a backward: two forwards along each random direction, and the update from how the losses differ."""
+"""Training without a backward: two forwards along each random direction, then an update from the loss differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.telemetry.counters import Counters
 
 
 class Forwards(Method):
-    """MeZO, its passes side by side. Each rank computes its rows, and a step exchanges their losses alone."""
+    """MeZO with interleaved passes. Each rank computes its own rows; the ranks exchange only the losses."""
 
     _rule: MeZO
 
@@ -117,14 +117,14 @@ class Forwards(Method):
         self._perturbed.free()
 
     def _measure(self, parts: Parts) -> list[tuple[float, float]]:
-        """Return the losses of all ranks on both sides of the weights, along each direction."""
+        """Return the losses on both sides of the weights for each direction, summed over all ranks."""
         found = self._losses_of(parts)
         self._pending.check()
         values = self.sum(*self._state.device.bring_down(torch.stack(found))().tolist())
         return list(zip(values[::2], values[1::2], strict=True))
 
     def _losses_of(self, parts: Parts) -> list[torch.Tensor]:
-        """Return the losses of all passes, of this rank's rows."""
+        """Return the losses from all passes over this rank's rows."""
         device = self._state.device.torch_device
         return self._interleaved.run(lambda: summed(parts(), device), self.num_passes)
 

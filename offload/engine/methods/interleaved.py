@@ -1,4 +1,4 @@
-"""Forward passes side by side: unit by unit, so that a unit's weights come up once for all of them."""
+"""Interleaved forwards: several passes advance unit by unit, so one weight fetch serves all passes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from offload.lanes.lockstep import Lockstep
 
 
 class InterleavedForwards:
-    """Runs a function that calls the model several times at once: each pass goes on to the end of its next unit, then
-    the other passes do (ZO2, arXiv:2503.12668, on modules as they are). All of them draw the same random
-    numbers, and none sees what another's code has noted in modules above the units.
+    """Runs a function with model calls several times at once (ZO2, arXiv:2503.12668, on unmodified modules).
+
+    Each pass runs to the end of its next unit, then the other passes do. All passes draw equal random numbers.
+    Attributes set by one pass in modules above the units are invisible to the others.
     """
 
     def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: Perturbed) -> None:
@@ -33,13 +34,13 @@ class InterleavedForwards:
         self._above: list[nn.Module] = []
         self._kept: dict[int, _PassState] = {}
         self._begin: _PassState | None = None
-        self._last: _PassState | None = None  # what was last put back
-        self._open: Unit | None = None  # whose weights are up
+        self._last: _PassState | None = None  # the state restored last
+        self._open: Unit | None = None  # the unit with fetched weights
         self._have_run: set[int] = set()
         self._num_passes = 0
 
     def run(self, function: Callable[[], torch.Tensor], num_passes: int) -> list[torch.Tensor]:
-        """Return what each pass has returned, in order."""
+        """Return each pass's result, in order."""
         state = self._state
         self._residents = [unit for unit in state.units if unit.resident]
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
@@ -59,11 +60,11 @@ class InterleavedForwards:
         return results
 
     def free(self) -> None:
-        """The engine closes: no thread stays."""
+        """Stop all threads when the engine closes."""
         self._lockstep.close()
 
     def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Return the function as it runs in a thread of its own: with what torch keeps for each as it is in this."""
+        """Wrap the function for a separate thread with the current thread's thread-local torch state."""
         state = self._state
         surroundings, enter = Surroundings(state.device.torch_device.type), state.device.entered()
 
@@ -74,19 +75,19 @@ class InterleavedForwards:
         return run
 
     def _move_residents(self, number: int) -> None:
-        """Units that stay on the device have the weights of the pass whose turn it is."""
+        """Install pass `number`'s weights in the resident units."""
         for unit in self._residents:
             self._perturbed.enter(unit, number)
 
     # -- a unit's call ---------------------------------------------------------------------------------------
 
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit's forward for the pass whose turn it is, as the module would."""
+        """Run a unit's forward for the current pass, with the module's own result."""
         runner, device = self._state.runner, self._state.device
         arguments, containers = received(args, kwargs)
         runner.count(unit, arguments)
         rows, results = runner.rows_of(unit), []
-        # Ranks start from the same seed, and must not draw the same.
+        # All ranks start from one seed, and must not draw equal numbers.
         ambient = device.random_state() if len(rows) > 1 or runner.has_peers else None
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
@@ -105,7 +106,7 @@ class InterleavedForwards:
             if ambient is not None:
                 device.set_random_state(ambient)
         delivered = deliver(results[0], runner.join(unit, results), containers)
-        del result, results  # other passes have their turn now, and need the memory
+        del result, results  # the other passes run next and need the memory
         if len(self._have_run) == self._num_passes:
             self._leave()
         if self._state.way.interleaves:
@@ -113,9 +114,9 @@ class InterleavedForwards:
         return delivered
 
     def _enter(self, unit: Unit) -> None:
-        """Bring a unit's weights up, unless another pass has and this one has not yet run over them."""
+        """Fetch a unit's weights, unless another pass has fetched them and this pass has not used them yet."""
         number = self._lockstep.current
-        if self._open is not unit or number in self._have_run:  # a pass may go another way than the others
+        if self._open is not unit or number in self._have_run:  # passes may take different paths
             self._leave()
             self._state.runner.enter(unit)
             self._pending.make(unit.regions)
@@ -128,7 +129,7 @@ class InterleavedForwards:
             self._open = None
 
     def _switched(self, leaves: int, comes: int) -> None:
-        """Another pass has its turn: all is as it was when it had it last."""
+        """Switch passes: save the state for pass `leaves`, restore the state for pass `comes`."""
         assert self._begin is not None
         self._kept[leaves] = _PassState(self._state, self._above, self._last)
         self._last = self._kept.get(comes, self._begin)
@@ -137,12 +138,14 @@ class InterleavedForwards:
 
 
 class _PassState:
-    """What a pass has of its own between two of its turns: generators, micro-batches, and attributes of modules, in
-    which its code makes notes. (Hooks that it has registered are everybody's, and so are flags that say so.)
+    """State kept for a pass between two turns: generators, micro-batch position, and module attributes set by model
+    code.
+
+    Hooks registered by a pass, and the flags for hooks, are shared by all passes.
     """
 
     def __init__(self, state: EngineState, modules: list[nn.Module], last: _PassState | None = None) -> None:
-        """`last`: what was put back last, of which most is unchanged."""
+        """`last`: the state restored last; unchanged parts are reused."""
         self._state = state
         self._random = state.device.random_state()
         self._drawn: Drawn = Drawn.so_far(None if last is None else last._drawn)
@@ -151,7 +154,7 @@ class _PassState:
         self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
 
     def put_back(self, now: _PassState) -> None:
-        """All is as it was. `now`: how it is."""
+        """Restore this state. `now`: the current state."""
         state = self._state
         state.device.set_random_state(self._random)
         if self._drawn is not now._drawn:
@@ -161,8 +164,8 @@ class _PassState:
             return
         for live, then in self._attributes.pairs():
             for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:
-                if not (key[:1] == "_" and isinstance(live.get(key), bool | None)):  # of everybody's hooks
-                    if key in then:  # a chunked head puts another `forward` there for a while
+                if not (key[:1] == "_" and isinstance(live.get(key), bool | None)):  # skips the shared hook flags
+                    if key in then:  # a chunked head temporarily replaces `forward`
                         live[key] = then[key]
                     else:
                         del live[key]

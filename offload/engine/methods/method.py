@@ -1,4 +1,4 @@
-"""What a method of training is to the rest: a step from the parts of a loss to the update."""
+"""Interface for a training method: a step from the loss parts to the update."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import Span
 
 Parts = Callable[[], Generator[torch.Tensor, None, None]]
-"""Runs the model over a batch once, and yields its loss in parts, those of all ranks adding up."""
+"""Runs the model over a batch once and yields the loss in parts; all ranks' parts add up."""
 
 
 class OwnSteps(Protocol):
-    """Begins and ends the steps of own loops, which go forward and backward themselves."""
+    """Begins and ends steps for own loops. The loops run forward and backward themselves."""
 
     def begin(self, kind: Hashable, waits: bool = ..., learns: bool = ...) -> None:
-        """Begin a step of that kind, whose gradients may come from now on, with `waits` from several backwards."""
+        """Begin a step with schedule key `kind`; gradients may arrive from now on. `waits`: from several backwards."""
 
     def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
-        """Finish the gradients, clip, update, and start on the next step's weights."""
+        """Finish the gradients, clip, update, and start to fetch the next step's weights."""
 
 
 class Method(ABC):
-    """Makes steps of one engine, over its units, passes and updates. `lr`: of the next update. `expected`: the kind of
-    the next step, and whether its weights may come up while this one goes on. `spans`: what every lane did in the last
-    step.
+    """Makes an engine's steps.
+
+    `lr`: learning rate for the next update. `expected`: (schedule key for the next step, whether weights may be fetched
+    before this step ends). `spans`: work on every lane in the last step.
     """
 
     def __init__(
         self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
     ) -> None:
-        """`moment`: notes generators and modules as they are."""
+        """`moment`: takes a snapshot of generators and modules."""
         self._state, self._counters, self._settings, self._rule = state, counters, settings, settings.optimizer
         self.lr = settings.optimizer.lr
         self._losses, self._moment = losses, moment
@@ -52,19 +53,23 @@ class Method(ABC):
 
     @abstractmethod
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
-        """Train on a batch: make passes over `parts`, and update. Passes of one `kind` have one schedule. `tokens`: the
-        targets of the batch.
+        """Train on a batch: run passes over `parts`, then update.
+
+        `kind`: schedule key; passes with equal keys share a schedule. `tokens`: number of targets in the batch.
         """
 
     @abstractmethod
     def trial(self, parts: Parts) -> list[torch.Tensor]:
-        """Make the passes of a step over `parts`, and no step; return the loss of each."""
+        """Run a step's passes over `parts` without an update; return the loss from each pass."""
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
-        """A trial is about to be made: have ready what `hang` needs."""
+        """Prepare `hang` for a trial."""
 
     def own_loop(self) -> OwnSteps:
-        """Return what begins and ends the steps of own loops. Raises ConfigError where none can make a step."""
+        """Return the object that begins and ends own loops' steps.
+
+        Raises ConfigError if the method allows no own loops.
+        """
         raise ConfigError(
             f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
             "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
@@ -73,51 +78,52 @@ class Method(ABC):
         )
 
     def replay(self, measured: ZerothOrderRecord) -> None:  # noqa: ARG002
-        """Make a step again, from what it measured. Collective. Raises ConfigError."""
+        """Repeat a step from a record. Collective. Raises ConfigError."""
         raise ConfigError(
             f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
             "their gradients: give the engine MeZO(...), as that run had it."
         )
 
     num_passes = 1
-    """Over the rows of a batch, in a step, each of which sees weights of its own."""
+    """Passes over a batch in a step; each pass uses separate weights."""
 
     def hang(self, unit: Unit, number: int) -> None:  # noqa: ARG002
-        """Hang the weights of a unit, which are on the device, as pass `number` is to see them, in its module."""
+        """Install a unit's device weights for pass `number` in the module."""
         unit.install(unit.live())
 
     def forget(self) -> None:  # noqa: B027 (most have nothing)
-        """All states are about to be written anew."""
+        """Forget pending updates before all states are written again."""
 
     def free(self) -> None:  # noqa: B027 (most have none)
-        """The engine closes: let go of the device's memory."""
+        """Release device memory when the engine closes."""
 
     def sum(self, *losses: float) -> list[float]:
-        """Return the sums of what each rank has of losses, on all of them."""
+        """Return the losses summed over all ranks."""
         comm = self._state.comm
         return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
 
     def _order(self) -> Callable[[Region], float]:
-        """Return when the next step will need each region, by the pass that is ending."""
+        """Return a function from a region to its position in the next step, based on the current pass."""
         state = self._state
         return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
 
     def _go_on(self, is_batch: bool) -> None:
-        """It is known how all is updated: begin to bring up the weights of the next step. `is_batch`: of which the
-        engine knows all.
+        """Begin to fetch the next step's weights, once the updates are determined.
+
+        `is_batch`: the engine ran the whole step, not an own loop.
         """
         state = self._state
         peak_bytes = state.runner.end_step()
         state.executor.end()
-        if is_batch:  # own loops hold as many graphs at once as they like: nothing is ever left over
+        if is_batch:  # own loops may hold any number of graphs, so no memory is ever spare
             state.spare_memory.end_step(peak_bytes)
         state.executor.expect(*self.expected)
 
     def _finish(self, loss: float, grad_norm: float, tokens: int | None, **more: Any) -> StepResult:
-        """The step is made: return its result, with what the lanes did."""
+        """Complete the step and return the result, with lane times."""
         state = self._state
-        with suppress(Exception):  # what fails there fails the next pass: this step is made
-            state.slots.settle()  # a script may read what stays before that, which would wait for it as well
+        with suppress(Exception):  # an error here fails the next pass: this step is complete
+            state.slots.settle()  # a script may read resident weights before that, and would have to wait
         seconds, lanes, self.spans = state.lanes.end_step()
         told = torch.tensor(loss, dtype=torch.float32, device="cpu")
         return StepResult(told, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)

@@ -1,4 +1,4 @@
-"""Weights on both sides of where they are, on the device: what the passes of a step without gradients compute with."""
+"""Perturbed weights on the device, for the passes in a step without gradients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _SIDES = 2
 
 
 class Perturbed:
-    """Makes the weights of a unit from those that came up, along a direction of the step: for the unit that computes in
-    memory that all units share, and once a step for units that stay on the device. Pass number 2 k computes with w +
-    eps z of direction k, the next one with w - eps z. Nothing of that is stored beyond the step.
+    """Makes perturbed copies from unit weights along a random direction.
 
-    `thresholds`: of the parameters that the step's passes have brought up, by their indices, the magnitude above which
-    weights take no part.
+    Streamed units share one memory for the unit in use. Resident units have copies for all directions, made once per
+    step. Pass 2k uses w + eps z with direction k, pass 2k+1 uses w - eps z. Copies last for one step.
+
+    `thresholds`: for each parameter index already fetched in this step, the largest magnitude for participating
+    weights.
     """
 
     def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
@@ -35,13 +36,14 @@ class Perturbed:
         self._laid_out: Hashable = None
         self._taking: frozenset[int] = frozenset()
         self._step = 0
-        self._made: tuple[int, int] | None = None  # unit and direction that the shared memory has
+        self._made: tuple[int, int] | None = None  # unit and direction now in the shared memory
         self.thresholds: dict[int, float] = {}
         self._key = cache(lambda index: parameter_key(state.infos[index].name, seed))
 
     def begin(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
-        """Begin the passes of a step, in which these parameters take part, by their regions; compute has come after the
-        fetch of what stays.
+        """Begin a step's passes. `touched`: participation flags by region index.
+
+        Compute must already run after the fetch of resident weights.
         """
         self._step, self._made, self.thresholds = step, None, {}
         self._taking = frozenset(
@@ -56,7 +58,7 @@ class Perturbed:
                 self._fill(unit, direction, _SIDES * direction)
 
     def enter(self, unit: Unit, number: int) -> None:
-        """Hang the weights of a unit, which are on the device, as pass `number` is to see them, in its module."""
+        """Install a unit's weights for pass `number` in the module."""
         direction, side = divmod(number, _SIDES)
         if self._made != (unit.number, direction) and not unit.resident:
             self._fill(unit, direction, 0)
@@ -68,7 +70,7 @@ class Perturbed:
         return {index: moved[index] if index in self._taking else parameter for index, parameter in unit.live().items()}
 
     def _fill(self, unit: Unit, direction: int, place: int) -> None:
-        """Make both sides of a unit's weights, in the places `place` and the next one."""
+        """Perturb a unit's weights to both sides, in `place` and the next place."""
         plus, minus = (self._views.get((unit.number, place + side), {}) for side in range(_SIDES))
         for region, flat in self._state.slots.place(unit.regions).items():
             for piece, offset in zip(region.pieces, region.offsets, strict=True):
@@ -84,7 +86,7 @@ class Perturbed:
     # -- where they lie --------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Take memory for the units as they are now: one that was read from outside may stay since the last step."""
+        """Allocate memory for the current units: a unit may have become resident since the last step."""
         units = [unit for unit in self._state.units if any(region.trainable for region in unit.regions)]
         sizes = {unit: sum(region.weight_bytes for region in unit.regions if region.trainable) for unit in units}
         shared = max((size for unit, size in sizes.items() if not unit.resident), default=0)
@@ -106,14 +108,13 @@ class Perturbed:
             self._views[unit.number, place] = dict(self._parameters(unit, begin))
 
     def free(self) -> None:
-        """Let go of the device's memory."""
         self._state.device.ledger.drop(PERTURBED)
         self._views, self._laid_out = {}, None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._state.slots.extend(self._memory)
 
     def _parameters(self, unit: Unit, begin: int) -> dict[int, nn.Parameter]:
-        """Return Parameters, by index, over a copy of what of a unit is trained."""
+        """Return Parameters, by index, over memory for a copy of a unit's trainable weights."""
         made = {}
         for region in unit.regions:
             if region.trainable:

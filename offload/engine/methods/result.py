@@ -1,4 +1,4 @@
-"""What a step gives, and what of it makes its update again."""
+"""Step result, and the record for a replay."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from offload.telemetry.timeline import LaneTime
 
 
 class ZerothOrderRecord(NamedTuple):
-    """What a step by forward passes alone has measured. With the weights from before it, the step follows from that:
-    `engine.replay` takes these.
+    """Measurements from a step without gradients. With the weights before the step, they determine the update.
+
+    `engine.replay` takes these records.
     """
 
     step: int
-    """Its number, counted from 1."""
+    """Step number, from 1."""
     seed: int
-    """Of its directions."""
+    """Seed for the directions."""
     slopes: tuple[float, ...]
-    """How steep the loss is along each of them: MeZO's projected gradients. None for a step that was skipped."""
+    """Loss slope along each direction: MeZO's projected gradients. Empty for a skipped step."""
     lr: float | None = None
-    """Its learning rate; None for the engine's."""
+    """Learning rate; None: the engine's."""
     losses: tuple[tuple[float, float], ...] = ()
-    """On both sides of the weights, along each direction. A replay does not ask for them."""
+    """Losses on both sides of the weights, for each direction. Not needed for a replay."""
     rule: str = ""
-    """Of the rule that made it its `mark`, without which a replay would be another run; empty where nobody knows."""
+    """Update rule fingerprint (`mark`): a replay needs the same rule. Empty: unknown."""
     frozen: tuple[str, ...] = ()
-    """The names of parameters that were trained at first and were frozen in this step."""
+    """Parameters trainable at the start and frozen in this step, by name."""
 
     def fields(self) -> dict[str, Any]:
-        """Return what a record of the step has of it: numbers for one direction, lists for several."""
+        """Return the step's log fields: numbers for one direction, lists for several."""
         plus, minus = ([pair[side] for pair in self.losses] for side in (0, 1))
         lists = {"projected_grad": list(self.slopes), "loss_plus": plus, "loss_minus": minus}
         shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
@@ -44,8 +45,9 @@ class ZerothOrderRecord(NamedTuple):
 
     @classmethod
     def of(cls, record: Any) -> ZerothOrderRecord:
-        """Return what a record says: one of these, the first three or more of its fields, or a line of a run's
-        metrics.jsonl, which has neither seed nor slopes where the step was skipped. Raises ConfigError.
+        """Return a record from a ZerothOrderRecord, a tuple with three or more fields, or a metrics.jsonl line.
+
+        A line for a skipped step has neither seed nor slopes. Raises ConfigError.
         """
         told = record
         try:
@@ -69,35 +71,35 @@ class ZerothOrderRecord(NamedTuple):
 
 
 def _number(value: Any) -> float:
-    """Return a number of a log, in which those that are not finite are null."""
+    """Return a number from a log, where null means not finite."""
     return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives."""
+    """Result from one step."""
 
     loss: torch.Tensor
-    """0-dim fp32 CPU tensor; NaN in an own loop whose losses `engine.backward` was not given."""
+    """0-dim fp32 CPU tensor; NaN in an own loop without losses from `engine.backward`."""
     grad_norm: float
-    """The norm of the gradients before clipping; without gradients the root mean square of the slopes that were
-    measured.
-    """
+    """Gradient norm before clipping; without gradients, the root mean square of the measured slopes."""
     tokens: int | None
-    """The targets: labels that are not ignored, of a causal model after the shift, or all numbers of a regression.
-    Without labels the rows of the batch; with a loss_fn and nothing but tensors [rows, ...] the elements of the first.
-    None in own loops."""
+    """Number of targets: labels not ignored, shifted for a causal model, or all numbers for a regression.
+
+    Without labels: the batch's rows; with a loss_fn and only tensors [rows, ...]: the first tensor's elements. None in
+    own loops.
+    """
     skipped: bool
-    """Whether the update was skipped for a gradient that is not finite."""
+    """True if the update was skipped for non-finite gradients."""
     corrected: int = 0
-    """How many regions speculative clipping had updated with another coefficient than the true one."""
+    """Number of regions speculative clipping first updated with another coefficient."""
     coarse: bool = False
-    """One of them was too far off for the correction to be as exact as docs/reference/numerics.md says."""
+    """True if a correction was less exact than stated in docs/reference/numerics.md."""
     seconds: float = 0.0
-    """Of the step on this thread."""
+    """Step duration on this thread, in seconds."""
     lanes: Mapping[str, LaneTime] = field(default_factory=dict)
-    """How long each lane was busy in it, and how long compute waited for it."""
+    """For each lane: busy time, and time compute waited for the lane."""
     noise: GradientNoise | None = None
-    """With `noise_scale`: how the gradients of micro-batches and ranks scatter; None where it is not known exactly."""
+    """With `noise_scale`: gradient scatter over micro-batches and ranks; None: not known exactly."""
     measured: ZerothOrderRecord | None = None
-    """Of a step without gradients: what it measured, from which its update follows. None where it was skipped."""
+    """Record for a replay, from a step without gradients; None: the step was skipped."""

@@ -1,4 +1,4 @@
-"""Updates that are made in the slot in which their weights come up next, and go down from there."""
+"""Updates run in the device slot at the next fetch of the weights, then copied to the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from offload.tiers.store import Store
 
 
 class SlotUpdates:
-    """What a step puts off until the next one comes to its weights, so that these go up once and down once a step (ZO2,
-    arXiv:2503.12668). Who reads the states before that has it made on the host: each update is made once,
-    by whoever comes first, and has the same bits. What has gone down belongs to the step before: a step that is given
-    up leaves it alone.
+    """Updates put off until the next fetch, so weights make one H2D and one D2H copy per step (ZO2, arXiv:2503.12668).
+
+    If the host reads the states before, the update runs on the host instead. Each update runs once, on the host or the
+    device, with equal bits. A copy to the host belongs to the previous step: a give-up of the current step does not
+    change the copied states.
     """
 
     def __init__(
@@ -28,25 +29,25 @@ class SlotUpdates:
     ) -> None:
         self._store, self._slots, self._updates, self._lanes, self._device = store, slots, updates, lanes, device
         self._works, self._lr = due.in_slot, lr
-        self._counts: list[tuple[Region, torch.Tensor]] = []  # of weights that are not finite, known to the device
+        self._counts: list[tuple[Region, torch.Tensor]] = []  # non-finite weight counts, in device memory
 
     def takes(self, region: Region) -> bool:
-        """True where the update of a region can be put off."""
+        """Return whether a region's update can be put off."""
         return self._store.updates_in_slot(region) and not self._slots.is_resident(region)
 
     def put(self, works: Mapping[Region, Work]) -> None:
-        """Put updates off."""
+        """Put updates off until the next fetch."""
         self._works.update(works)
         self._slots.need_masters(works)
 
     def make(self, regions: Sequence[Region]) -> None:
-        """The weights of a unit with these regions have come up: update them, and send them down."""
+        """Update the fetched weights of a unit and copy them to the host."""
         due = [region for region in regions if region in self._works]
         for region, planes in self._slots.masters(regions).items() if due else ():
             if region not in self._works:
                 continue
-            (tile,) = self._store[region].tiles  # nothing of it is on disk, or on other ranks
-            # In a slot that was kept lies what went down after the last update, and may be on its way still.
+            (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
+            # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
             num_wrong = self._works[region](tile, planes, torch.empty(0, device="cpu"))
             if isinstance(num_wrong, torch.Tensor):
@@ -70,7 +71,7 @@ class SlotUpdates:
         assert not any(region in self._works for region in due), "a cargo came up without its master weights"
 
     def check(self) -> None:
-        """The passes of a step are over: refuse weights that are no longer finite, as far as the device alone knew."""
+        """Refuse non-finite weights counted on the device, after a step's passes."""
         counts, self._counts = self._counts, []
         if counts:
             told = self._device.bring_down(torch.stack([count for _, count in counts]))().tolist()
@@ -79,6 +80,6 @@ class SlotUpdates:
                     self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
 
     def forget(self) -> None:
-        """The weights are others by now."""
+        """Forget pending updates: the weights were replaced."""
         self._works.clear()
         self._counts.clear()

@@ -1,4 +1,4 @@
-"""The update of a step without gradients, from what the step has measured, wherever the weights rest."""
+"""Update for a step without gradients, from the measured slopes, on any tier."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from offload.tiers.due import Work
 from offload.tiers.tile import Tile
 
 _BLOCKS = "(blocks)"
-"""In the place of a parameter's name, for the key of what chooses blocks."""
+"""Key for the block choice, in place of a parameter name."""
 
 
 class ZerothOrderUpdate:
-    """Knows which parameters take part in a step, and moves them against its slopes."""
+    """Chooses the participating parameters for a step, and moves them against the slopes."""
 
     def __init__(self, state: EngineState, rule: MeZO, pending: SlotUpdates) -> None:
         self._state, self.rule, self._pending = state, rule, pending
         blocks = [unit for unit in state.units if unit.is_block]
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
         self._num_blocks = len(blocks)
-        # Weights that are tied over blocks go with the first one, those that something else uses are always in.
+        # Weights tied across blocks belong to the first block. Weights used outside the blocks always participate.
         self._block_of = {
             region.index: min(numbers[name] for name in region.units)
             for region in state.regions
@@ -38,11 +38,11 @@ class ZerothOrderUpdate:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The names of parameters that were trained at first and are frozen now."""
+        """Parameters trainable at the start and frozen now, by name."""
         return tuple(self._state.infos[index].name for index in sorted(self._state.snapshot.frozen))
 
     def touched(self, step: int, seed: int, frozen: Collection[str] = ()) -> dict[int, Sequence[bool]]:
-        """Return which parameters take part in a step, by the index of their region: of each region with some."""
+        """Return participation flags by region index, for regions with any participating parameter."""
         state = self._state
         active = self.rule.active_blocks(self._num_blocks, parameter_key(_BLOCKS, seed), step)
         found: dict[int, Sequence[bool]] = {}
@@ -61,19 +61,20 @@ class ZerothOrderUpdate:
         rank: Callable[[Region], float],
         go_on: Callable[[], None],
     ) -> None:
-        """Submit the updates of a step in the order of `rank`, or put them off until their weights come up.
-        `thresholds`: of parameters, by their indices, up to which magnitude weights take part, as far as the passes
-        have found it; the others are added.
+        """Submit a step's updates in the order of `rank`, or put them off until the next fetch.
+
+        `thresholds`: by parameter index, the largest magnitude for participating weights, as far as the passes computed
+        it; missing ones are added.
         """
         assert measured.lr is not None
         estimate = ZerothOrderStep(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed, measured.frozen)
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
-        self._state.updates.flush()  # of units that no pass has come to
+        self._state.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
-        self._state.updates.tiles.begin()  # what fails before the step is counted finds some of the update put off
+        self._state.updates.tiles.begin()  # a failure from here on leaves a partial update
         self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
         self._state.updates.descend(works, go_on)
 
@@ -92,19 +93,19 @@ class ZerothOrderUpdate:
         return work
 
     def _find_thresholds(self, touched: Mapping[int, Sequence[bool]], thresholds: dict[int, float]) -> None:
-        """Add the thresholds of parameters that no pass has brought up, from their weights where these rest."""
+        """Compute missing thresholds for unfetched parameters, from the weights on their tier."""
         state = self._state
         for region, its in touched.items():
             for index, takes_part in zip(state.regions[region].parameters, its, strict=True):
                 if takes_part and index not in thresholds:
                     state.lanes.drain_updates()
-                    if state.store.sharding.gathers:  # no rank has all weights, and all ranks lack the same ones
+                    if state.store.sharding.gathers:  # partitioned weights: all ranks miss the same ones
                         used = state.store.values.read_range(index, 0, state.infos[index].numel, travelling=True)
                     else:
                         used = state.store.values.read_here(index).flatten()
                     thresholds[index] = self.rule.threshold(used)
 
     def replay(self, measured: ZerothOrderRecord) -> None:
-        """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
+        """Repeat a step's update from the record, at the weights before that step. Collective."""
         count = partial(self._state.runner.go_on_from, measured.step)
         self.update(measured, {}, lambda region: region.index, count)
