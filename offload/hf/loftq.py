@@ -23,8 +23,8 @@ def begin_at_loss(
 ) -> None:
     """Initialize the LoRA matrices by `num` LoftQ rounds, one weight at a time.
 
-    Each round quantizes the weight minus the last product, and computes the rank-r product nearest to the quantization
-    error. The base later lacks the next-to-last product, which is added to `adapted.removed`.
+    Each round quantizes the weight minus the last product, and computes the rank-r product nearest to the weight minus
+    this quantized value. The base later lacks the next-to-last product, which is added to `adapted.removed`.
 
     - names: base parameter names.
     - codes: codec and compute dtype for each quantized base parameter.
@@ -62,9 +62,9 @@ def begin_at_loss(
 def _nearest(
     values: torch.Tensor, removed: Removed | None, codec: Codec, dtype: torch.dtype, rank: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp32 factors [out, rank] and [rank, in] nearest to the quantization error (truncated SVD).
+    """Return fp32 factors [out, rank] and [rank, in], whose product is nearest to W - Q(W - removed) (truncated SVD).
 
-    The error belongs to the weight minus `removed`.
+    W: `values`; Q: quantize and dequantize with `codec`.
     """
     rests = values if removed is None else removed.out_of(values)
     lost = values.float() - decoded(codec, rests.reshape(-1), dtype).view(values.shape).float()

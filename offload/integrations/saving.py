@@ -30,7 +30,7 @@ def weights_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the model as a Hugging Face folder into `folder`, which may hold other files.
+    """Write the model as a Hugging Face folder into `folder`, next to existing files.
 
     Earlier weight files are replaced. Collective; rank 0 writes. Raises like `Engine.export`.
     """
@@ -54,9 +54,9 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
 
 @contextmanager
 def written(engine: Engine, folder: Path) -> Iterator[None]:
-    """Context in which a failure on one rank, for example a full disk, raises on all ranks.
+    """Context: a failure on one rank, for example a full disk, raises on all ranks.
 
-    No collective calls inside. Raises DiskError, or the other errors of `outcome`.
+    No collective calls inside. Raises DiskError, or any other `outcome` error.
     """
     with as_one(engine.comm, f"writing to {folder}"):
         try:

@@ -61,8 +61,9 @@ class WeightsApart:
     def add(
         self, step: int, name: str, offloaded: torch.Tensor, resident: torch.Tensor, begun: torch.Tensor | None = None
     ) -> None:
-        """Compare a parameter of both sides bit for bit, fp32 of equal shape on the CPU. begun: what both began with,
-        for `distance`.
+        """Compare a parameter bit for bit. Tensors: fp32, equal shape, on the CPU.
+
+        begun: common initial value, for `distance`.
         """
         self.num_parameters += 1
         self.num_elements += offloaded.numel()
@@ -80,8 +81,9 @@ class WeightsApart:
 
     @property
     def distance(self) -> float:
-        """The root of the squared differences over that of the way that the resident weights have gone; 0 for equal
-        ones, inf where nothing has moved.
+        """Relative distance: L2 norm of the difference, divided by the L2 norm of the change in the resident weights.
+
+        0 for equal weights; inf if nothing has changed.
         """
         if not self.differing:
             return 0.0

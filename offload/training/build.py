@@ -74,12 +74,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """config: with all decided that need not wait for the first step. files: the tokenizer's or the processor's, by
-    name, on rank 0;
-    beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
-    where it begins with nothing. build_base: makes the model of a run that begins with nothing once more, without an
-    adapter. trained: what of it trains. forecast: what it will hold and take; None
-    where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
+    """A built training run.
+
+    - config: configuration with every decision possible before the first step.
+    - files: tokenizer or processor files by name, on rank 0.
+    - beside_states: further files for each checkpoint.
+    - meta: run position from the checkpoint to resume from. None: a new run.
+    - trained: the trainable part and its storage.
+    - build_base: builds the initial model again, without an adapter.
+    - forecast: memory and time forecast. None: unknown, or a rank other than 0.
+    - disk_needs: bytes needed on the disk with the run folder.
     """
 
     config: Config

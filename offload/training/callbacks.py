@@ -27,7 +27,7 @@ EVENTS = (
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands, for callbacks; the fields are those of transformers' TrainerState."""
+    """Run position for callbacks, with the fields of transformers' TrainerState."""
 
     global_step: int = 0
     """Completed steps."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: the latest step, and the reaction to failed saves."""
+"""Checkpoints in a training run: the latest step, and the reaction to failed saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _UnderWay:
 class Saves:
     """Checkpoint saves into RUN/checkpoints, over all ranks.
 
-    `last_step`: step of the newest checkpoint saved or resumed from.
+    `last_step`: step in the newest checkpoint saved or resumed from.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Saves:
 
     @property
     def is_due(self) -> bool:
-        """True where this rank has a checkpoint under way that `settle` need not wait for."""
+        """True if `settle` would not wait on this rank for a checkpoint being written."""
         return self._under_way is not None and self._under_way.saving.is_done
 
     def save(self, *args: Any) -> None:
@@ -176,7 +176,7 @@ class Saves:
         self._callbacks.tell("on_save", checkpoint=under_way.path)
 
     def _outlived(self, best_step: int | None) -> set[int]:
-        """Return the steps of checkpoints replaced by the newly saved one.
+        """Return the steps in checkpoints replaced by the newly saved one.
 
         These are the last time-based checkpoint, and the previous best one if saved only for its eval loss.
         """

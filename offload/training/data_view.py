@@ -1,4 +1,4 @@
-"""Prepare and show the data of a run without training."""
+"""Prepare and show training data without a run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class DiskNeeds:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a checkpoint and the export."""
+        """Bytes for one checkpoint and the export."""
         return self.export_bytes + self.states_bytes
 
     @classmethod

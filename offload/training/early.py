@@ -11,9 +11,9 @@ from offload.hf.places import find_model
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError if the model or data for a new run do not exist.
+    """Raise ConfigError if model or data for a new run do not exist.
 
-    A resumed run may lack its model, because the checkpoint contains the model.
+    A resumed run may lack the model path, because the checkpoint contains the model.
     """
     goes_on = config.run.dir is not None and (Path(config.run.dir) / "checkpoints").is_dir()
     if goes_on or config.checkpoint.resume not in ("auto", "never"):
