@@ -46,8 +46,9 @@ class Adaptation:
     folder: Path | None = None
     """Folder with the initial adapter weights. None: initialize as the configuration says."""
     removed: Mapping[str, Removed] = field(default_factory=dict)
-    """Products subtracted from base weights by an earlier initialization, by weight name; if known, it does not run
-    again.
+    """Products already subtracted from base weights, by weight name.
+
+    If set, the initialization does not run again.
     """
     loftq_rounds: int = 0
     """LoftQ rounds for the initial values, run once the storage format of the base is known. 0: no LoftQ."""
@@ -104,8 +105,9 @@ class Adaptation:
 
     @classmethod
     def stored(cls, checkpoint: Path) -> Adaptation:
-        """Return the adapter configuration in a checkpoint; the weights are in the checkpoint states. Raises
-        ConfigError, MissingLibraryError.
+        """Return the adapter configuration in a checkpoint. The checkpoint states hold the weights.
+
+        Raises ConfigError, MissingLibraryError.
         """
         _need_peft()
         config, initial = _read_config(checkpoint / CONFIG, "the checkpoint's adapter"), checkpoint / INITIAL
@@ -248,7 +250,7 @@ def summary(model: nn.Module) -> str:
 def put_over(
     model: nn.Module, source: Callable[[str], Source | None], folder: Path
 ) -> tuple[nn.Module, Callable[[str], Source | None]]:
-    """Put the frozen adapter in a folder over an unfilled model.
+    """Put the adapter from a folder, frozen, over an unfilled model.
 
     `source` provides the base parameters. Return the same model with adapter modules inserted, and one source for base
     and adapter parameters, by name in the adapted model. Raises ConfigError, MissingLibraryError.
@@ -406,7 +408,7 @@ def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any, offer: str) -> None:
-    """Raise ConfigError for a configured module name that matches no module."""
+    """Raise ConfigError for a configured module name without a matching module."""
     names = [name for name, _ in model.named_modules()]
     given = getattr(config, "target_modules", None)
     wanted = [] if given is None or isinstance(given, str) else list(given)

@@ -33,8 +33,10 @@ class BaseMark:
     revision: str | None
     """Commit on the Hugging Face hub. None: not from the hub."""
     mark: str
-    """XXH3-128, hexadecimal, over the configuration and, for each weight file, size, header and 64 evenly spread
-    stretches of 4 KiB. For random weights: over configuration and seed.
+    """XXH3-128, hexadecimal.
+
+    Input: the configuration and, for each weight file, size, header and 64 evenly spread stretches of 4 KiB. For random
+    weights: configuration and seed.
     """
 
     def to_dict(self) -> dict[str, Any]:

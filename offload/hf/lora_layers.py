@@ -1,6 +1,4 @@
-"""LoRA layers one at a time: merge a delta into a base weight, and reinitialize the matrices, both by
-PEFT's own code.
-"""
+"""Merge and reinitialize LoRA layers one at a time, with PEFT's own code."""
 
 from __future__ import annotations
 

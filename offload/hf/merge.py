@@ -1,5 +1,6 @@
-"""Merge an adapter into the base one module at a time, bit-equal to `merge_and_unload` because PEFT's own
-`merge` runs.
+"""Merge an adapter into the base one module at a time.
+
+The result is bit-equal to `merge_and_unload`, because PEFT's own `merge` runs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Models built from a folder, a config.json or a preset, with initial weights that need not all be in
-memory at once.
+"""Build models from a folder, a config.json or a preset.
+
+Initial weights need not all be in memory at once.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
 
 
 def quiet_transformers() -> None:
-    """Keep progress bars and advice from transformers out of the output. Our own errors tell the user everything
-    important.
+    """Keep progress bars and advice from transformers out of the output.
+
+    Our own errors tell the user everything important.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -172,8 +174,9 @@ def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> Non
 
 
 def _check_position_table(model: nn.Module, sequence_length: int) -> None:
-    """Raise ConfigError for rows longer than a position table with padding rows at its start (RoBERTa and similar
-    models).
+    """Raise ConfigError for rows longer than a position table with padding.
+
+    RoBERTa and similar models reserve the first rows of the table for padding.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:

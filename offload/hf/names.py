@@ -307,7 +307,9 @@ def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) ->
 
 
 def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a predicate: does `from_pretrained` keep this tensor name in fp32 when loading in `dtype`?"""
+    """Return a function of a tensor name: True if `from_pretrained` keeps the tensor in fp32 when loading
+    in `dtype`.
+    """
     patterns = {
         pattern
         for attribute, dtypes in (

@@ -406,8 +406,9 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
 
 
 def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
-    """Return the model dtype in the folder configuration, independent of the compute dtype. Default: the dtype of the
-    first weights. Raises ConfigError.
+    """Return the model dtype in the folder configuration, independent of the compute dtype.
+
+    Default: the dtype of the first weights. Raises ConfigError.
     """
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for each in (said, said.get("text_config") or {}):

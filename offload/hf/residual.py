@@ -24,7 +24,10 @@ _MATRIX = re.compile(r"base_model\.model\.(?P<module>.*)\.lora_(embedding_)?(?P<
 
 
 def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel:
-    """Return an unfilled model with the products in `removed` subtracted from its weights. Later entries count too."""
+    """Return an unfilled model with the products in `removed` subtracted from its weights.
+
+    Products added to `removed` later are subtracted too.
+    """
     names = {id(parameter): name for name, parameter in built.model.named_parameters()}
 
     def source(name: str) -> Source | None:

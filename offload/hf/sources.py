@@ -109,8 +109,9 @@ class Held:
 
 @dataclass
 class Grown:
-    """A parameter with more rows than its file tensor. Each added row is the mean of the stored rows,
-    summed in fp64.
+    """A parameter with more rows than its file tensor.
+
+    Each added row is the mean of the stored rows, summed in fp64.
     """
 
     begun: Whole

@@ -246,7 +246,10 @@ def _verify(written: Written) -> None:
 
 
 def check_place(folder: Path, replace: bool) -> None:
-    """Raise ConfigError for a folder without write access or with other contents."""
+    """Raise ConfigError for a mount point, or for existing contents.
+
+    An earlier export is accepted with `replace`.
+    """
     if folder.is_mount():
         raise ConfigError(f"{folder} is where a disk is mounted, and cannot be renamed to; give a folder in it.")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):

@@ -48,7 +48,7 @@ class OffloadAccelerator(Accelerator):
     _is_saving = False
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`offload`: engine settings, as for `engine_settings`. All other arguments go to Accelerator."""
+        """`offload`: engine settings, the keywords of `Engine`. All other arguments go to Accelerator."""
         super().__init__(*args, **kwargs)
         self._offload = dict(offload or {})
         refuse_others(self)
@@ -219,7 +219,8 @@ class OffloadAccelerator(Accelerator):
         models[:] = [model for model in models if not self._is_own(model)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Like Accelerator.get_state_dict. For the engine's model: weights in the model dtype, all in host memory.
+        """Like Accelerator.get_state_dict. For the engine's model: weights in the original dtype, all in host memory.
+
         Collective.
         """
         if not self._is_own(model):
@@ -231,8 +232,9 @@ class OffloadAccelerator(Accelerator):
 
 
 class _NoWeights:
-    """Placeholder for the weights of the engine's model in save_state hooks. accelerate stores none of
-    these weights.
+    """Placeholder for the engine's weights in save_state hooks.
+
+    accelerate stores none of these weights.
     """
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -250,8 +252,9 @@ def _drop_weights(_models: list[nn.Module], weights: list[Any], _folder: str) ->
 
 
 def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-    """Replacement for `load_state_dict`: accepts only values equal to the present ones. Raises ConfigError
-    otherwise.
+    """Replacement for `load_state_dict`: accepts only values equal to the present ones.
+
+    Raises ConfigError otherwise.
     """
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name in own:

@@ -304,7 +304,7 @@ class OffloadCallback(TrainerCallback):
     - With MeZO: `seed`, `lr`, `projected_grad`, `loss_plus`, `loss_minus`, for `engine.replay`.
 
     Added by `offload_optimizer_factory`, it also saves the engine states into each checkpoint, and reads them if the
-    Trainer resumes from a checkpoint in its output_dir. `OffloadMixin` saves and loads without this callback.
+    Trainer resumes from a checkpoint in its output_dir. `OffloadMixin` adds the callback itself.
     """
 
     def on_log(
@@ -424,8 +424,9 @@ def _calling_trainer(model: nn.Module) -> Trainer | None:
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return settings with an update rule in place of AdamW settings. Weight decay follows the choice in
-    transformers.
+    """Return settings with an update rule in place of AdamW settings.
+
+    Weight decay follows the choice in transformers.
     """
     own = {key: settings.pop(key) for key in ("lr", "betas", "eps", "weight_decay") if key in settings}
     rule = settings.get("optimizer")

@@ -16,7 +16,7 @@ class Apart:
     step: int
     """Step after which the difference appears, counted from 1."""
     what: str
-    """"loss", "grad_norm", or a parameter name."""
+    """Differing value: "loss", "grad_norm", or a parameter name."""
     element: tuple[int, ...]
     """Element index in the parameter; () for a scalar."""
     offloaded: float

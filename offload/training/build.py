@@ -101,7 +101,7 @@ class Run:
 
 
 class Begun(NamedTuple):
-    """A run before data preparation."""
+    """Run settings and architecture, before data preparation."""
 
     config: Config
     """Settings with the decisions from machine and model."""
@@ -315,8 +315,8 @@ def _foretell(
 ) -> tuple[Config, Forecast | None]:
     """Decide the placement of states, on rank 0 for all ranks. Return the configuration and the forecast.
 
-    The forecast exists on rank 0 only. None: unknown. `note_later` receives the reason against a forecast. The caller
-    shows the reason only if the engine starts, because an engine error would say the same. Collective.
+    The forecast exists on rank 0 only. None: unknown. `note_later` receives the reason for a missing forecast. The
+    caller shows the reason only if the engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:

@@ -108,7 +108,7 @@ class Evaluations:
         return fields
 
     def make_missed(self, engine: Engine) -> None:
-        """Repeat an evaluation that a killed process did not finish, if later decisions depend on it. Collective."""
+        """Repeat an evaluation lost with a killed process, if later decisions depend on the result. Collective."""
         stands = self._stands
         decides = self._keeps_best or self._train.early_stopping_patience is not None
         if decides and self.is_due and stands.num_done and stands.eval_step != stands.num_done:

@@ -163,7 +163,8 @@ def export_or_save(
     """Return the export folder. If the export fails, save the states for a later export. Collective.
 
     If neither fits on the disk, wait and retry both, because the states exist nowhere else; `waits=False` raises
-    instead. `saved`: message after a successful save. Raises the export error; a DiskError contains the message.
+    instead. `saved`: message after a successful save. Raises the export error; a DiskError includes the `saved`
+    message.
     """
     while True:
         try:

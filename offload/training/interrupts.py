@@ -1,5 +1,6 @@
-"""Signals during training. Ctrl-C or SIGTERM: the first stops after the step, the second exits at once. SIGUSR1: save a
-checkpoint after the step.
+"""Signals during training.
+
+Ctrl-C or SIGTERM: the first stops after the step, the second exits at once. SIGUSR1: save a checkpoint after the step.
 """
 
 from __future__ import annotations

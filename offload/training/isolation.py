@@ -20,9 +20,9 @@ _ROUNDING = 2e-6
 def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spared: Collection[int] = ()) -> str:
     """Return the reason why a document in a packed row is computed differently than alone. Empty: no difference.
 
-    Positions restart in each document. Two tests: the logits must not change when the two documents before it swap
-    places, and they must equal the logits for the document alone. Changes also caused by other rows in the batch
-    (experts group tokens differently) are tolerated.
+    Positions restart in each document. The logits of the last document in a row must not change when the two earlier
+    documents swap places, and must equal the logits for the document alone. Changes also caused by other rows in the
+    batch (experts group tokens differently) are tolerated.
 
     `spared`: token ids to leave out, for example padding, because a model may treat them specially. Collective for a
     model in an engine.

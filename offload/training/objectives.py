@@ -69,8 +69,9 @@ class Objective:
 
 
 class MaskedTokens(Objective):
-    """Masked language modelling: 15% of tokens are targets, of which 80% are masked, 10% random, 10% unchanged
-    (arXiv:1810.04805).
+    """Masked language modelling (arXiv:1810.04805).
+
+    15% of tokens are targets: 80% masked, 10% random, 10% unchanged.
     """
 
     name = "masked tokens"
@@ -108,10 +109,9 @@ class MaskedTokens(Objective):
 
 
 class Continuation(Objective):
-    """Encoder-decoder training: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
-    arXiv:1910.10683).
+    """Encoder-decoder training: the encoder reads the first half of a row, the decoder writes the second.
 
-    Rows with prompt and answer are refused earlier.
+    Prefix language model, arXiv:1910.10683. Rows with prompt and answer are refused earlier.
     """
 
     name = "second half of a row from the first"

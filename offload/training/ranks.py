@@ -96,8 +96,9 @@ class Notes:
 
 
 class Parting:
-    """Exit of one rank after an error: message to the other ranks, exception for the exit code, and the
-    printing rank.
+    """Exit of one rank after an error.
+
+    Decides the message to the other ranks, the exception for the exit code, and the printing rank.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -132,10 +133,10 @@ class Parting:
         return error
 
     def _speaks(self, error: BaseException, cause: int | None) -> bool:
-        """Return whether this rank prints. One paragraph per machine: by the failed rank, else by the lowest remaining
-        rank.
+        """Return whether this rank prints: one paragraph per machine.
 
-        cause: rank whose error ended this one. The other rank prints the error.
+        The failed rank prints, or else the lowest remaining rank. cause: rank whose error ended this one; the other
+        rank prints the error.
         """
         comm = self._comm
         here = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]

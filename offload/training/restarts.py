@@ -1,7 +1,6 @@
-"""ReLoRA: every few steps the adapter is merged into the base and restarted (Lialin et al., arXiv:2307.05695, algorithm
-1).
+"""ReLoRA: every few steps the adapter is merged into the base and restarted.
 
-Over several cycles the learned change has a higher rank than the adapter.
+Lialin et al., arXiv:2307.05695, algorithm 1. Over several cycles the learned change has a higher rank than the adapter.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class RestartedAdapter(AdapterOverBase):
         return 0
 
     def check(self, engine: Engine) -> None:
-        """Raise ConfigError for an unchangeable base."""
+        """Raise ConfigError if base weights cannot be changed."""
         engine.check_edit(LoraLayers(engine.model).weights)
 
     def before_step(self, engine: Engine, step: int) -> Iterator[str]:

@@ -142,7 +142,10 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
 
 
 def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> CheckpointError:
-    """Return the error for unusable checkpoints. If only one was requested, the error suggests another."""
+    """Return the error for unusable checkpoints.
+
+    For a single requested checkpoint, the error suggests another.
+    """
     if len(folders) == 1:
         return offer(folders[0], reasons[-1])
     return CheckpointError(

@@ -91,8 +91,9 @@ class RunFolder:
         )
 
     def _ended_early(self, found: Sequence[str]) -> bool:
-        """Return whether the earlier run ended before the planned checkpoints and export. Then a new run may begin
-        here.
+        """Return whether the earlier run ended before the planned checkpoints and export.
+
+        Then a new run may begin in this folder.
         """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
             was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
-"""The trainable part of a run: a whole model, or an adapter over a frozen base. Defines checkpoint contents
-and export.
+"""The trainable part of a run: a whole model, or an adapter over a frozen base.
+
+Defines checkpoint contents and export.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class WholeModel(Trained):
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
-        """Return the frozen bytes."""
+        """Return the bytes of frozen parameters."""
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
         return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in frozen)
 
@@ -190,7 +191,7 @@ class AdapterOverBase(Trained):
     frozen_weights: str
     """Storage format for the base."""
     parameters: str
-    """Tier with the base."""
+    """Memory tier of the base."""
     removed: dict[str, Removed] = field(default_factory=dict, kw_only=True)
     """Products subtracted from base weights by the initialization, by name. Filled in `over`."""
     trained_only: ClassVar[bool] = True
@@ -227,7 +228,7 @@ class AdapterOverBase(Trained):
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
-        """Return the trained bytes; the export is fp32."""
+        """Return the bytes of trained parameters; the export is fp32."""
         return 4 * self.num_saved(model)
 
     def base_bytes(self, model: Any) -> int:
