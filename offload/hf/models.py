@@ -230,7 +230,7 @@ def model_kind(config: PreTrainedConfig) -> Kind:
         return Kind("reward", transformers.AutoModelForSequenceClassification)
     if config.is_encoder_decoder:
         possible.sort(key=lambda kind: kind.name != "seq2seq")
-    elif not getattr(config, "is_decoder", False):  # a decoder family with a masked head would see the target
+    elif not getattr(config, "is_decoder", False):  # as causal, a family with a masked head would see the target
         possible.sort(key=lambda kind: kind.name != "masked")
     if not possible:
         raise ConfigError(

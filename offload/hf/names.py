@@ -95,7 +95,7 @@ class Conversion:
         return all(type(each).__name__ == "Concatenate" and each.dim == 1 for each in rest)
 
     def make_row(self, row: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return one row in the stack. `tensors`: the contents of `row_sources(row)`."""
+        """Return one row in the stack, from the tensors in `row_sources(row)`."""
         (value,) = self._convert(self._rows_of[row], tensors).values()
         return value[0]
 
@@ -307,9 +307,7 @@ def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) ->
 
 
 def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a function of a tensor name: True if `from_pretrained` keeps the tensor in fp32 when loading
-    in `dtype`.
-    """
+    """Return a predicate over tensor names: kept in fp32 by `from_pretrained(dtype=dtype)`."""
     patterns = {
         pattern
         for attribute, dtypes in (

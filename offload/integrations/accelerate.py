@@ -48,7 +48,7 @@ class OffloadAccelerator(Accelerator):
     _is_saving = False
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`offload`: engine settings, the keywords of `Engine`. All other arguments go to Accelerator."""
+        """`offload`: engine settings, with the keywords of `Engine`. All other arguments go to Accelerator."""
         super().__init__(*args, **kwargs)
         self._offload = dict(offload or {})
         refuse_others(self)

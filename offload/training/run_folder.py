@@ -34,7 +34,7 @@ class RunFolder:
     """A folder for one run, used by one process at a time. An earlier run is not overwritten unless resumed."""
 
     def __init__(self, path: Path, *, keeps: bool = True) -> None:
-        """`keeps`: this process manages the folder on its disk."""
+        """`keeps`: this process manages the folder on this disk."""
         self.path, self.keeps = path, keeps
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
@@ -67,7 +67,7 @@ class RunFolder:
         return folder
 
     def owns(self, path: Path) -> bool:
-        """Return whether a path is this folder, the checkpoints folder, or a checkpoint in it."""
+        """Return whether a path is this folder, the checkpoints folder, or one of the checkpoints."""
         own, begins_at = self.checkpoints.resolve(), path.resolve()
         return begins_at in (self.path.resolve(), own) or begins_at.parent == own
 
