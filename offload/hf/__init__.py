@@ -1,1 +1,1 @@
-"""Hugging Face folders and models: read, written and built in pieces."""
+"""Read, write and build Hugging Face folders and models in pieces."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT over a model whose own weights are frozen, and come piece by piece from where they are."""
+"""PEFT adapters over a frozen base model whose weights are read one parameter at a time."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ from offload.hf.sources import Held, Removed, Source
 from offload.hf.write import check_place, made_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What PEFT calls its files."""
+"""File names that PEFT uses."""
 _TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "reward": "SEQ_CLS"}
-"""PEFT's words for kinds of models; it has none for masked ones."""
-_NUM_NAMES = 12  # of modules, in an error
+"""PEFT task types by model kind. PEFT has no type for masked models."""
+_NUM_NAMES = 12  # modules listed in an error
 INITIAL = "adapter_initial.safetensors"
-"""Beside the states in a checkpoint: what the adapter's initialisation has taken out of the base."""
+"""Checkpoint file beside the adapter state: the products that the adapter initialization subtracted from the base."""
 _OF_DATA = ("eva", "corda", "lora_ga")
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What is to be put over a base."""
+    """An adapter configuration, its initial weights and their effect on the base."""
 
     config: Any
-    """The PeftConfig."""
+    """PeftConfig of the adapter."""
     folder: Path | None = None
-    """The folder with the adapter's first weights; None to begin as the configuration says."""
+    """Folder with the initial adapter weights. None: initialize as the configuration says."""
     removed: Mapping[str, Removed] = field(default_factory=dict)
-    """What the initialisation has taken out of the base's weights, where that is known: it is not run again."""
+    """Products already subtracted from base weights, by weight name.
+
+    If set, the initialization does not run again.
+    """
     loftq_rounds: int = 0
-    """By how many rounds of LoftQ the first values are made, once it is known how the base rests; 0: by none."""
+    """LoftQ rounds for the initial values, run once the storage format of the base is known. 0: no LoftQ."""
 
     @classmethod
     def of(cls, section: LoraSection, kind: str) -> Adaptation:
-        """Return what the settings ask for, for a kind of model, by its name. Raises ConfigError,
-        MissingLibraryError.
-        """
+        """Return the adaptation for the `lora` settings and a model kind. Raises ConfigError, MissingLibraryError."""
         _need_peft()
         if section.adapter is not None:
             return cls.saved(Path(section.adapter).expanduser(), "lora.adapter")
@@ -88,7 +89,7 @@ class Adaptation:
 
     @classmethod
     def saved(cls, folder: Path, said: str) -> Adaptation:
-        """Return the adapter in a folder, which errors call `said`. Raises ConfigError, MissingLibraryError."""
+        """Return the adapter in a folder. Errors call the folder `said`. Raises ConfigError, MissingLibraryError."""
         _need_peft()
         if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
             lacking = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
@@ -104,21 +105,25 @@ class Adaptation:
 
     @classmethod
     def stored(cls, checkpoint: Path) -> Adaptation:
-        """Return the adapter of a checkpoint, whose weights its states are. Raises ConfigError, MissingLibraryError."""
+        """Return the adapter configuration in a checkpoint. The checkpoint states hold the weights.
+
+        Raises ConfigError, MissingLibraryError.
+        """
         _need_peft()
         config, initial = _read_config(checkpoint / CONFIG, "the checkpoint's adapter"), checkpoint / INITIAL
         return cls(config, removed=from_bytes(initial.read_bytes()) if initial.is_file() else {})
 
     def over(self, built: BuiltModel, seed: int, *, trains: bool = True) -> BuiltModel:
-        """Put the adapter over a model, whose weights need not be filled: what the adapter's first values depend on,
-        such as the norms of DoRA, is read for them, a parameter at a time. The base is frozen, and keeps its names for
-        `source`; what the first values take out of its weights, it comes without, and what is left of a weight in few
-        bits is in none. `trains`: without it the adapter is frozen too.
+        """Put the adapter over a model with unfilled weights, and freeze the base.
 
-        Raises ConfigError where the adapter has nothing to adapt, or would change the base in another way.
+        Base weights needed for initial values (for example for DoRA norms) are read one parameter at a time. `source`
+        in the result keeps the base parameter names. If the initialization subtracts a product from a base weight, the
+        result provides the reduced weight, and no longer lists it as quantized. `trains=False` freezes the adapter too.
+
+        Raises ConfigError if no module matches, or if the adapter would change the base in any other way.
         """
         config = copy.deepcopy(self.config)
-        config.inference_mode = False  # what is lacking of what trains is looked for
+        config.inference_mode = False  # PEFT then reports missing trainable weights
         init = getattr(config, "init_lora_weights", None)
         if init in _OF_DATA and self.folder is None:
             raise ConfigError(
@@ -127,7 +132,7 @@ class Adaptation:
             )
         if init in _OF_DATA:
             init = True
-        if self.removed or init is True:  # the values are known, or PEFT's usual ones
+        if self.removed or init is True:  # initial values are known, or PEFT's default
             config.init_lora_weights = True
         if trains and (config.is_prompt_learning or config.peft_type == "ADALORA"):
             raise ConfigError(
@@ -137,7 +142,7 @@ class Adaptation:
         offer = _offer(built.model)
         _check_targets(built.model, config, offer)
         with torch.random.fork_rng(devices=[]), BaseReads(built, self.removed) as reads, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ties that are kept, of names that are empty
+            warnings.simplefilter("ignore")  # about kept ties and empty names
             torch.manual_seed(seed)
             model = _wrapped(built.model, config, offer)
             if init is not None:
@@ -171,7 +176,7 @@ class Adaptation:
         )
 
     def over_shapes(self, model: nn.Module) -> nn.Module:
-        """Put the adapter over a model of shapes alone, on `meta`. Raises ConfigError."""
+        """Put the adapter over a shape-only model on the `meta` device. Raises ConfigError."""
         shapes = BuiltModel(model, lambda _name, _module: None, None)
         if not hasattr(self.config, "init_lora_weights"):
             return self.over(shapes, seed=0).model
@@ -182,7 +187,7 @@ class Adaptation:
         return cast(nn.Module, adapted)
 
     def check_rest(self, tier: str) -> None:
-        """Raise ConfigError where the base's own files are the tier on which it rests, and would have to change."""
+        """Raise ConfigError if the initialization changes base weights and the base is read from its own files."""
         if self._takes_out and tier == "files":
             raise ConfigError(
                 f"the adapter's first values ({self.config.init_lora_weights}) are taken out of weights of the base, "
@@ -191,7 +196,7 @@ class Adaptation:
             )
 
     def taken_from(self, model: nn.Module) -> set[nn.Parameter]:
-        """Return the base's weights that the first values of an adapter are taken out of, of a model of shapes."""
+        """Return the base weights, in a model on `meta`, from which the adapter initialization subtracts a product."""
         from peft.tuners.lora.layer import LoraLayer
 
         layers: Iterator[Any] = (each.get_base_layer() for _, each in outermost(model) if isinstance(each, LoraLayer))
@@ -203,7 +208,7 @@ class Adaptation:
 
 
 def config_bytes(model: nn.Module) -> bytes:
-    """Return the configuration of an adapted model's adapter, as PEFT has completed it, in JSON."""
+    """Return the adapter configuration completed by PEFT, as JSON."""
     return json.dumps(config_of(model).to_dict(), default=_plain, indent=2, sort_keys=True).encode()
 
 
@@ -213,13 +218,13 @@ def config_of(model: Any) -> Any:
 
 
 def kind_of(model: Any) -> str:
-    """Return what PEFT calls the adapter of a model, such as lora."""
+    """Return PEFT's adapter type in lower case, for example "lora"."""
     kind = config_of(model).peft_type
     return str(getattr(kind, "value", kind)).lower()
 
 
 def outermost(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that an adapter has put in the place of the base's, by the names that these have there."""
+    """Yield (name, module) for each outermost adapter module in the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -232,7 +237,7 @@ def outermost(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def summary(model: nn.Module) -> str:
-    """Return what is adapted, in a line."""
+    """Describe the adapter in one line."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     kinds = Counter(name.rpartition(".")[2] for name, _ in outermost(model))
@@ -245,9 +250,10 @@ def summary(model: nn.Module) -> str:
 def put_over(
     model: nn.Module, source: Callable[[str], Source | None], folder: Path
 ) -> tuple[nn.Module, Callable[[str], Source | None]]:
-    """Put the adapter of a folder, frozen, over a model that is not filled and whose parameters `source` has. Return
-    the model itself, with the adapter in its modules, and what has the parameters of both, by its names. Raises
-    ConfigError, MissingLibraryError.
+    """Put the adapter from a folder, frozen, over an unfilled model.
+
+    `source` provides the base parameters. Return the same model with adapter modules inserted, and one source for base
+    and adapter parameters, by name in the adapted model. Raises ConfigError, MissingLibraryError.
     """
     base = BuiltModel(model, lambda _name, _module: None, None, source=source)
     over = Adaptation.saved(folder, "the adapter").over(base, seed=0, trains=False)
@@ -270,17 +276,22 @@ def write_adapter(
     *,
     replace: bool = False,
 ) -> int:
-    """Write an adapter as PEFT saves it; return the bytes of its weights. `values`: by the names in `model`, whose own
-    are not read. `files`, by name, go with it. `removed`: what the base has lacked; where that is anything, a LoRA of
-    twice the rank is written, which is over the whole base. `replace`: an earlier export gives way. Raises ConfigError,
-    DiskError, and OffloadError where what is read back is not what was written.
+    """Write an adapter in PEFT's format. Return the byte count of its weights.
+
+    - values: adapter weights by parameter name in `model`. The values in the model itself are not read.
+    - files: further files for the folder, by name.
+    - removed: products missing from the base. If there are any, a LoRA with twice the rank is written for the original
+      base.
+    - replace: replace an earlier export.
+
+    Raises ConfigError, DiskError, and OffloadError if the written file reads back differently.
     """
     import peft
 
     check_place(folder.resolve(), replace)
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     by_id = {id(named[name]): value for name, value in values.items() if name in named}
-    # Of what has several names PEFT may ask for another one than `values` has.
+    # PEFT may ask for a tied parameter under another name than `values` has.
     state = dict(values) | {name: by_id[id(p)] for name, p in named.items() if id(p) in by_id}
     with made_folder(folder.resolve(), replace) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -307,7 +318,7 @@ def _need_peft() -> None:
 
 
 def _rounds(section: LoraSection) -> int:
-    """Return how many rounds of LoftQ are asked for. Raises ConfigError."""
+    """Return the LoftQ rounds in the settings. Raises ConfigError."""
     if not section.init.startswith("loftq"):
         return 0
     if section.use_dora:
@@ -347,7 +358,7 @@ def _read_config(path: Path, said: str) -> Any:
     values.pop("runtime_config", None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys that it has not, which are refused below
+            warnings.simplefilter("ignore")  # about unknown keys, refused below
             config = PeftConfig.from_peft_type(**values)
     except (ValueError, TypeError, KeyError) as error:
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -363,7 +374,7 @@ def _read_config(path: Path, said: str) -> Any:
 
 
 def _load(model: Any, folder: Path) -> None:
-    """Give an adapter the weights of a folder. Raises ConfigError."""
+    """Load adapter weights from a folder. Raises ConfigError."""
     import peft
 
     try:
@@ -373,7 +384,7 @@ def _load(model: Any, folder: Path) -> None:
         raise ConfigError(f"{folder / WEIGHTS} cannot be read: {shorten(' '.join(str(error).split()))}") from error
     try:
         found: Any = peft.set_peft_model_state_dict(model, values)
-    except (RuntimeError, KeyError) as error:  # of shapes; of what a module that is saved lacks
+    except (RuntimeError, KeyError) as error:  # shapes differ, or a saved module lacks a key
         reason = shorten(" ".join(str(error).split()))
         raise ConfigError(f"{folder} is an adapter of another model: {reason}") from error
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -384,7 +395,7 @@ def _load(model: Any, folder: Path) -> None:
 
 
 def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
-    """Return a model in PEFT's wrapper. Raises ConfigError, which says what could be adapted by `offer`."""
+    """Return a model in PEFT's wrapper. Raises ConfigError; the message lists the adaptable modules (`offer`)."""
     import peft
 
     try:
@@ -397,7 +408,7 @@ def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any, offer: str) -> None:
-    """Raise ConfigError for a name of a module that there is none of."""
+    """Raise ConfigError for a configured module name without a matching module."""
     names = [name for name, _ in model.named_modules()]
     given = getattr(config, "target_modules", None)
     wanted = [] if given is None or isinstance(given, str) else list(given)
@@ -409,7 +420,7 @@ def _check_targets(model: nn.Module, config: Any, offer: str) -> None:
 
 
 def _offer(model: nn.Module) -> str:
-    """Say which modules can be adapted."""
+    """List the adaptable modules for an error message."""
     kinds = Counter(
         name.rpartition(".")[2]
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What tells a base model from others, without reading it: what a checkpoint of an adapter says of its base."""
+"""Fingerprint for recognizing a base model without a full read, stored in adapter checkpoints."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from offload.hf.models import is_pretrained, load_model_config, locate
 from offload.hf.read import weight_files
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Of each file of weights: stretches that are read, evenly spread, and their bytes."""
+"""Stretches sampled evenly from each weight file, and bytes per stretch."""
 _OF_THE_WRITER = ("transformers_version", "_name_or_path", "architectures")
-"""What a configuration says that is not of the model's function."""
+"""Configuration keys without influence on the model function."""
 _OF_THE_FILES = ("dtype", "torch_dtype")
-"""What it says of weights in files."""
+"""Configuration keys about the weight files alone."""
 
 
 @dataclass(frozen=True)
 class BaseMark:
-    """Tells a base by its files, or by the configuration and seed of its random weights."""
+    """Base model fingerprint: from the files, or from configuration and seed for random weights."""
 
     name: str
-    """Where it is: a folder, or in words."""
+    """Base folder, or a description."""
     revision: str | None
-    """The hub's commit, where it came from there."""
+    """Commit on the Hugging Face hub. None: not from the hub."""
     mark: str
-    """XXH3-128 of what tells it: of the configuration, and of each file of weights its size, its header, and 64
-    stretches of 4 KiB spread over the data; or of the seed.
+    """XXH3-128, hexadecimal.
+
+    Input: the configuration and, for each weight file, size, header and 64 evenly spread stretches of 4 KiB. For random
+    weights: configuration and seed.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
     def check(self, was: Mapping[str, Any], where: Path, flag: str = "--model.path") -> None:
-        """Refuse another base than that of a checkpoint at `where`, which `was`; `flag` names one. Raises
-        ConfigError.
+        """Raise ConfigError if the checkpoint at `where` belongs to another base.
+
+        `was`: the fingerprint in the checkpoint. `flag`: the option named in the error.
         """
         if self.mark != was["mark"]:
             raise ConfigError(
@@ -54,19 +57,19 @@ class BaseMark:
 
 
 def told(base: Mapping[str, Any]) -> str:
-    """Return what a base is called, for people."""
+    """Return the base name for messages."""
     return base["name"] + (f", revision {base['revision']}" if base["revision"] else "")
 
 
 def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> BaseMark:
-    """Return the mark of the model that `section` asks for; `seed`: of weights at random. Raises ConfigError."""
+    """Return the fingerprint for the model in `section`. `seed` applies to random weights. Raises ConfigError."""
     folder = locate(section)
     if folder is None or not is_pretrained(section, folder):
         found = _hash_of(config.to_diff_dict(), (*_OF_THE_WRITER, *_OF_THE_FILES))
         found.update(f"seed {seed}".encode())
         name = section.path or f"preset {section.preset or 'tiny'}"
         return BaseMark(f"{name} with random weights of run.seed {seed}", None, found.hexdigest())
-    # As it is written: another version of transformers may know other fields.
+    # Hash the file, not the parsed configuration: another version of transformers may know other fields.
     found = _hash_of(json.loads((folder / "config.json").read_text(encoding="utf-8")), _OF_THE_WRITER)
     for path in weight_files(folder):
         size = path.stat().st_size
@@ -90,8 +93,9 @@ def _hash_of(values: Mapping[str, Any], but: Collection[str]) -> xxhash.xxh3_128
 def base_config(
     section: ModelSection, was: Mapping[str, Any], where: Path, flag: str = "--model.path"
 ) -> PreTrainedConfig:
-    """Return the configuration of the base of an adapter that a checkpoint at `where` has. Raises ConfigError, which
-    says which base is missing, and that `flag` names it.
+    """Return the base configuration for the adapter checkpoint at `where`.
+
+    Raises ConfigError if the base is missing; the message names the base and the option `flag`.
     """
     try:
         return load_model_config(section)

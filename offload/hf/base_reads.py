@@ -1,4 +1,4 @@
-"""The weights of a base that is not filled, read while an adapter's first values are made of them."""
+"""Read unfilled base weights while an adapter is initialized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.hf.models import BuiltModel
 from offload.hf.residual import residual_of
 from offload.hf.sources import Removed, Source
 
-# What may be asked of a parameter that has no values yet.
+# Parameter operations that need no values.
 # fmt: off
 _OF_SHAPE = frozenset((
     "dim", "size", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device", "is_floating_point",
@@ -25,23 +25,25 @@ _OF_SHAPE = frozenset((
 
 
 class BaseReads(TorchFunctionMode):
-    """While active, gives a parameter of a base that is not filled its values as soon as they are read, and takes them
-    away when another one's are. What is written instead stays: but of a weight that was written without a product that
-    was taken out of it, by an adapter's initialisation, the product is kept.
+    """Torch function mode: fills base parameters on first read during adapter initialization.
+
+    A parameter gets values when an operation reads it and loses them when an operation reads another parameter, so few
+    weights are in memory at once. Written values stay. If a written value equals the weight minus the last matrix
+    product, bit for bit, only the product is kept.
     """
 
     def __init__(self, built: BuiltModel, removed: Mapping[str, Removed]) -> None:
-        """`removed`: what was taken out of weights, by their names, before."""
+        """`removed`: products already subtracted from base weights, by weight name."""
         super().__init__()
         self.removed = dict(removed)
-        """What was taken out of weights so far, by their names in the base."""
+        """Products subtracted so far, by base parameter name."""
         self._base, self._built = built, residual_of(built, self.removed)
-        self._product: tuple[torch.Tensor, ...] = ()  # the matrices of the last product
-        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # so that ids stay theirs
+        self._product: tuple[torch.Tensor, ...] = ()  # operands of the last matrix product
+        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # keeps ids unique
         self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
-        self._open: dict[int, torch.Tensor] = {}  # by the parameter's id, what is in the place of its values else
+        self._open: dict[int, torch.Tensor] = {}  # by id: unfilled data while the parameter is filled
         self._left: dict[nn.Parameter, Source] = {}
-        self._written: dict[int, torch.Tensor] = {}  # as `_open`
+        self._written: dict[int, torch.Tensor] = {}  # by id: unfilled data before the write
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -49,11 +51,11 @@ class BaseReads(TorchFunctionMode):
 
     @property
     def changed(self) -> list[str]:
-        """The names of the frozen parameters that were written."""
+        """Names of frozen parameters with changed values."""
         return [self._names[key] for key in self._written if not self._alive[key].requires_grad]
 
     def take_back(self) -> None:
-        """Forget what was written with the values that it had."""
+        """Drop written values that equal the original ones."""
         for key, parameter in self._alive.items():
             source = self._built.source(self._names[key]) if key in self._written else None
             with torch._C.DisableTorchFunction():
@@ -61,7 +63,7 @@ class BaseReads(TorchFunctionMode):
                     parameter.data = self._written.pop(key)
 
     def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
-        """Do as the base's own `fill`: what the adapter adds has its values."""
+        """Fill a module like `BuiltModel.fill`, but leave changed values alone."""
         found = dict(self._built.fill(name, module) or {})
         for parameter in module.parameters():
             if parameter in self._left:
@@ -71,11 +73,11 @@ class BaseReads(TorchFunctionMode):
         return found
 
     def source(self, name: str) -> Source | None:
-        """Do as the base's own `source`, for what is left of its weights."""
+        """Return the base source for a parameter, minus the removed product."""
         return self._built.source(name)
 
     def names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names in the adapted model of what the base has, and its own names."""
+        """Yield (name in the adapted model, name in the base) for each unchanged base parameter."""
         for name, parameter in model.named_parameters():
             if id(parameter) in self._names and id(parameter) not in self._written:
                 yield name, self._names[id(parameter)]
@@ -108,7 +110,7 @@ class BaseReads(TorchFunctionMode):
         return result
 
     def _note_removed(self, key: int) -> None:
-        """Keep, instead of what was written, the last product, where that is the difference to the bit."""
+        """Replace a written value by the last matrix product if the product is exactly the difference."""
         name, parameter = self._names[key], self._alive[key]
         source = self._base.source(name)
         if source is None or [each.dim() for each in (parameter, *self._product)] != [2, 2, 2]:
@@ -127,6 +129,6 @@ class BaseReads(TorchFunctionMode):
             self._open[key] = parameter.data
             parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
             return
-        for owner in self._built.model.modules():  # what no file has is made, once, and stays
+        for owner in self._built.model.modules():  # not in the files: initialized once, then kept
             if any(each is parameter for each in owner._parameters.values()):
                 self._left.update(self._built.fill("", owner) or {})

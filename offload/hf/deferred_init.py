@@ -1,12 +1,12 @@
-"""Initial weights on demand: a model is built in full, but writes to its parameters are noted instead of done.
+"""Initial weights on demand: the model is built in full, but writes to parameters are recorded and done later.
 
-A randomly initialised model larger than memory can so be filled one unit at a time, by exactly the calls that its own
-constructors and its family's `_init_weights` made, in their order. `torch.empty` gives memory that costs nothing until
-it is written, so a parameter that was not filled yet takes address space alone.
+A randomly initialized model larger than memory is filled one unit at a time. Each unit runs the exact calls from its
+constructors and from `_init_weights`, in order. Memory from `torch.empty` is committed by the OS on first write, so an
+unfilled parameter costs address space only.
 
-The noting is done through `TorchFunctionMode`, torch's own hook for watching calls. Only writes of constants and random
-numbers are put off. A write that needs the values of other tensors, or a read of a parameter that has notes, makes the
-notes real first; so the worst that an unforeseen initialisation can do is to use memory early.
+Recording uses `TorchFunctionMode`. Only constant and random writes are deferred. A write with other tensors as input,
+or a read after recorded writes, first replays the recorded writes. An unforeseen initialization therefore costs at most
+early memory use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers import initialization as transformers_initialization
 
 Note = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-# Writes that replace every element, so that earlier notes of the same tensor are void.
+# Writes that replace every element. They void earlier recorded writes to the same tensor.
 _REPLACING = frozenset(
     ("normal_", "uniform_", "constant_", "kaiming_uniform_", "trunc_normal_", "orthogonal_", "zero_", "fill_", "copy_")
 )
-# What may be asked of a parameter without its values: metadata, new tensors like it, views (written through `_base`).
+# Operations without need for values: metadata, new tensors like another, views (written through `_base`).
 # fmt: off
 _HARMLESS = frozenset((
     "dim", "size", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
@@ -37,22 +37,20 @@ _HARMLESS = frozenset((
     "__getitem__", "view", "view_as", "narrow", "select", "t", "transpose", "permute", "squeeze", "unsqueeze",
 ))
 # fmt: on
-# Where whole initialisations live; while a model initialises, transformers puts its own in the place of torch's.
+# Modules with whole initializations. While a model initializes, transformers replaces torch's functions by its own.
 _INIT_MODULES = ("torch.nn.init", "transformers.initialization")
-# Initialisations of torch that read what they wrote (rejection, QR): noted whole, where transformers calls them.
+# torch initializations with reads after their own writes (rejection, QR). Recorded whole, at the call by transformers.
 _WHOLE = ("trunc_normal_", "orthogonal_")
 
 
 class DeferredInit(TorchFunctionMode):
-    """While active, constant and random writes to `nn.Parameter`s are noted; `bind` returns the function that makes
-    them.
-    """
+    """Record constant and random writes to `nn.Parameter`s. `bind` returns the replay function."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
         self._notes: dict[int, list[Note]] = {}
-        self._alive: dict[int, nn.Parameter] = {}  # an id names one parameter only as long as that one lives
+        self._alive: dict[int, nn.Parameter] = {}  # holds references: ids stay unique
 
     def __enter__(self) -> DeferredInit:
         self._contexts = ExitStack()
@@ -65,10 +63,10 @@ class DeferredInit(TorchFunctionMode):
         self._contexts.__exit__(*error)
 
     def bind(self, model: nn.Module, only: Collection[int] | None = None) -> Callable[[str, nn.Module], None]:
-        """Return `fill(name, module)`, which makes the notes of the module's parameters, once; with `only`, those of
-        the parameters with these ids.
+        """Return `fill(name, module)`, a function to replay the recorded writes to module parameters, once.
 
-        The values depend on the seed and on the parameter's first name in `model`, not on the order of the calls.
+        `only`: restrict to parameters with these ids. The values depend on the seed and the first parameter name in
+        `model`, not on the call order.
         """
         names = {
             id(parameter): name for name, parameter in model.named_parameters() if only is None or id(parameter) in only
@@ -90,7 +88,7 @@ class DeferredInit(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
-            return func(*args, **kwargs)  # an attribute such as dtype, device or grad
+            return func(*args, **kwargs)  # an attribute, for example dtype, device or grad
         target, rest = _split(name, func, args, kwargs)
         for tensor in rest:
             if name not in _HARMLESS:
@@ -113,13 +111,13 @@ class DeferredInit(TorchFunctionMode):
         self._notes.setdefault(id(owner), []).append(note)
 
     def _settle(self, owner: nn.Parameter | None) -> None:
-        """Make what was noted for a parameter, because its values are needed now."""
+        """Replay the writes recorded for a parameter, because its values are needed now."""
         if owner is not None:
             _make(self._notes.pop(id(owner), []))
 
     @contextmanager
     def _whole_calls(self) -> Iterator[None]:
-        """Note the initialisations of `_WHOLE` as one call each, in the table where transformers looks them up."""
+        """Record each initialization in `_WHOLE` as one call, in the lookup table of transformers."""
         table = getattr(transformers_initialization, "TORCH_INIT_FUNCTIONS", {})
         originals = {name: table[name] for name in _WHOLE if name in table}
 
@@ -140,7 +138,7 @@ class DeferredInit(TorchFunctionMode):
 
 
 def _owner(tensor: torch.Tensor) -> nn.Parameter | None:
-    """Return the parameter whose memory a tensor is, as far as autograd's view tracking tells."""
+    """Return the parameter that owns the tensor memory, as far as autograd view tracking knows."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     base = tensor._base
@@ -148,7 +146,7 @@ def _owner(tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _split(name: str, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Return the tensor that a call writes, if any, and the tensors that it reads."""
+    """Return the tensor written by a call (None: no write) and the tensors read."""
     tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
     if tensors and getattr(func, "__module__", None) in _INIT_MODULES:
         return tensors[0], tensors[1:]

@@ -1,4 +1,4 @@
-"""Which parameters of a model do not train, by patterns of their names."""
+"""Freeze parameters by name patterns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from offload.errors import ConfigError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Set requires_grad to False for each parameter in one of whose names one of the regular expressions is found; a
-    tied parameter has several. Raises ConfigError for a pattern that is found in none, and where nothing is left.
+    """Freeze each parameter with a name matched by one regular expression in `patterns` (`re.search`).
+
+    All names of a tied parameter count. Raises ConfigError for a pattern without a match, or if all parameters would be
+    frozen.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:

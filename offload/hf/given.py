@@ -1,4 +1,4 @@
-"""A model that was made in Python, in the place of one that is read from a folder."""
+"""A model object made in Python instead of a model folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from offload.hf.models import BuiltModel, Kind, model_kind
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A model of transformers, or any module whose forward takes `input_ids` and `labels`, int64 [rows, tokens], and
-    returns a loss: the labels are unshifted, with -100 where nothing is trained. It is consumed by the run.
+    """A transformers model, or any module with forward(input_ids, labels) returning a loss.
+
+    Both inputs are int64 [rows, tokens]. Labels are unshifted; -100 marks tokens without loss. The run consumes the
+    model.
     """
 
     model: Any
-    """The module."""
+    """Module to train."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -44,22 +46,24 @@ class GivenModel:
 
     @property
     def path(self) -> str:
-        """What stands for it in a configuration, as model.path."""
+        """Placeholder for `model.path` in a configuration."""
         return f"{GIVEN}{type(self.model).__name__}"
 
     @property
     def is_transformers(self) -> bool:
-        """True for a model of transformers, whose export that loads."""
+        """True for a transformers model; only these load again from an export."""
         return isinstance(self.model, PreTrainedModel)
 
     @property
     def tokenizer(self) -> str | None:
-        """Where the tokenizer may be that it was trained with: where it came from itself."""
+        """Origin of the model, a folder or hub name where a tokenizer may be. None: unknown."""
         return getattr(self.model, "name_or_path", None) or None
 
     def architecture(self) -> PreTrainedConfig:
-        """Return the configuration; of another module one that knows its vocabulary: the rows of its largest
-        embedding. Raises ConfigError for a module without one.
+        """Return the model configuration.
+
+        For a module outside transformers: a configuration with only the vocabulary size, the row count of the largest
+        embedding. Raises ConfigError for a module without an embedding.
         """
         if self.is_transformers:
             return copy.deepcopy(self.model.config)
@@ -69,12 +73,12 @@ class GivenModel:
         return PreTrainedConfig(vocab_size=max(tables))
 
     def kind(self, architecture: PreTrainedConfig) -> Kind:
-        """Return what sort of model it is. Raises ConfigError."""
+        """Return the model kind. Raises ConfigError."""
         if not self.is_transformers:
             return Kind("causal", None)
         architecture.architectures = [type(self.model).__name__]
         return Kind(model_kind(architecture).name, type(self.model))
 
     def built(self) -> BuiltModel:
-        """Return it, ready for an engine."""
+        """Return the model as a BuiltModel. It is already filled."""
         return BuiltModel(self.model, lambda _name, _module: None, None)

@@ -1,4 +1,4 @@
-"""An adapter that begins as what codes lose of its base (LoftQ, arXiv:2310.08659, algorithm 1)."""
+"""Adapter initialization from the quantization error in the base (LoftQ, arXiv:2310.08659, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def begin_at_loss(
     codes: Mapping[nn.Parameter, tuple[Codec, torch.dtype]],
     num: int,
 ) -> None:
-    """Give the matrices of a LoRA their first values by `num` rounds of LoftQ, one weight at a time: each round codes
-    what the last product leaves of the weight, and takes the product of the rank that is nearest to what the codes
-    lack. What the base is to lack, the product of the last round but one, goes into `removed` of the adapted model.
+    """Initialize the LoRA matrices by `num` LoftQ rounds, one weight at a time.
 
-    names: of the base's parameters, in the base. codes: in which of them rest, and the dtype in which they are used.
+    Each round quantizes the weight minus the last product, and computes the rank-r product nearest to the weight minus
+    this quantized value. The base later lacks the next-to-last product, which is added to `adapted.removed`.
 
-    Raises ConfigError where no adapted weight rests in codes.
+    - names: base parameter names.
+    - codes: codec and compute dtype for each quantized base parameter.
+
+    Raises ConfigError if no adapted weight is quantized.
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -60,8 +62,9 @@ def begin_at_loss(
 def _nearest(
     values: torch.Tensor, removed: Removed | None, codec: Codec, dtype: torch.dtype, rank: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices [out, rank] and [rank, in], fp32, whose product is nearest to what a weight has beyond the
-    codes of what is left of it.
+    """Return fp32 factors [out, rank] and [rank, in], whose product is nearest to W - Q(W - removed) (truncated SVD).
+
+    W: `values`; Q: quantize and dequantize with `codec`.
     """
     rests = values if removed is None else removed.out_of(values)
     lost = values.float() - decoded(codec, rests.reshape(-1), dtype).view(values.shape).float()

@@ -1,6 +1,4 @@
-"""The layers of a LoRA, one at a time: its delta merged into a weight of the base, and its matrices begun anew, both by
-PEFT's own code.
-"""
+"""Merge and reinitialize LoRA layers one at a time, with PEFT's own code."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from offload.hf.adapters import Adaptation, config_of, kind_of, outermost
 from offload.hf.models import empty_model
 
 _INITS = (True, "gaussian", "orthogonal")
-"""First values (init_lora_weights) whose product is nothing, so that a layer that begins anew changes no output."""
+"""init_lora_weights settings with a zero product: a reinitialized layer changes no output."""
 
 
 class LoraLayers:
-    """The layers of an adapted model's LoRA, by shapes alone: its own parameters are not touched. Names are the
-    model's.
-    """
+    """Shape-only LoRA layers for an adapted model. The model parameters stay untouched; names are the model's."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ConfigError for an adapter of which a delta is not a weight's alone."""
+        """Raises ConfigError for an adapter with deltas outside a single weight."""
         config = config_of(model)
         if kind_of(model) != "lora" or config.use_dora or config.lora_bias or config.init_lora_weights not in _INITS:
             raise ConfigError(
@@ -60,17 +56,18 @@ class LoraLayers:
 
     @property
     def weights(self) -> list[str]:
-        """The names of the base's weights that are adapted, in the model's order."""
+        """Names in model order for the adapted base weights."""
         return list(self._layers)
 
     def matrices(self, weight: str) -> list[str]:
-        """Return the names of the LoRA's matrices over one of `weights`."""
+        """Return the LoRA matrix names over one of `weights`."""
         prefix, layer = self._layers[weight]
         return [f"{prefix}.{name}" for name, each in layer.named_parameters() if each.requires_grad]
 
     def merge(self, weight: str, value: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one of `weights` with its delta: W + s B A. All fp32 on the CPU, in their shapes; `value` is changed,
-        and `matrices` are in the order of their names.
+        """Return a weight with its delta merged: W + s B A, fp32 on the CPU.
+
+        `value` is changed in place. `matrices` follow the order in `self.matrices(weight)`, each fp32 in its own shape.
         """
         prefix, layer = self._layers[weight]
         names = [weight, *self.matrices(weight)]
@@ -81,8 +78,9 @@ class LoraLayers:
         return merged
 
     def anew(self, seed: int) -> dict[str, torch.Tensor]:
-        """Return the matrices as they begin, fp32, by their names: those of one layer are drawn after those of the one
-        before, from a seed. The generator of the caller stays as it is.
+        """Return freshly initialized matrices, fp32, by name.
+
+        Values are sampled layer by layer from `seed`. The caller's random generator is unchanged.
         """
         from peft.tuners.lora.layer import Linear
 
@@ -92,7 +90,7 @@ class LoraLayers:
             for prefix, layer in self._layers.values():
                 own = {name: torch.empty(each.shape) for name, each in layer.named_parameters() if each.requires_grad}
                 layer = _filled(layer, own)
-                # As in PEFT's own update_layer: the other kinds of layers have no orthogonal values.
+                # As in PEFT's update_layer: only Linear layers have an orthogonal initialization.
                 if self._init == "orthogonal" and isinstance(layer, Linear):
                     layer.orthogonal_init(self._adapter)
                 else:
@@ -102,7 +100,7 @@ class LoraLayers:
 
 
 def _filled(layer: Any, values: Mapping[str, torch.Tensor]) -> Any:
-    """Return a copy of a layer of shapes alone, which has these values, by their names in it."""
+    """Return a filled copy of a shape-only layer. `values`: by names within the layer."""
     layer = copy.deepcopy(layer)
     layer.load_state_dict(values, strict=False, assign=True)
     return layer

@@ -1,5 +1,6 @@
-"""An adapter merged into its base, a module at a time: by PEFT's own `merge`, so that the bits are those of
-`merge_and_unload`.
+"""Merge an adapter into the base one module at a time.
+
+The result is bit-equal to `merge_and_unload`, because PEFT's own `merge` runs.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Values = Callable[[str], torch.Tensor | None]
 
 
 class MergedWeights:
-    """The weights of a base with an adapter merged in.
+    """Base weights with the adapter merged in.
 
-    A parameter that no module of the adapter has is the base's. The others are merged when they are asked for, with
-    those that share a module with them, and let go when the next ones are.
+    A parameter outside the adapter modules comes straight from the base. The others are merged on demand, together with
+    all parameters in the same modules, and freed when the next group is merged.
     """
 
     def __init__(
@@ -35,12 +36,16 @@ class MergedWeights:
         trained: Values,
         coded: Mapping[str, tuple[Codec, torch.dtype]],
     ) -> None:
-        """`base`: is not filled, and is not changed but for ties that the adapter has cut. `model`: another one of the
-        same, not filled, with the adapter put over it, whose own values are there. `names`: of its base's parameters,
-        by their ids. `trained(name)`: the values of a parameter of the base that the adapter trains itself, such as a
-        bias; None for all others. `coded`: what of the base is what the codes of a codec stand for, in a dtype.
+        """Prepare the merge.
 
-        Raises ConfigError for an adapter that cannot be merged.
+        - base: unfilled model. Only ties cut by the adapter are changed in it.
+        - model: a second unfilled model with the same architecture under the adapter, with adapter values filled.
+        - names: base parameter names in `model`, by parameter id.
+        - trained(name): the new value if the adapter trains a base parameter directly, for example a bias. None: not
+          trained.
+        - coded: codec and dtype for base weights to be read as dequantized values.
+
+        Raises ConfigError for an adapter without a merge.
         """
         self._base, self._names, self._trained, self._coded = base, names, trained, coded
         self._targets = dict(outermost(model))
@@ -51,7 +56,7 @@ class MergedWeights:
         self._now: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return elements of a flat parameter, by its first name in the base. Raises DiskError."""
+        """Return elements `begin` to `end` of a flat parameter, by its first name in the base. Raises DiskError."""
         if name not in self._now:
             if not self._wanted[name]:
                 is_given = self._trained(name) is None and name not in self._coded
@@ -61,7 +66,7 @@ class MergedWeights:
         return self._now[name].reshape(-1)[begin:end]
 
     def changes(self) -> bool:
-        """Tell whether any weight differs from the base's. All of them are merged for it where none does."""
+        """Return whether any weight differs from the base. Without a difference all weights are merged."""
         for name, parameter in self._base.model.named_parameters():
             if self._wanted[name] or self._trained(name) is not None:
                 value = self.read(name, 0, parameter.numel())
@@ -70,13 +75,13 @@ class MergedWeights:
         return False
 
     def _of(self, places: list[str]) -> list[str]:
-        """Return the modules of the adapter that have one of the places of a parameter, in the model's order."""
+        """Return the adapter modules around any of the parameter names, in model order."""
         return [target for target in self._targets if any(_is_below(place, target) for place in places)]
 
     def _cut_ties(self) -> None:
-        """Give what is tied in the base, and trained as a copy in the adapter, memory of its own.
+        """Give a tied base parameter separate memory if the adapter trains a copy.
 
-        Raises ConfigError for a delta of one side, which would change the other.
+        Raises ConfigError for a LoRA delta on one name of a tied weight, because the merge would change the other.
         """
         from peft.tuners.lora import LoraLayer
         from peft.utils.other import ModulesToSaveWrapper
@@ -99,7 +104,7 @@ class MergedWeights:
         return self._read(name) if trained is None else trained
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return the base's values of a parameter, fresh where they are read or decoded."""
+        """Return base values for a parameter: a new tensor if read from a file or dequantized."""
         parameter, source = self._base.model.get_parameter(name), self._base.source(name)
         if source is None:
             self._base.fill(name, self._base.model.get_submodule(name.rpartition(".")[0]))
@@ -112,7 +117,7 @@ class MergedWeights:
         return decoded(codec, value.reshape(-1), dtype).view(parameter.shape)
 
     def _merge(self, targets: list[str]) -> dict[str, torch.Tensor]:
-        """Merge some modules of the adapter; return their parameters by their first names in the base."""
+        """Merge some adapter modules. Return their parameters by first name in the base."""
         hollow: dict[nn.Parameter, torch.Tensor] = {}
         for target in targets:
             for parameter in self._targets[target].parameters():
@@ -133,7 +138,7 @@ class MergedWeights:
 
 
 def _merged(target: Any) -> nn.Module:
-    """Return a module of the base, into which its adapter is merged, as `merge_and_unload` leaves it there."""
+    """Return the base module with the adapter merged, as `merge_and_unload` leaves it."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if hasattr(target, "unload_and_optionally_merge_module"):
@@ -143,12 +148,12 @@ def _merged(target: Any) -> nn.Module:
             module = target.get_base_layer()
     for each in target.modules():
         if hasattr(each, "merged_adapters"):
-            each.merged_adapters.clear()  # it holds the base's weights no more
+            each.merged_adapters.clear()  # the base weights in it are freed
     return module
 
 
 def _check_mergeable(model: Any, targets: dict[str, Any]) -> None:
-    """Raise ConfigError where PEFT cannot merge."""
+    """Raise ConfigError if PEFT cannot merge the adapter."""
     can_merge = all(hasattr(t, "merge") or hasattr(t, "unload_and_optionally_merge_module") for t in targets.values())
     try:
         if not targets or not can_merge:
@@ -163,7 +168,7 @@ def _check_mergeable(model: Any, targets: dict[str, Any]) -> None:
 
 
 def _places(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter, by its first one."""
+    """Return all names for each parameter, by first name."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -178,8 +183,10 @@ def _is_below(name: str, module: str) -> bool:
 def fill_adapter(
     model: nn.Module, names: Mapping[int, str], values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Give what is the adapter's own its values; return those of parameters of the base, by their names there. Raises
-    ConfigError where a value has no place.
+    """Load `values` into an adapted model.
+
+    Return separately the values that belong to base parameters, by base name. `names`: base parameter names by
+    parameter id. Raises ConfigError for a value without a place in the model.
     """
     found, own = {}, model.state_dict(keep_vars=True)
     if lost := values.keys() - own.keys():

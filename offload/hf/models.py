@@ -1,4 +1,7 @@
-"""A model from a folder, a config.json or a preset, and initial weights that need not all be in memory at once."""
+"""Build models from a folder, a config.json or a preset.
+
+Initial weights need not all be in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,22 @@ from offload.hf.read import LoadReport, build_empty, conversion, read_model, tak
 from offload.hf.sources import Fill, Removed, Source
 from offload.layout.quantized import Quantized
 
-_NUM_NAMES = 3  # of parameters, in a note
+_NUM_NAMES = 3  # parameters listed in a note
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model ready for the engine.
+    """A model ready for the engine, usually with unfilled weights.
 
-    `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial
-    values, or returns from where these are to be read. `folder` is where a tokenizer may be; None for a preset.
-    `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
-    `source(name)`: where the values of a parameter can be read, again and again; None where no file has them.
-    `removed`: the names of weights out of which an adapter's first values were taken, and what that was.
-    `quantized`: the parameters that the files have in few bits, and how; `fill` returns from where their records are
-    read, and `source` has what these stand for.
+    - fill(name, module): called just before the parameters of a module are taken. Fills them, or returns sources to
+      read them from.
+    - folder: possible tokenizer folder. None: model from a preset.
+    - notes: lines about the weights for the user.
+    - close: called after the last fill.
+    - source(name): source of a parameter for repeated reads. None: not in any file.
+    - removed: products subtracted from base weights by an adapter initialization, by weight name.
+    - quantized: parameters stored quantized in the files, and their codecs. `fill` returns sources with quantized
+      records; `source` reads dequantized values.
     """
 
     model: nn.Module
@@ -59,17 +64,17 @@ class BuiltModel:
 
 
 def configuration(folder: Path) -> PreTrainedConfig:
-    """Return the configuration in a folder. Raises ConfigError."""
+    """Return the model configuration in a folder. Raises ConfigError."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so what model it holds is not known.")
     return _read_configuration(folder, str(folder / "config.json"))
 
 
 def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
-    """Return the configuration in a folder or file, which the error calls `said`. Raises ConfigError."""
+    """Return the configuration in a folder or file. The error calls the file `said`. Raises ConfigError."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # without, it asks on a terminal
-    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # the default would ask on the terminal
+    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: any fault in a config.json
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"{said} is that of a model with code of its own (auto_map), which no command runs. Train it in Python "
@@ -80,8 +85,9 @@ def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars and advice out of our output; what matters to the user is said by our own
-    errors.
+    """Keep progress bars and advice from transformers out of the output.
+
+    Our own errors tell the user everything important.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -91,7 +97,7 @@ def quiet_transformers() -> None:
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
-    """Read the architecture: of the preset, or from model.path. Raises ConfigError."""
+    """Read the architecture from the preset or from model.path. Raises ConfigError."""
     path = locate(section)
     if section.path is not None and path is None:
         raise ConfigError(
@@ -107,8 +113,9 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
 
 
 def locate(section: ModelSection) -> Path | None:
-    """Return the folder or config.json of model.path, a hub model's local copy (downloaded if need be), or None for a
-    preset and for a model that was given in Python.
+    """Return the folder or config.json at model.path, or the local copy of a hub model, downloaded if needed.
+
+    None: a preset, or a model given in Python.
     """
     if section.path is None or section.path.startswith(GIVEN):
         return None
@@ -127,12 +134,12 @@ def locate(section: ModelSection) -> Path | None:
 
 
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
-    """Tell whether weights are read; `path`: what `locate` has found."""
+    """Return whether weights are read from files. `path`: the result of `locate`."""
     return section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
 
 
 def _reaches_hub() -> bool:
-    """Tell whether the hub's name resolves: where it does not, asking it would only wait for time-outs."""
+    """Return whether the hub's host name resolves. Without DNS, a request would only wait for timeouts."""
     try:
         socket.getaddrinfo(urlparse(huggingface_hub.constants.ENDPOINT).hostname, 443)
     except OSError:
@@ -146,7 +153,7 @@ def _brief(error: Exception) -> str:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence that the architecture has positions for; None where it states no limit."""
+    """Return the longest sequence with positions in the architecture. None: no limit stated."""
     text = config.get_text_config()
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         value = getattr(text, key, None)
@@ -160,15 +167,16 @@ def vocab_size(config: PreTrainedConfig) -> int:
 
 
 def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Refuse rows longer than the model has positions for. Raises ConfigError."""
+    """Raise ConfigError for rows longer than the position range of the model."""
     limit = max_positions(config)
     if limit is not None and sequence_length > limit:
         raise ConfigError(_too_long(sequence_length, limit))
 
 
 def _check_position_table(model: nn.Module, sequence_length: int) -> None:
-    """Refuse rows longer than a table of positions whose first rows are padding (RoBERTa and its kin count from
-    there).
+    """Raise ConfigError for rows longer than a position table with padding.
+
+    RoBERTa and similar models reserve the first rows of the table for padding.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
@@ -186,8 +194,9 @@ def _too_long(sequence_length: int, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of model is trained: a language model that is "causal", "masked" or "seq2seq", or one with a single
-    output, "reward"; and the Auto class that makes it.
+    """Model kind and the matching Auto class.
+
+    Kinds: "causal", "masked" and "seq2seq" language models, and "reward" for a model with a single output.
     """
 
     name: str
@@ -195,10 +204,10 @@ class Kind:
 
 
 def model_kind(config: PreTrainedConfig) -> Kind:
-    """Return what `architectures` says; else masked for a family whose attention sees both sides, seq2seq for an
-    encoder-decoder, causal for the rest, also for those that read pictures.
+    """Return the kind named by `architectures` in the configuration.
 
-    Raises ConfigError.
+    Without a match: "masked" for families with bidirectional attention, "seq2seq" for an encoder-decoder, "causal" for
+    the rest, vision-language models included. Raises ConfigError.
     """
     tables = transformers.models.auto.modeling_auto
     of_pictures = Kind("seq2seq" if config.is_encoder_decoder else "causal", transformers.AutoModelForImageTextToText)
@@ -221,7 +230,7 @@ def model_kind(config: PreTrainedConfig) -> Kind:
         return Kind("reward", transformers.AutoModelForSequenceClassification)
     if config.is_encoder_decoder:
         possible.sort(key=lambda kind: kind.name != "seq2seq")
-    elif not getattr(config, "is_decoder", False):  # a family with a masked head sees the target otherwise
+    elif not getattr(config, "is_decoder", False):  # as causal, a family with a masked head would see the target
         possible.sort(key=lambda kind: kind.name != "masked")
     if not possible:
         raise ConfigError(
@@ -232,7 +241,7 @@ def model_kind(config: PreTrainedConfig) -> Kind:
 
 
 def as_scorer(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration as that of a model with one output, which scores texts. Raises ConfigError."""
+    """Return a copy of the configuration for a text-scoring model with one output. Raises ConfigError."""
     scorer = _scorer_of(config)
     if not scorer:
         raise ConfigError(
@@ -246,7 +255,7 @@ def as_scorer(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _scorer_of(config: PreTrainedConfig) -> str:
-    """Return the class of a model type that scores texts; an empty text for none."""
+    """Return the scoring class for a model type. Empty string: none."""
     made = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     return "" if made is None else str(made.__name__)
 
@@ -260,14 +269,16 @@ def build_model(
     grow: bool = False,
     dtype: torch.dtype | None = None,
 ) -> BuiltModel:
-    """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises OffloadError.
+    """Build the model in `section` for rows of `sequence_length` tokens. Raises OffloadError.
 
-    `dtype`: in which it computes; the model is the one that transformers makes in it, but for the parameters. None for
-    that of the parameters.
-    `init: random`: the architecture as transformers builds it, parameters in fp32, writes to them put off until `fill`.
-    `init: pretrained`: as transformers' own loading, parameters in the dtype of the files, which are read on `fill`.
-    With `grow`, the embeddings of `config` may have more rows than the files. Of what the files lack, parameters of a
-    head are initialised, with a note: a folder of the base model gets a new head. Any of the base model is refused.
+    `dtype`: compute dtype. The model equals the one transformers makes in `dtype`, except for the parameters. None: the
+    parameter dtype.
+
+    - `init: random`: architecture built by transformers, fp32 parameters, writes to parameters deferred until `fill`.
+    - `init: pretrained`: as loaded by transformers, parameters in the dtype of the files, read on `fill`.
+
+    With `grow`, embeddings may have more rows than in the files. If the files lack head parameters, these are
+    initialized with a note: a base model folder gets a new head. Missing base model parameters raise ConfigError.
     """
     path = locate(section)
     config = config or load_model_config(section)
@@ -275,7 +286,7 @@ def build_model(
     folder = None if path is None else path if path.is_dir() else path.parent
     kind = model_kind(config)
     if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, where the configuration makes none
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, if the configuration has none
     options = attention_options(section)
     try:
         if pretrained:
@@ -295,7 +306,7 @@ def build_model(
 
 
 def fill_all(built: BuiltModel) -> nn.Module:
-    """Give a model all of its weights, in memory, and return it."""
+    """Load all weights into memory and return the model."""
     left = built.fill("", built.model) or {}
     with torch.no_grad():
         for parameter, source in left.items():
@@ -305,21 +316,21 @@ def fill_all(built: BuiltModel) -> nn.Module:
 
 
 def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
-    """Return the model of an architecture on `meta`, fp32, in train mode: its shapes alone. Raises ConfigError."""
+    """Return the shape-only model for an architecture: on `meta`, fp32, in train mode. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            own = unquantized(copy.deepcopy(config))  # which is told the dtype
+            own = unquantized(copy.deepcopy(config))  # from_config writes the dtype to the configuration
             model = model_kind(config).auto.from_config(own, dtype=torch.float32, **attention_options(section))
     except OffloadError:
         raise
-    except Exception as error:  # whatever a constructor asks of values
+    except Exception as error:  # any failure from a constructor that reads values
         where = section.path or f"preset {section.preset or 'tiny'}"
         raise ConfigError(f"the model {where} cannot be built without memory: {_brief(error)}") from error
     return typing.cast(nn.Module, model.train())
 
 
 def attention_options(section: ModelSection) -> dict[str, Any]:
-    """Return what `from_config` and `from_pretrained` are told of how attention is computed."""
+    """Return the attention arguments for `from_config` and `from_pretrained`."""
     return {} if section.attention == "auto" else {"attn_implementation": section.attention}
 
 
@@ -365,8 +376,9 @@ def _load(
 def load_whole(
     auto: Any, path: Path, config: PreTrainedConfig, dtype: torch.dtype | None, options: Mapping[str, Any]
 ) -> BuiltModel:
-    """Return the model that transformers' own loading makes in `dtype` (None for that of the files), all in memory,
-    with the parameters as the files have them. Raises ConfigError.
+    """Return the model loaded by transformers, completely in memory, with parameters as in the files.
+
+    `dtype`: compute dtype; None: the dtype of the files. Raises ConfigError.
     """
 
     def load(dtype: Any) -> Any:
@@ -377,7 +389,7 @@ def load_whole(
         model, info = load(dtype or "auto")
         if dtype is not None:
             take_parameters(model, load("auto")[0])
-    except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: whatever is wrong in a file
+    except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: any fault in a file
         raise ConfigError(f"the weights of {path} cannot be read: {_brief(error)}") from error
     state = model.state_dict()
     missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
@@ -387,7 +399,7 @@ def load_whole(
 
 
 def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) -> None:
-    """Refuse a folder that lacks parameters of the base model. Raises ConfigError."""
+    """Raise ConfigError if the folder lacks base model parameters."""
     prefix = getattr(model, "base_model_prefix", "")
     has_head = bool(prefix) and hasattr(model, prefix)
     lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
@@ -399,7 +411,7 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
 
 
 def _notes(report: LoadReport) -> Iterator[str]:
-    """Yield what is worth a line; tied weights that are tied as the configuration says are not."""
+    """Yield notes about the weights for the user. Ties declared by the configuration are not worth a note."""
     for name, (old, new) in report.grown.items():
         yield (
             f"{name} grows from {old[0]:,} to {new[0]:,} rows, for tokens that were added to the tokenizer; each new "
@@ -417,7 +429,7 @@ def _notes(report: LoadReport) -> Iterator[str]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within, every module is in eval mode; afterwards each is in its own again."""
+    """Put every module in eval mode, and restore each mode at exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,10 +1,9 @@
-"""What transformers calls a tensor in a file, and how tensors of a file become parameters: the only module that knows
-its internals.
+"""Map tensor names in files to model parameters with transformers' own rules. Only this module knows these internals.
 
-transformers renames tensors and fuses them (stacks experts, joins projections) while it loads a whole model, and undoes
-both while it saves one. Here its own rules and operations are asked what belongs together, with tensors of the meta
-device, so that one group can later be converted by itself. Whatever is not as expected raises CannotStream: then only
-transformers itself, with the whole model in memory, can do it.
+transformers renames and fuses tensors (stacks experts, joins projections) while loading a whole model, and reverses
+both while saving. Here the rules and operations run on meta tensors to learn which tensors belong together, so one
+group can later be converted alone. Any surprise raises CannotStream: then only transformers itself can convert, with
+the whole model in memory.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ Shape = tuple[int, ...]
 
 
 class CannotStream(OffloadError):
-    """transformers has no rules, or other ones than are known here, to convert a part of this model by itself."""
+    """transformers has no rules, or unknown rules, for a separate conversion of one model part."""
 
 
 class Conversion:
-    """Tensors that become others together.
+    """Conversion of a tensor group into other tensors.
 
-    `sources` are in the order in which transformers takes them; `outputs` maps every name that is made to its shape.
-    Where the sources are stacked (`is_stacked`), or the only source is a stack that is cut (`is_cut`), `rows` is the
-    stack's length, and a row can be converted by itself: a layer's experts are most of it, and need not be in memory
-    twice.
+    `sources` follow the order in which transformers consumes them; `outputs` maps each output name to a shape.
+    `is_stacked`: the sources are stacked into one output. `is_cut`: a single source is cut into rows. In both cases
+    `rows` is the stack length, and each row converts separately: experts are most bytes in a layer and should not be in
+    memory twice.
     """
 
     def __init__(
@@ -48,9 +47,10 @@ class Conversion:
         tensors: Mapping[str, torch.Tensor],
         rename: Callable[[str], str],
     ) -> None:
-        """Learn what becomes of `members` (names, and the patterns of `rule` that they match) by making it from the
-        meta device's `tensors`. Raises ValueError where they do not fit each other, CannotStream where the operations
-        take other arguments than transformers' own.
+        """Learn the outputs from a trial conversion of the meta tensors `tensors`.
+
+        `members`: tensor names, each with the matching pattern of `rule`. Raises ValueError if the tensors do not fit
+        each other, CannotStream if the operations take unknown arguments.
         """
         self._model, self._first, self._rule, self._members = model, first, rule, members
         self.sources = tuple(name for name, _ in members)
@@ -60,7 +60,7 @@ class Conversion:
             whole = self._convert(everything, (tensors[name] for name in self.sources))
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made by itself: {type(error).__name__}: {error}") from error
-        except Exception as error:  # whatever an operation says of tensors that do not fit
+        except Exception as error:  # an operation rejects misfit tensors
             raise ValueError(f"{_some(self.sources)} cannot become {first}: {type(error).__name__}: {error}") from error
         self._names = {said: rename(said) for said in whole}
         self.outputs: dict[str, Shape] = {self._names[said]: tuple(value.shape) for said, value in whole.items()}
@@ -75,38 +75,38 @@ class Conversion:
 
     @staticmethod
     def identity(name: str, shape: Shape) -> Conversion:
-        """Return the conversion of a tensor that stays as it is."""
+        """Return the conversion for an unchanged tensor."""
         meta = torch.empty(shape, device="meta")
         return Conversion(None, name, None, [(name, None)], {name: meta}, lambda said: said)
 
     def run(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert all sources, which are taken one by one. An operation lets go of a source when it has used it."""
+        """Convert all sources. Tensors are consumed one at a time; an operation frees each source after use."""
         made = self._convert(range(len(self._members)), tensors)
         return {self._names[said]: value for said, value in made.items()}
 
     def row_sources(self, row: int) -> tuple[str, ...]:
-        """Return the sources of one row of a stack that is made."""
+        """Return the sources for one row in a stacked output."""
         return tuple(self.sources[number] for number in self._rows_of[row])
 
     @property
     def joins_rows(self) -> bool:
-        """True where a row of the stack that is made is whole matrices, one below the other."""
+        """True if each row in the stacked output is a vertical concatenation of whole matrices."""
         _, *rest = self._rule.operations
         return all(type(each).__name__ == "Concatenate" and each.dim == 1 for each in rest)
 
     def make_row(self, row: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return one row of the stack, from the tensors of `row_sources`."""
+        """Return one row in the stack, from the tensors in `row_sources(row)`."""
         (value,) = self._convert(self._rows_of[row], tensors).values()
         return value[0]
 
     def cut_row(self, row: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what is made of one row of a stack that is cut; `tensor` is that row of the only source."""
+        """Return the outputs for one row in a cut stack. `tensor`: this row from the single source."""
         names = list(self._names.values())
         values = self._convert((0,), [tensor.unsqueeze(0)]).values()
         return {names[part * self.rows + row]: value for part, value in enumerate(values)}
 
     def _convert(self, numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert the members of these numbers, as transformers does for all of them."""
+        """Convert the members with these indices, as transformers does for all members."""
         given = iter(tensors)
         if self._rule is None:
             return {self._first: next(given)}
@@ -127,19 +127,17 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the tensors of a folder become those of a model; `unexpected` maps what becomes nothing to the name that it
-    would have in the model.
-    """
+    """Plan for reading a folder into a model. `unexpected` maps unused tensors to the model name after renaming."""
 
     conversions: list[Conversion]
     unexpected: dict[str, str]
 
 
 def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Reading:
-    """Plan what `from_pretrained` would make of a folder's `tensors` (of the meta device) in `model`, and note in the
-    model, as it does, which rules were used: `save_pretrained` reverses those.
+    """Plan the conversions in `from_pretrained` for the folder tensors `tensors` (on `meta`).
 
-    Raises CannotStream, and ValueError where the tensors of a group do not fit each other.
+    Like transformers, record the used rules in the model, for reversal by `save_pretrained`. Raises CannotStream, and
+    ValueError if tensors in a group do not fit each other.
     """
     loading, mapping = _internals()
     try:
@@ -172,7 +170,7 @@ def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading
     conversions = []
     for first, members in groups.items():
         if any(pattern is None for _, pattern in members):
-            members = members[:1]  # transformers takes the first of several tensors with one name
+            members = members[:1]  # transformers takes the first tensor if several map to one name
         pattern = members[0][1]
         rule = None if pattern is None else of_pattern[pattern]
         conversions.append(Conversion(model, first, rule, members, tensors, lambda said: said))
@@ -180,10 +178,11 @@ def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading
 
 
 def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], list[str]]:
-    """Plan what `save_pretrained` would make of a model's `tensors` (of the meta device, without tied ones); return the
-    conversions in the model's order, and the names of what is made in transformers' order, by which files are filled.
+    """Plan the conversions in `save_pretrained` for a model.
 
-    The plan is checked against transformers' own result for all of them. Raises CannotStream.
+    `tensors`: meta tensors without tied ones. Return the conversions in model order, and the output names in
+    transformers' order, which decides the assignment to files. The plan is checked against transformers' result for all
+    tensors. Raises CannotStream.
     """
     loading, _ = _internals()
     try:
@@ -228,7 +227,7 @@ def _plan_writing(
 
 
 def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `tensors` (of the meta device) without the names of tied weights that `save_pretrained` drops.
+    """Return the meta tensors `tensors` without tied names dropped by `save_pretrained`.
 
     Raises CannotStream.
     """
@@ -242,7 +241,7 @@ def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def separate(model: nn.Module, name: str) -> None:
-    """Give a tied parameter memory of its own, which is not filled."""
+    """Give a tied parameter separate, unfilled memory."""
     owner, _, key = name.rpartition(".")
     tied = model.get_parameter(name)
     value = torch.empty(tied.shape, dtype=tied.dtype)
@@ -252,10 +251,10 @@ def separate(model: nn.Module, name: str) -> None:
 
 
 def conversions_used(model: nn.Module) -> dict[str, Any]:
-    """Return, for JSON, what a model that was read from a folder needs to be written as it was there, and what its
-    configuration does not say: the rules that `plan_reading` used, and the tied weights that had values of their own.
+    """Return the load decisions needed for saving, as a JSON object.
 
-    Raises CannotStream.
+    The configuration does not contain them: conversion rules used by `plan_reading`, and tied weights with separate
+    values. Raises CannotStream.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return {}
@@ -268,10 +267,10 @@ def conversions_used(model: nn.Module) -> dict[str, Any]:
 
 
 def use_conversions(model: nn.Module, used: Mapping[str, Any]) -> None:
-    """Prepare a model, fresh from its configuration, for what `conversions_used` said of another one: tied weights that
-    had values of their own get memory of their own, and it is written under the names that were read.
+    """Apply the result of `conversions_used` from another model to a model fresh from the configuration.
 
-    Raises CannotStream where transformers has other rules than the ones that were used.
+    Tied weights with separate values get separate memory, and saving uses the original tensor names. Raises
+    CannotStream if transformers lacks a used rule.
     """
     for name in used.get("untied", ()):
         separate(model, name)
@@ -294,12 +293,12 @@ def _description(rule: Any) -> list[Any]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return which parameter takes whose values, as the configuration says."""
+    """Return the configured ties: parameter name -> name to take the values from."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
-    """Return `missing` and `unexpected` (as of `Reading`) without what the model says is of no matter."""
+    """Return `missing` and `unexpected` (as in `Reading`) without names the model declares unimportant."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
     adjust: Any = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if adjust is not None:
@@ -308,7 +307,7 @@ def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) ->
 
 
 def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a test for the names of tensors that `from_pretrained` keeps in fp32 when it loads in `dtype`."""
+    """Return a predicate over tensor names: kept in fp32 by `from_pretrained(dtype=dtype)`."""
     patterns = {
         pattern
         for attribute, dtypes in (
@@ -325,8 +324,10 @@ def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
 
 
 def settle_buffers(model: nn.Module) -> None:
-    """Compute the buffers that are in no file again, as `from_pretrained` does: in fp32 where the model was made in
-    bf16, which changes tables of positions (codegen). To be called under a DeferredInit, which takes the rest.
+    """Recompute non-persistent buffers in fp32, like `from_pretrained`.
+
+    A model made in bf16 would otherwise have rounded position tables (codegen). Call under a DeferredInit, which
+    records the parameter writes.
     """
 
     def settle(module: nn.Module, family: Any) -> None:
@@ -341,7 +342,7 @@ def settle_buffers(model: nn.Module) -> None:
 
 
 def _internals() -> tuple[Any, Any]:
-    """Return transformers' modules with the rules, if they have what is used here. Raises CannotStream."""
+    """Return transformers' modules for conversion rules. Raises CannotStream if a needed function is missing."""
     try:
         from transformers import conversion_mapping, core_model_loading
 
@@ -358,7 +359,7 @@ def _internals() -> tuple[Any, Any]:
 
 
 def _used_rules(model: nn.Module) -> Sequence[Any]:
-    """Return the rules that `save_pretrained` reverses: those used at load, or the family's own."""
+    """Return the rules reversed by `save_pretrained`: the rules used at load, or else the family rules."""
     loading, mapping = _internals()
     rules: Any = getattr(model, "_weight_conversions", None)
     if rules is not None:
@@ -368,7 +369,7 @@ def _used_rules(model: nn.Module) -> Sequence[Any]:
 
 
 def _rows_of(rule: Any, members: Sequence[tuple[str, str | None]]) -> tuple[tuple[int, ...], ...]:
-    """Return the members that make each row of a stack, where what follows the stacking leaves rows apart."""
+    """Return the members for each stack row. Empty if an operation after stacking mixes rows."""
     merge, *rest = rule.operations
     if type(merge).__name__ != "MergeModulelist" or merge.dim != 0 or not all(map(_is_within_rows, rest)):
         return ()
@@ -381,7 +382,7 @@ def _rows_of(rule: Any, members: Sequence[tuple[str, str | None]]) -> tuple[tupl
 
 
 def _cuts_rows(rule: Any) -> bool:
-    """Tell whether a stack is cut in rows, and whatever comes before leaves rows apart."""
+    """Return whether the rule cuts a stack into rows, with earlier operations only within rows."""
     *before, split = rule.operations
     return type(split).__name__ == "SplitModulelist" and split.dim == 0 and all(map(_is_within_rows, before))
 

@@ -1,4 +1,4 @@
-"""Where a model is, by its name alone: asked before torch is loaded, so that a wrong name is refused at once."""
+"""Find a model by name alone. Runs before torch is loaded, so a wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ GGUF_TO_FOLDER = (
     "m.is_quantized = False; m.save_pretrained(OUT); "
     "AutoTokenizer.from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)"
 )
-"""What makes a folder of a GGUF file, in Python, with the package gguf and the names of torch and transformers."""
+"""Python code for converting a GGUF file to a folder. Needs the package gguf and names from torch and transformers."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Place(NamedTuple):
-    """What a name says: a path that exists, or one that does not and may be the name of a model of the hub."""
+    """A model name resolved to a path. If the path does not exist, the name may belong to the hub."""
 
     path: Path
     exists: bool
 
 
 def find_model(name: str) -> Place:
-    """Return what the model.path of a configuration names. Raises ConfigError for what holds no model that can be read,
-    and where the name can be of no model.
+    """Resolve the `model.path` setting.
+
+    Raises ConfigError for a path without a readable model, and for an impossible name.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -47,12 +48,12 @@ def find_model(name: str) -> Place:
 
 
 def missing(name: str) -> str:
-    """Return the sentence about a model.path that is nowhere."""
+    """Return the error sentence for a nonexistent model.path."""
     return f"model.path is {name}, which does not exist; set --model.path to a model folder or a config.json."
 
 
 def check_json(path: Path, given: str) -> None:
-    """Raise ConfigError unless a config.json names an architecture; `given`: the model.path that led there."""
+    """Raise ConfigError unless a config.json names an architecture. `given`: the model.path behind it."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,5 +1,6 @@
-"""Folders whose weights are in few bits already: which formats are known, and which tensors of the files are a weight
-together. The model is made as if it were not quantized; what its weights are is what transformers dequantises them to.
+"""Quantized folders: known formats, and the file tensors that form one weight together.
+
+The model is built as if unquantized, with exactly the values transformers dequantizes to.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from offload.layout.codecs import dynamic_map, nf4_levels
 from offload.layout.quantized import Grid, Quantized, StoredNf4, rounding
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes of weights that are not in few bits."""
-_ROWS = 16  # of a record, where every row has scales of its own: it then begins on a border for any even width
+"""Dtypes of unquantized weights."""
+_ROWS = 16  # rows in a record if every row has a separate scale: aligned for any even width
 _KNOWN = (
     "block-wise fp8 as DeepSeek-V3's (fp8), mxfp4 as gpt-oss's, nf4 as bitsandbytes saves it, and pack-quantized int4, "
     "int-quantized int8 and float-quantized fp8 of compressed-tensors"
@@ -32,7 +33,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Member:
-    """One tensor of a file that has a part of a weight in codes."""
+    """One tensor in a file, holding a part of a quantized weight."""
 
     file: TensorFile
     key: str
@@ -46,20 +47,21 @@ class Member:
         return self.file.entries[self.key].dtype
 
     def value(self) -> torch.Tensor:
-        """Return all of the tensor. Raises DiskError."""
+        """Return the whole tensor. Raises DiskError."""
         return self.file.read(self.key).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of a tensor that belong to records, so many to each, one behind the other."""
+    """A tensor as a sequence of equal byte groups, one group for each record."""
 
     of: Member
     num_bytes: int
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Return those of records `first` to `last`, uint8 [n, bytes]; 0 where the tensor has no more. Raises
-        DiskError.
+        """Return the bytes for records `first` to `last`, uint8 [n, num_bytes], zero-padded past the tensor end.
+
+        Raises DiskError.
         """
         width = self.of.dtype.itemsize
         begin, end = (min(each * self.num_bytes // width, math.prod(self.of.shape)) for each in (first, last))
@@ -70,40 +72,39 @@ class Part:
 
 @dataclass(frozen=True)
 class Same:
-    """Bytes that all records have."""
+    """Bytes shared by all records."""
 
     values: torch.Tensor
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Return those of records `first` to `last`, uint8 [n, bytes]."""
+        """Return the bytes for records `first` to `last`, uint8 [n, num_bytes]."""
         return self.values.view(1, -1).expand(last - first, -1)
 
 
 @dataclass
 class TensorInCodes:
-    """A weight that several tensors of files make up. It is read like a tensor of a file: as what it is dequantised
-    to.
-    """
+    """A quantized weight assembled from several file tensors. Reads like a file tensor with dequantized values."""
 
     codec: Quantized
     parts: Sequence[Part | Same]
     entries: dict[str, Entry]
-    """The name, dtype and shape of the weight."""
+    """Weight name -> dtype and shape."""
     _begun: tuple[tuple[int, int], torch.Tensor] | None = field(default=None, repr=False)
 
     def records(self, begin: int, end: int) -> torch.Tensor:
-        """Return the records of elements `begin` to `end` of the flat weight, flat. Raises DiskError."""
+        """Return the records for elements `begin` to `end` in the flat weight, uint8, flat. Raises DiskError."""
         first, last = begin // self.codec.block, -(-end // self.codec.block)
         return self.codec.join([part.read(first, last) for part in self.parts])
 
     def matrix(self) -> torch.Tensor:
-        """Return all records, uint8 [n, bytes]. Raises DiskError."""
+        """Return all records, uint8 [n, record_bytes]. Raises DiskError."""
         ((_, entry),) = self.entries.items()
         return self.records(0, math.prod(entry.shape)).view(-1, self.codec.record_bytes)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements `begin` to `end` of the flat weight. Raises DiskError. Records of which a part was asked for
-        stay until their end was, since a weight is read in pieces, one behind the other.
+        """Return elements `begin` to `end` of the flat weight. Raises DiskError.
+
+        Dequantized records stay cached until a read reaches their end, because a weight is read in consecutive pieces.
         """
         entry, block = self.entries[name], self.codec.block
         numel = math.prod(entry.shape)
@@ -118,7 +119,7 @@ class TensorInCodes:
         return values
 
     def over(self, again: Callable[[TensorFile], TensorFile]) -> TensorInCodes:
-        """Return the same weight out of the same files as somebody else reads them. Raises DiskError."""
+        """Return the same weight with reopened files. `again` maps each file to the new one. Raises DiskError."""
         parts = [
             Part(Member(again(part.of.file), part.of.key), part.num_bytes) if isinstance(part, Part) else part
             for part in self.parts
@@ -133,7 +134,7 @@ class TensorInCodes:
 
 
 def quantization_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """Return what a configuration says of how weights are quantized; None where they are not."""
+    """Return the quantization settings in a configuration. None: not quantized."""
     given: Any = getattr(config, "quantization_config", None)
     if given is None:
         return None
@@ -141,7 +142,7 @@ def quantization_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 
 def unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration as that of a model whose weights are not quantized; `config` itself, which is changed."""
+    """Remove the quantization settings from a configuration, in place, and return the configuration."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -149,13 +150,13 @@ def unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
-    """Return what the method of a quantization is called."""
+    """Return the quantization method name."""
     found = quantization.get("quant_method")
     return str(getattr(found, "value", found) or "quantization_config")
 
 
 def refuse_training(name: str, how: str) -> ConfigError:
-    """Return the error for weights in few bits that would be trained."""
+    """Return the error for quantized weights that would be trained."""
     return ConfigError(
         f"{name} is in few bits in the model's folder ({how}), and would be trained: a step is mostly smaller than "
         "what its codes tell apart. Train an adapter over it (--lora.rank 16, or requires_grad=False before Engine()), "
@@ -164,30 +165,31 @@ def refuse_training(name: str, how: str) -> ConfigError:
 
 
 class Format(ABC):
-    """How the tensors of a folder make up its weights in codes."""
+    """Storage format: how file tensors form quantized weights."""
 
     mark: str
-    """How the name of a tensor ends that every weight in codes has."""
+    """Tensor name suffix found for every quantized weight."""
     members: tuple[str, ...]
-    """How the names of all of its tensors end."""
+    """Name suffixes for all tensors in a weight."""
     weight = ".weight"
-    """How the name of the weight ends."""
+    """Weight name suffix."""
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
-        """`quantization`: as of the configuration. Raises ConfigError, which says what is not known."""
+        """`quantization`: settings from the configuration. Raises ConfigError with the unsupported feature."""
         self._said = quantization
 
     @abstractmethod
     def made_of(
         self, its: Mapping[str, Member], dtype: torch.dtype
     ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-        """Return the shape of a weight, its codec, and the parts of its records, of its tensors by how their names end.
-        `dtype`: of the model. Raises ConfigError, DiskError.
+        """Return shape, codec and record parts for a weight.
+
+        Arguments: the tensors by name suffix, and the model dtype. Raises ConfigError, DiskError.
         """
 
 
 class BlockFp8(Format):
-    """fp8, with a scale for each block of a matrix, as DeepSeek-V3 has it (arXiv:2412.19437, section 3.3)."""
+    """fp8 with a scale for each matrix block, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3)."""
 
     mark, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
 
@@ -200,7 +202,7 @@ class BlockFp8(Format):
 
 
 class GptOss(Format):
-    """mxfp4, for the experts of a layer at once, each matrix the other way round."""
+    """mxfp4 for all experts in a layer at once, with each matrix transposed."""
 
     mark, members, weight = "_blocks", ("_blocks", "_scales"), ""
 
@@ -217,7 +219,7 @@ class GptOss(Format):
 
 
 class BitsAndBytes(Format):
-    """nf4 (QLoRA, arXiv:2305.14314), with its magnitudes in codes as well or in fp32."""
+    """nf4 (QLoRA, arXiv:2305.14314), with block magnitudes quantized (double quantization) or in fp32."""
 
     mark = ".weight.quant_state.bitsandbytes__nf4"
     members = (
@@ -260,7 +262,7 @@ class BitsAndBytes(Format):
 
 
 class CompressedTensors(Format):
-    """Whole numbers or fp8, with a scale for each group of a row, each row, each block, or the matrix."""
+    """Integers or fp8 with a scale for each row group, row, block or matrix."""
 
     mark = ".weight_scale"
     members = (".weight", ".weight_packed", ".weight_shape", ".weight_zero_point", mark)
@@ -309,7 +311,7 @@ FORMATS: dict[str, type[Format]] = {
     "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
 }
-"""The formats, as `quant_method` of a configuration names them."""
+"""Storage formats by `quant_method` in the configuration."""
 
 
 def _grid(
@@ -321,9 +323,9 @@ def _grid(
     block: Sequence[int] | None,
     rounds: Sequence[torch.dtype],
 ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-    """Return what `Format.made_of` does, of codes [.., rows, columns] and of scales for tiles of them. `block`: the
-    rows and columns of a tile as the configuration has them, which may not divide those of a matrix; where it has none,
-    tiles are equal.
+    """Return the same triple as `Format.made_of`, for codes [.., rows, columns] and one scale per tile.
+
+    `block`: rows and columns per tile in the configuration; they need not divide the matrix. None: equal tiles.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
     is_one = math.prod(scales.shape) == 1
@@ -349,7 +351,7 @@ def _unknown(member: Member, what: str) -> ConfigError:
 
 
 def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
-    """Return the format of a quantized folder. Raises ConfigError for one that is not known."""
+    """Return the storage format for a quantized folder. Raises ConfigError for an unknown format."""
     method = method_of(quantization)
     try:
         if method not in FORMATS:
@@ -364,8 +366,9 @@ def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
 
 
 def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return, for every weight in files, what it is read from by its name: a TensorFile or a `TensorInCodes`. Raises
-    ConfigError, also for what is not known; DiskError.
+    """Return the reader for each weight in the files, by name: a TensorFile or a `TensorInCodes`.
+
+    Raises ConfigError, also for unknown formats, and DiskError.
     """
     files: dict[str, TensorFile] = {}
     for path in paths:
@@ -403,8 +406,9 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
 
 
 def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that the configuration of a folder gives its model, whatever a run computes in; where it has
-    none, that of the first weights. Raises ConfigError.
+    """Return the model dtype in the folder configuration, independent of the compute dtype.
+
+    Default: the dtype of the first weights. Raises ConfigError.
     """
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for each in (said, said.get("text_config") or {}):
@@ -415,7 +419,7 @@ def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
 
 
 def first_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the first weights that have a floating one. Raises ConfigError."""
+    """Return the dtype of the first floating-point weights. Raises ConfigError."""
     dtypes = (file.entries[name].dtype for name, file in files.items())
     if (found := next((dtype for dtype in dtypes if dtype in FLOATS), None)) is None:
         raise ConfigError(f"{folder} has no floating-point weights.")

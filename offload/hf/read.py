@@ -1,8 +1,8 @@
-"""Weights from a Hugging Face folder, a module at a time: a model larger than memory can be taken over.
+"""Read weights from a Hugging Face folder module by module, so a model larger than memory can be loaded.
 
-The model is built with parameters that are not filled (`deferred_init.py`). Each then gets its values from the ranges
-of the safetensors files that it needs, renamed and fused by transformers' own rules (`names.py`); what no file has is
-initialised as for a model from random weights.
+The model is built with unfilled parameters (`deferred_init.py`). Each parameter then gets its values from the needed
+ranges in the safetensors files, renamed and fused by transformers' own rules (`names.py`). Parameters missing from the
+files are initialized as in a randomly initialized model.
 """
 
 from __future__ import annotations
@@ -56,19 +56,17 @@ from offload.tiers.host import trim_heap
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was found in a folder for a model. Names of parameters are the model's, of unexpected tensors the files'."""
+    """Match between a folder and a model. Parameter names are the model's, unexpected tensor names the files'."""
 
-    tied: dict[str, str] = field(default_factory=dict)  # name -> the name whose values it shares
-    untied: list[str] = field(default_factory=list)  # tied by the configuration, but with values of its own
-    missing: dict[str, Shape] = field(default_factory=dict)  # initialised as random ones
+    tied: dict[str, str] = field(default_factory=dict)  # name -> name it shares values with
+    untied: list[str] = field(default_factory=list)  # tied by the configuration, but different in the files
+    missing: dict[str, Shape] = field(default_factory=dict)  # initialized randomly
     unexpected: dict[str, Shape] = field(default_factory=dict)  # not read
-    grown: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)  # name -> shape in the files, in the model
+    grown: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)  # name -> (shape in the files, in the model)
 
 
 class FolderWeights:
-    """The weights of a folder for one model. `fill(name, module)` is to be called just before a module's parameters are
-    taken.
-    """
+    """Weights in a folder for one model. Call `fill(name, module)` just before the module parameters are taken."""
 
     def __init__(
         self,
@@ -79,12 +77,12 @@ class FolderWeights:
         files: Mapping[str, Any] | None = None,
         grow: bool = False,
     ) -> None:
-        """Plan for `model`, whose parameters are not filled and have the dtype wanted; its buffers are read at once.
+        """Plan the reads for `model`, which has unfilled parameters in the wanted dtype. Buffers are read at once.
 
-        `files`: of the folder, as `open_folder` has them; None to open them, of weights that are not quantized.
-        `deferred` is what the model was built under: it initialises what no file has. With `grow`, embeddings may have
-        more rows than the files: the added ones are the mean of the others (transformers' resize draws them from a
-        normal distribution around it, a billionth as wide as that of the others).
+        - files: readers from `open_folder`. None: open the folder as unquantized.
+        - deferred: recording mode during the model build; initializes parameters missing from the files.
+        - grow: embeddings may have more rows than in the files. Each added row is the mean of the others (the
+          transformers resize samples from a normal distribution around the mean, with a billionth of the width).
 
         Raises ConfigError, DiskError, CannotStream.
         """
@@ -108,7 +106,7 @@ class FolderWeights:
             {name: shapes[name] for name in sorted(unread)},
             grown,
         )
-        first = {id(state[name]): name for name in reversed(list(self._sources))}  # of tied names, one is read
+        first = {id(state[name]): name for name in reversed(list(self._sources))}  # one of several tied names is read
         self._first = {name: first[id(value)] for name, value in state.items() if id(value) in first}
         self._places = {
             (id(owner), key): self._first.get(f"{prefix}.{key}" if prefix else key)
@@ -119,7 +117,7 @@ class FolderWeights:
             name: weakref.ref(state[name]) for name in self._places.values() if name is not None
         }
         self.quantized = in_codes(model, self._sources)
-        """The parameters that the files have in few bits, and how."""
+        """Parameters stored quantized in the files, and their codecs."""
         self._initial: Callable[[str, nn.Module], None] | None = None
         if deferred is not None:
             self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
@@ -128,17 +126,17 @@ class FolderWeights:
         self._read_buffers(state)
 
     def fill(self, name: str, module: nn.Module) -> dict[nn.Parameter, Source]:
-        """Give the parameters of a module, called `name`, their values: those that were not filled before. What can be
-        read piece by piece is left to the caller: where to read it from is returned, once.
+        """Fill the unfilled parameters of the module `name`.
 
-        Memory: of fused parameters two or three times as much for a moment, one after another. Raises DiskError.
+        Parameters readable in pieces are left to the caller: their sources are returned, once. Memory: fused parameters
+        briefly take two or three times their bytes, one group at a time. Raises DiskError.
         """
-        trim_heap()  # what was taken before is free by now, and malloc would keep most of it
+        trim_heap()  # parameters taken earlier are free by now, but malloc would keep most memory
         wanted: dict[str, nn.Parameter] = {}
         for owner in module.modules():
             for key, here in owner._parameters.items():
                 first = self._places.get((id(owner), key))
-                # What was taken has another parameter in its place.
+                # A taken parameter was replaced by another object in its place.
                 if here is not None and first in self._pending and here is self._pending[first]():
                     wanted[first] = here
         left: dict[nn.Parameter, Source] = {}
@@ -157,7 +155,7 @@ class FolderWeights:
         return left
 
     def source(self, name: str) -> Source | None:
-        """Return where the values of a parameter come from; None where no file has it, and it is initialised."""
+        """Return the source for a parameter. None: not in any file, initialized instead."""
         return self._sources[self._first[name]] if name in self._first else None
 
     def close(self) -> None:
@@ -166,7 +164,7 @@ class FolderWeights:
             file.close()
 
     def _check_shapes(self, state: Mapping[str, torch.Tensor], may_grow: set[int]) -> dict[str, tuple[Shape, Shape]]:
-        """Let embeddings grow that may. Raises ConfigError for any other shape that is not the model's."""
+        """Accept embeddings allowed to grow. Raises ConfigError for any other shape mismatch."""
         grown, wrong = {}, []
         for name, source in self._sources.items():
             shape, has = tuple(state[name].shape), source.shape
@@ -187,9 +185,7 @@ class FolderWeights:
         return grown
 
     def _settle_dtypes(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep in fp32 what transformers keeps in fp32, of what the files have: in the dtype of the parameters, and in
-        that of the computation.
-        """
+        """Read as fp32 each tensor that transformers keeps in fp32, for the parameter dtype or the compute dtype."""
         made_in = getattr(getattr(self._model, "config", None), "dtype", None)
         is_kept = [stays_fp32(self._model, dtype) for dtype in (getattr(self._model, "dtype", None), made_in)]
         for name, source in self._sources.items():
@@ -199,7 +195,7 @@ class FolderWeights:
                     state[name].data = torch.empty(state[name].shape, dtype=torch.float32)
 
     def _settle_ties(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], list[str]]:
-        """Tie what is tied, but for what has different values in the files; return both."""
+        """Tie parameters as configured, except those with different values in the files. Return (tied, untied)."""
         tied: dict[str, str] = {}
         untied: list[str] = []
         for name, other in tied_names(self._model).items():
@@ -226,8 +222,10 @@ class FolderWeights:
 def find_sources(
     model: nn.Module, folder: Path, files: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, Shape]]:
-    """Return a source for every tensor of a model that files have, of the dtype that it has there; and of what has no
-    place in the model the names that it would have, and its shapes. Raises ConfigError, CannotStream.
+    """Return a source for each model tensor in the files, in the model dtype.
+
+    Return also, for file tensors without a place in the model: the renamed name, and the shape. Raises ConfigError,
+    CannotStream.
     """
     state = model.state_dict(keep_vars=True)
     metas = {
@@ -256,7 +254,7 @@ def find_sources(
 
 
 def in_codes(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, Quantized]:
-    """Return the parameters of a model whose sources have them in few bits, and how."""
+    """Return the model parameters with quantized sources, and their codecs."""
     state = model.state_dict(keep_vars=True)
     return {state[name]: each.codec for name, each in sources.items() if isinstance(each, SourceInCodes)}
 
@@ -264,8 +262,9 @@ def in_codes(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Paramet
 def quantized_parameters(
     model: nn.Module, folder: Path, quantization: Mapping[str, Any]
 ) -> dict[nn.Parameter, Quantized]:
-    """Return which parameters of a model, which may be on `meta`, a folder has in few bits, and how. No weights are
-    read. `quantization`: as the configuration says it. Raises ConfigError, DiskError.
+    """Return the parameters stored quantized in a folder, and their codecs, without reading weights.
+
+    `model` may be on `meta`. `quantization`: settings from the configuration. Raises ConfigError, DiskError.
     """
     files = open_folder(weight_files(folder), folder, quantization)
     try:
@@ -276,7 +275,7 @@ def quantized_parameters(
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that have a row for each token."""
+    """Return the ids of parameters with one row per token."""
     modules = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -289,11 +288,10 @@ def _embeddings(model: nn.Module) -> set[int]:
 def build_empty(
     make: Callable[..., nn.Module], config: PreTrainedConfig, dtype: torch.dtype, held: torch.dtype, **options: Any
 ) -> Any:
-    """Build the model of a configuration as `from_pretrained(dtype=dtype)` would, with parameters of the dtype `held`
-    that are not filled. Scales and tables of positions are rounded to the dtype in which a model is made, and stay so
-    under other weights. To be called under a DeferredInit.
+    """Build a model as `from_pretrained(dtype=dtype)` would, with unfilled parameters in the dtype `held`.
 
-    `make`: `from_config` of transformers' Auto class; `options`: for it.
+    Scales and position tables are rounded to the dtype at build time and keep this rounding under other weights. Call
+    under a DeferredInit. `make`: `from_config` of a transformers Auto class, called with `options`.
     """
     model = make(unquantized(copy.deepcopy(config)), dtype=dtype, **options)
     settle_buffers(model)
@@ -303,7 +301,7 @@ def build_empty(
 
 
 def take_parameters(model: nn.Module, other: nn.Module) -> None:
-    """Give a model the parameters of another one of its architecture, each in the same places."""
+    """Replace the model parameters by those of another model with the same architecture."""
     for mine, its in zip(model.modules(), other.modules(), strict=True):
         mine._parameters.update(its._parameters)
 
@@ -318,12 +316,12 @@ def read_model(
     grow: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, FolderWeights]:
-    """Build the model of a folder as `auto.from_pretrained(folder, dtype=dtype)` would, in eval mode, without its
-    weights: `FolderWeights.fill` gives them, in the dtype of the files. Of weights in few bits it is the model that
-    they are dequantised to.
+    """Build the folder's model as `auto.from_pretrained(folder, dtype=dtype)` would, in eval mode, without weights.
 
-    `auto`: transformers' Auto class; `dtype`: None for that of the files; `options`: for its `from_config`, such as
-    attn_implementation. Raises ConfigError, DiskError, and CannotStream where only `from_pretrained` itself can do it.
+    `FolderWeights.fill` provides the weights in the dtype of the files. For quantized weights, the model is the
+    dequantized one. `auto`: transformers Auto class. `dtype`: None for the dtype of the files. `options`: for
+    `from_config`, for example attn_implementation. Raises ConfigError, DiskError, and CannotStream if only
+    `from_pretrained` itself can load the folder.
     """
     if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
         raise CannotStream(f"the configuration in {folder} names files of its own for the weights.")
@@ -339,7 +337,7 @@ def read_model(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, as its index lists them. Raises ConfigError."""
+    """Return the safetensors files listed in the folder index. Raises ConfigError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -373,7 +371,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def conversion(source: str, folder: str) -> str:
-    """Say how weights become safetensors in a folder."""
+    """Return instructions for converting weights to safetensors."""
     return (
         f'Convert them once: python -c "import transformers as t; a, b = {source!r}, {folder!r}; '
         "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "

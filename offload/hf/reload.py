@@ -1,6 +1,4 @@
-"""The proof of an export: what was written is loaded as anyone would load it, and must give the logits that the engine
-gave.
-"""
+"""Export check: the written folder is loaded like any other and must reproduce the engine's logits."""
 
 from __future__ import annotations
 
@@ -21,23 +19,23 @@ from offload.machine.environment import memory
 Batch = dict[str, torch.Tensor]
 SAMPLE_TOKENS = 48
 
-# Largest difference of logits, as a share of the largest logit: where the order of sums differs between two devices
-# or kernels.
+# Largest allowed logit difference, relative to the largest logit. Sum order differs between devices and kernels.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A few tokens and the logits that the engine's model gave for them, fp32 on the CPU."""
+    """A few tokens and their logits from the engine's model, fp32 on the CPU."""
 
     batch: Batch
     logits: torch.Tensor
 
 
 def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
-    """Run the engine's model on the first tokens of a batch's first row, in eval mode: as one document, since a model
-    with a cache, as it will be loaded, does not look at positions that begin anew. Beside pictures on the whole batch,
-    of one row.
+    """Run the engine's model in eval mode on the first tokens in the first row of a batch.
+
+    The tokens count as one document: the model reloaded with a cache ignores restarted positions. A batch with pictures
+    must have one row and is used whole.
     """
     shapes = {value.shape for value in batch.values()}
     short = {key: value[:1, :num_tokens] for key, value in batch.items() if key != "position_ids"}
@@ -48,17 +46,16 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
 
 
 def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) -> None:
-    """Refuse a model of transformers that computes with other buffers than the one that its export is loaded as: those
-    in no file, such as a scale that was rounded to the dtype in which the model was made. Where there are any the
-    engine's model runs once with either, on a `batch`. Collective.
+    """Raise ConfigError if the model computes with other buffers than a model loaded from its export.
 
-    Raises ConfigError.
+    Concerned are buffers in no file, for example a scale rounded to the dtype at build time. If any differ, the engine
+    runs on `batch` with both versions. Collective.
     """
     model, dtype = engine.model, DTYPES[precision]
     try:
         with DeferredInit(0):
             again = build_empty(type(model)._from_config, model.config, dtype, dtype)
-    except Exception:  # a class that wants more than its configuration: the check of the export tells that
+    except Exception:  # The class needs more than a configuration. The export check covers this case.
         return
     loaded = dict(again.named_modules())
     differing = {
@@ -91,7 +88,7 @@ def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) ->
 
 
 def _is_same(mine: torch.Tensor | None, its: torch.Tensor | None) -> bool:
-    """True for equal buffers, and where either model has none."""
+    """Return whether two buffers are equal, or one is missing."""
     return mine is None or its is None or (mine.dtype == its.dtype and torch.equal(mine.cpu(), its))
 
 
@@ -100,8 +97,9 @@ def _told(buffer: torch.Tensor) -> str:
 
 
 def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None) -> str | None:
-    """Return why an export cannot be loaded whole on this machine, with what it goes over, or None. `budget_bytes`: of
-    the host's memory that the run may take.
+    """Return the reason against loading an export whole on this machine. None: enough memory.
+
+    `base_bytes`: memory for the base under an adapter. `budget_bytes`: host memory limit for the run.
     """
     num_bytes = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if budget_bytes is not None and num_bytes > budget_bytes:
@@ -129,9 +127,9 @@ def reload(folder: Path, auto: Any) -> Any:
 
 
 def check_logits(model: Any, probe: Probe, precision: str) -> str:
-    """Compare the reloaded model's logits with the probe; return what was found.
+    """Compare the reloaded model's logits with the probe. Return the result as text.
 
-    Raises OffloadError when they differ too much.
+    Raises OffloadError if the difference is too large.
     """
     with torch.no_grad():
         logits = model(**probe.batch).logits.to(torch.float32)
@@ -149,7 +147,7 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
 
 
 def _distance(logits: torch.Tensor, probe: Probe, precision: str) -> tuple[float, float]:
-    """Return the largest difference of logits from a probe's, and the one that is allowed."""
+    """Return the largest logit difference from a probe, and the allowed one."""
     scale = probe.logits.abs().max().item()
     return (logits - probe.logits).abs().max().item(), TOLERANCE[precision] * max(scale, 1.0)
 
@@ -157,7 +155,7 @@ def _distance(logits: torch.Tensor, probe: Probe, precision: str) -> tuple[float
 def sample_text(
     model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = SAMPLE_TOKENS
 ) -> str:
-    """Return what a model says behind a prompt of shape [1, sequence]: tokens drawn at temperature 0.8."""
+    """Return a sampled continuation for a prompt [1, sequence], at temperature 0.8."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         written = model.generate(

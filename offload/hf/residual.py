@@ -1,5 +1,6 @@
-"""A base that lacks what its adapter begins as: W - B0 A0, made of the files' W whenever that is read. (PiSSA,
-arXiv:2404.02948, equation 4; OLoRA, arXiv:2406.01775, algorithm 1.)
+"""A base minus the initial product of an adapter, W - B0 A0, computed on each read of W from the files.
+
+PiSSA (arXiv:2404.02948, equation 4); OLoRA (arXiv:2406.01775, algorithm 1).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from offload.hf.models import BuiltModel
 from offload.hf.sources import Removed, Residual, Source
 
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.*)\.lora_(embedding_)?(?P<key>[AB])(\.weight)?")
-"""The name of a matrix of a LoRA in PEFT's files."""
+"""LoRA matrix names in PEFT's files."""
 
 
 def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel:
-    """Return a model that is not filled, whose weights come without what is `removed` by then, by their names."""
+    """Return an unfilled model with the products in `removed` subtracted from its weights.
+
+    Products added to `removed` later are subtracted too.
+    """
     names = {id(parameter): name for name, parameter in built.model.named_parameters()}
 
     def source(name: str) -> Source | None:
@@ -42,14 +46,17 @@ def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel
 
 
 def to_bytes(removed: Mapping[str, Removed]) -> bytes:
-    """Return what was removed as a file of safetensors."""
+    """Return the removed products as safetensors bytes."""
     tensors = {f"{name}.{key}": getattr(each, key) for name, each in removed.items() for key in ("left", "right")}
     tensors |= {f"{name}.transposed": torch.tensor(each.transposed) for name, each in removed.items()}
     return safetensors.torch.save(tensors)
 
 
 def from_bytes(data: bytes) -> dict[str, Removed]:
-    """Return what `to_bytes` was given, each in memory of its own, by whose begin products may differ in last bits."""
+    """Return the products from `to_bytes`.
+
+    Each tensor gets separate memory: alignment can change the last bits of a product.
+    """
     tensors = {key: value.clone() for key, value in safetensors.torch.load(data).items()}
     names = [key.removesuffix(".left") for key in tensors if key.endswith(".left")]
     return {
@@ -61,9 +68,10 @@ def from_bytes(data: bytes) -> dict[str, Removed]:
 def as_plain_lora(
     model: Any, config: Any, values: Mapping[str, torch.Tensor], removed: Mapping[str, Removed]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the configuration and the values of a LoRA of twice the rank over the whole base, which does what an
-    adapter does over what is left of it: B A - B0 A0 = [B, -B0] [A; A0], as PEFT converts them
-    (`path_initial_model_for_weight_conversion`). `values`: by PEFT's names in an adapter's file. Raises ConfigError.
+    """Return configuration and values for a LoRA with twice the rank over the original base.
+
+    The result equals the adapter over the reduced base: B A - B0 A0 = [B, -B0] [A; A0], as PEFT converts
+    (`path_initial_model_for_weight_conversion`). `values`: by PEFT's names in an adapter file. Raises ConfigError.
     """
     if config.use_rslora and (config.rank_pattern or config.alpha_pattern):
         raise ConfigError(

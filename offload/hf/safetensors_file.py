@@ -1,8 +1,8 @@
-"""The safetensors container: eight bytes with the length of a JSON header, the header, the tensors' bytes one after
-another. Read by ranges and written in any order, so that neither side holds a file in memory.
+"""The safetensors container: 8 bytes with the JSON header length, the header, then the tensor bytes in sequence.
 
-https://huggingface.co/docs/safetensors: the header maps a name to {dtype, shape, data_offsets}; the offsets are bytes
-from the header's end, without holes. Numbers are little-endian, which is what this module runs on.
+Read by ranges and written in any order, so neither side holds a file in memory. Format:
+https://huggingface.co/docs/safetensors. The header maps a name to {dtype, shape, data_offsets}. Offsets are bytes from
+the header end, without holes. Numbers are little-endian, as on this machine.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""In the order of safetensors' own writer, which puts what comes last here first into the file."""
+"""In the order used by the safetensors writer, which writes the last dtype here first."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_PIECE_BYTES = 1 << 21  # read back, converted or written at once
+_MAX_HEADER_BYTES = 100_000_000  # limit in safetensors
+_PIECE_BYTES = 1 << 21  # bytes read back, converted or written at once
 
 Read = Callable[[int, int], torch.Tensor]
-"""Gives elements `begin` to `end` of a tensor, flat."""
+"""Returns the flat tensor elements `begin` to `end`."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: its bytes are those from `begin` to `end`, counted from the start of the file."""
+    """One tensor in a file. `begin` and `end`: byte range, counted from the file start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,18 +64,19 @@ _WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Bytes(Protocol):
-    """A file that somebody has open."""
+    """An open file."""
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fill memory from an offset of the file. Raises DiskError, and nothing is good that was read then."""
+        """Fill `target` from a file offset. Raises DiskError; then the contents are undefined."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class _PlainBytes:
-    """A file that is read with plain reads: a mapping would end the process where the file has been cut since, and its
-    pages would count as memory in use.
+    """A file with plain reads.
+
+    A memory mapping would kill the process if the file is truncated, and mapped pages would count as used memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,11 +105,12 @@ class _PlainBytes:
 
 
 class TensorFile:
-    """A safetensors file that is read by ranges."""
+    """A safetensors file, read by ranges."""
 
     def __init__(self, path: Path, opened: Bytes | None = None) -> None:
-        """Read and check the header of a file, which may be `opened` already, and is this object's to close. Raises
-        ConfigError where the file is not whole, DiskError where it is not read.
+        """Read and check the header. An already `opened` file becomes owned: this object closes it.
+
+        Raises ConfigError for a damaged file, DiskError for a failed read.
         """
         self.path = path
         self._opened: Bytes = opened or _PlainBytes(path)
@@ -121,9 +123,7 @@ class TensorFile:
             raise
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements `begin` to `end` of a tensor, flat, in the dtype of the file. Raises DiskError, and
-        ConfigError for NaN.
-        """
+        """Return flat elements `begin` to `end` in the file dtype. Raises DiskError, and ConfigError for NaN."""
         entry = self.entries[name]
         end = math.prod(entry.shape) if end is None else end
         found = torch.empty(end - begin, dtype=entry.dtype)
@@ -137,14 +137,14 @@ class TensorFile:
         return found
 
     def check_values(self) -> None:
-        """Read every tensor, piece by piece. Raises as `read`."""
+        """Read every tensor in pieces. Raises like `read`."""
         for name, entry in self.entries.items():
             numel = math.prod(entry.shape)
             for begin in range(0, numel, _PIECE_BYTES):
                 self.read(name, begin, min(begin + _PIECE_BYTES, numel))
 
     def hash(self, name: str) -> str:
-        """Return the XXH3-128 of a tensor's bytes. Raises DiskError."""
+        """Return the XXH3-128 of the tensor bytes, hexadecimal. Raises DiskError."""
         digest, entry = xxhash.xxh3_128(), self.entries[name]
         for begin in range(entry.begin, entry.end, _PIECE_BYTES):
             piece = memoryview(bytearray(min(_PIECE_BYTES, entry.end - begin)))
@@ -153,15 +153,13 @@ class TensorFile:
         return digest.hexdigest()
 
     def forget(self) -> None:
-        """Ask the system to let go of what it keeps of the file, so that what is read next comes from the disk."""
+        """Ask the OS to drop the page cache for this file, so the next read comes from the disk."""
         if hasattr(os, "posix_fadvise"):
             with self.path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def again(self, opened: Bytes) -> TensorFile:
-        """Return the tensors of a file as another reads it, who has opened it since. Raises ConfigError where the file
-        is another one by now, DiskError.
-        """
+        """Return the same tensors over a reopened file. Raises ConfigError if the file was replaced, DiskError."""
         found = TensorFile(self.path, opened)
         if found.entries != self.entries:
             found.close()
@@ -219,7 +217,7 @@ def _entry(value: Mapping[str, Any], start: int) -> Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """A file as it was written: the bytes of all of it, its tensors, and the XXH3-128 of each tensor's bytes."""
+    """A written file: total bytes, tensors, and an XXH3-128 per tensor."""
 
     path: Path
     num_bytes: int
@@ -228,10 +226,10 @@ class Written:
 
 
 class TensorFileWriter:
-    """Writes a file whose tensors are known by dtype and shape before their values: each may come at any time."""
+    """Writer for tensors with known dtypes and shapes. Values may come in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Make the file in its full size. Raises DiskError, also where the disk has too little room."""
+        """Create the file in full size. Raises DiskError, also for too little disk space."""
         self.path = path
         self._hashes: dict[str, str] = {}
         header, self.entries = _layout(tensors)
@@ -245,9 +243,7 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, read: Read) -> None:
-        """Write all of a tensor, piece by piece as `read` gives it, converted to the dtype of its entry. Raises
-        DiskError.
-        """
+        """Write a whole tensor, piece by piece from `read`, converted to the entry dtype. Raises DiskError."""
         entry = self.entries[name]
         digest, step = xxhash.xxh3_128(), max(1, _PIECE_BYTES // entry.dtype.itemsize)
         numel = math.prod(entry.shape)
@@ -258,7 +254,7 @@ class TensorFileWriter:
         self._hashes[name] = digest.hexdigest()
 
     def finish(self) -> Written:
-        """Bring the file to the disk and close it. Raises DiskError."""
+        """Sync the file to disk and close. Raises DiskError."""
         missing = self.entries.keys() - self._hashes.keys()
         assert not missing, f"{self.path}: not written: {sorted(missing)}"
         try:
@@ -275,7 +271,7 @@ class TensorFileWriter:
         self._file.close()
 
     def _reserve(self) -> None:
-        """Take the file's room on the disk at once: a full disk is found before anything is read."""
+        """Reserve the disk space at once, so a full disk fails before anything is read."""
         try:
             if self._num_bytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
@@ -299,7 +295,7 @@ class TensorFileWriter:
 
 
 def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
-    """Return a file's first bytes and its entries, ordered as safetensors' own writer orders them."""
+    """Return the first file bytes and the entries, in the order used by the safetensors writer."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = sorted(tensors.items(), key=lambda item: (-_RANKS[item[1][0]], item[0].encode()))
     end = 0
@@ -317,12 +313,12 @@ def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple
 
 
 def reader(value: torch.Tensor) -> Read:
-    """Return what reads a tensor that is in memory."""
+    """Return a reader for a tensor in memory."""
     flat = value.detach().reshape(-1)
     return lambda begin, end: flat[begin:end]
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:
-    """Return the memory of a flat CPU tensor of any dtype."""
+    """Return the memory behind a flat CPU tensor, any dtype."""
     array: Any = flat.contiguous().view(torch.uint8).numpy()
     return memoryview(array) if flat.numel() else memoryview(b"")

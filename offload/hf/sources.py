@@ -1,6 +1,6 @@
-"""Where a parameter's values come from: one tensor of a file, or several that are stacked or fused. All are read by
-ranges of the flat parameter, so that a rank can read its share alone. Of what the files have in few bits the records
-can be read as well.
+"""Sources for parameter values: one file tensor, or several, stacked or fused.
+
+All are read by flat element ranges, so a rank reads only its shard. For quantized files the records can be read too.
 """
 
 from __future__ import annotations
@@ -18,48 +18,47 @@ from offload.hf.quantized import TensorInCodes
 from offload.hf.safetensors_file import TensorFile
 from offload.layout.quantized import Quantized
 
-_BLOCK_NUMEL = 1 << 22  # elements of a parameter that are converted, compared or averaged at once
+_BLOCK_NUMEL = 1 << 22  # elements converted, compared or averaged at once
 
 
 class Source(Protocol):
-    """The values of one parameter, in the dtype and shape that it has in the model."""
+    """Values for one parameter, in the model dtype and shape."""
 
     dtype: torch.dtype
     shape: Shape
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return elements `begin` to `end` of the flat parameter, fresh. Raises DiskError."""
+        """Return a new tensor with flat elements `begin` to `end`. Raises DiskError."""
 
     def over(self, again: Again) -> Source:
-        """Return the same values out of the same files as somebody else reads them. Raises ConfigError, DiskError."""
+        """Return the same values from reopened files. Raises ConfigError, DiskError."""
 
 
 Again = Callable[[TensorFile], TensorFile]
-"""Returns a file as another reads it."""
+"""Returns the reopened file."""
 
 
 @runtime_checkable
 class SourceInCodes(Source, Protocol):
-    """A parameter that files have in few bits: `read` gives what the codes stand for."""
+    """A parameter stored quantized in files. `read` returns dequantized values."""
 
     codec: Quantized
-    """The codec of the files."""
+    """Codec in the files."""
 
     def records(self, begin: int, end: int) -> torch.Tensor:
-        """Return the records of elements `begin`, where a record begins, to `end` of the flat parameter, flat. Raises
-        DiskError.
+        """Return the records for flat elements `begin` to `end`, uint8, flat.
+
+        `begin` must be the start of a record. Raises DiskError.
         """
 
 
 Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
-"""Called with a module and its name just before its parameters are taken: gives them their values, or says where those
-of some are to be read.
-"""
+"""Called with a name and module just before the parameters are taken. Fills them, or returns sources for some."""
 
 
 @dataclass
 class Whole:
-    """A parameter that is one tensor of a file."""
+    """A parameter stored as one file tensor."""
 
     file: TensorFile | TensorInCodes
     key: str
@@ -80,7 +79,7 @@ class Whole:
 
 @dataclass
 class WholeInCodes(Whole):
-    """A parameter that is one weight in codes."""
+    """A parameter stored as one quantized weight."""
 
     file: TensorInCodes
 
@@ -94,7 +93,7 @@ class WholeInCodes(Whole):
 
 @dataclass
 class Held:
-    """A parameter whose values are in memory."""
+    """A parameter with values in memory."""
 
     values: torch.Tensor
 
@@ -110,7 +109,10 @@ class Held:
 
 @dataclass
 class Grown:
-    """A parameter with more rows than its tensor: the others are the mean of those, summed in fp64."""
+    """A parameter with more rows than its file tensor.
+
+    Each added row is the mean of the stored rows, summed in fp64.
+    """
 
     begun: Whole
     shape: Shape
@@ -151,8 +153,9 @@ class Grown:
 
 @dataclass
 class Stacked:
-    """A parameter whose rows are tensors of the files, such as a layer's experts: only rows that are asked for are
-    read. One of which a part was asked for stays until its end was, since it is read in pieces, one behind the other.
+    """A parameter stacked from file tensors, for example experts. Only requested rows are read.
+
+    A partly read row stays cached until a read reaches its end, because a row is read in consecutive pieces.
     """
 
     files: Mapping[str, TensorFile | TensorInCodes]
@@ -182,15 +185,16 @@ class Stacked:
 
 @dataclass
 class StackedInCodes(Stacked):
-    """A parameter whose rows are put together of weights in codes: of the records as of the weights' own rows."""
+    """A parameter stacked from quantized weights. Records are combined the same way as weight rows."""
 
     codec: Quantized
     _open: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     @classmethod
     def of(cls, stacked: Stacked) -> StackedInCodes | None:
-        """Return the same parameter in codes; None where its records are not those of its tensors, one behind the
-        other.
+        """Return the quantized version of a stacked parameter.
+
+        None: the tensors have no common codec, or their records do not simply follow each other.
         """
         weights = [stacked.files[key] for key in stacked.conversion.sources]
         (codec, *others) = {each.codec if isinstance(each, TensorInCodes) else None for each in weights}
@@ -210,7 +214,7 @@ class StackedInCodes(Stacked):
         return torch.cat(found)
 
     def _records_of(self, row: int) -> torch.Tensor:
-        """Return the records of a row, flat: put together as the weights are, whose rows they stand for."""
+        """Return the records for a row, flat, combined like the weights they represent."""
         weights = (self.files[key] for key in self.conversion.row_sources(row))
         matrices = (each.matrix() for each in weights if isinstance(each, TensorInCodes))
         return self.conversion.make_row(row, matrices).reshape(-1)
@@ -218,9 +222,7 @@ class StackedInCodes(Stacked):
 
 @dataclass
 class Fused:
-    """A parameter that is made of several tensors, or one of several that are made of a tensor: to read a part is to
-    make all of it.
-    """
+    """A parameter fused from several tensors, or one of several made from a tensor. Any read converts everything."""
 
     files: Mapping[str, TensorFile | TensorInCodes]
     conversion: Conversion
@@ -244,29 +246,31 @@ def _file_again(file: TensorFile | TensorInCodes, again: Again) -> TensorFile | 
 
 @dataclass(frozen=True)
 class Removed:
-    """What was taken out of a weight: the product of two matrices."""
+    """A product of two matrices subtracted from a weight."""
 
     left: torch.Tensor
-    """The scaled B, fp32, [out, rank]."""
+    """Scaled B, fp32 [out, rank]."""
     right: torch.Tensor
-    """The A, fp32, [rank, in]."""
+    """A, fp32 [rank, in]."""
     transposed: bool
-    """True where the weight is [in, out]."""
+    """True if the weight is [in, out]."""
 
     def product(self) -> torch.Tensor:
-        """Return what was taken out, fp32, in the shape of the weight."""
+        """Return the product, fp32, in the weight shape."""
         product = self.left @ self.right
         return product.T if self.transposed else product
 
     def out_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what is left of a weight, in its dtype: by PEFT's operations, so that the bits are PEFT's."""
+        """Return the weight minus the product, in the weight dtype, with PEFT's operations for equal bits."""
         return (weight.to(torch.float32) - self.product()).to(weight.dtype)
 
 
 @dataclass
 class Residual:
-    """What is left of a parameter. A range of it is read out of the whole, since parts of a product may have other last
-    bits; the whole stays until its end was read.
+    """A parameter minus the removed product.
+
+    A range is cut from the whole result, because a partial product may differ in the last bits. The result stays cached
+    until a read reaches the end.
     """
 
     base: Source

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder is whole, as far as it can be told: safetensors have no checksums."""
+"""Check a Hugging Face folder for completeness, as far as possible: safetensors have no checksums."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from offload.hf.safetensors_file import TensorFile
 
 
 def verify_folder(folder: Path) -> str:
-    """Check headers and sizes of the files of weights, that no value is NaN, their index, and their shapes against the
-    configuration; return what was found. Raises ConfigError, DiskError for the first fault.
+    """Check the weight files in a folder. Return a summary.
+
+    Checked: headers, sizes, NaN values, the index, and shapes against the configuration. Raises ConfigError or
+    DiskError for the first fault.
     """
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
         return _verify_adapter(folder)
@@ -35,7 +37,7 @@ def verify_folder(folder: Path) -> str:
 
 
 def _verify_adapter(folder: Path) -> str:
-    """Check the file of an adapter as PEFT saves it, and that its configuration is one. Raises ConfigError."""
+    """Check an adapter file in PEFT's format and its configuration. Raises ConfigError."""
     try:
         kind = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
     except (ValueError, KeyError, TypeError) as error:
@@ -52,7 +54,7 @@ def _verify_adapter(folder: Path) -> str:
 
 
 def _check_index(folder: Path, found: dict[str, Path]) -> None:
-    """Raise ConfigError where the index names a tensor that its file does not have."""
+    """Raise ConfigError if index and files list different tensors."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not index.is_file():
         return
@@ -65,7 +67,7 @@ def _check_index(folder: Path, found: dict[str, Path]) -> None:
 
 
 def _compared(folder: Path) -> str:
-    """Compare names and shapes with the model of the configuration; return what came of it. Raises ConfigError."""
+    """Compare names and shapes with the configured model. Return a summary. Raises ConfigError."""
     config = configuration(folder)
     wanted = (config.architectures or [""])[0]
     try:

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder, written a parameter at a time: one larger than memory can be exported.
+"""Write a model as a Hugging Face folder one parameter at a time, so a model larger than memory can be exported.
 
-Names, shapes and values are those of `save_pretrained`; transformers' rules are undone group by group (`names.py`).
-A folder appears whole under its name, or not at all.
+Names, shapes and values match `save_pretrained`; transformers' conversions are reversed group by group (`names.py`). A
+folder appears complete under the final name, or not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OWN = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and read back: the folder, its weight files, and the XXH3-128 of every tensor's bytes."""
+    """A written and verified export: folder, weight files, bytes, and an XXH3-128 per tensor."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -62,21 +62,22 @@ def write_model(
     files: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Exported:
-    """Write `model`, whose parameters only need to have the right shapes and dtypes, as `save_pretrained` would.
+    """Write `model` as `save_pretrained` would. Parameters need only the right shapes and dtypes.
 
-    `get(name, begin, end)` returns elements of a flat parameter, in any float dtype. It is asked for each of them once,
-    in the order of the model, by the first of its names (tied ones have several). Buffers are the model's.
-    `dtype`: of the floating parameters, but for those that transformers keeps in fp32; None for each one's own.
-    `shard_bytes`: of a file of weights at most, but for a tensor that is larger. `files`, by name, go with it, such as
-    those of its tokenizer.
-    `replace`: an earlier export in `folder` gives way, once the new one is whole.
+    - get(name, begin, end): returns elements of a flat parameter, in any float dtype. Called once for each element, in
+      model order, with the first name of a tied parameter. Buffers come from the model.
+    - dtype: dtype for floating-point parameters, except those transformers keeps in fp32. None: unchanged.
+    - shard_bytes: limit for a weight file. A larger tensor gets a separate file.
+    - files: further files by name, for example the tokenizer's.
+    - replace: replace an earlier export in `folder`, once the new one is complete.
 
-    Memory: a piece of a parameter, or a row of experts; of fused ones, all that are fused together, twice. A module
-    that is not transformers' becomes one `model.safetensors` or several, under its own names, without a configuration.
-    Raises ConfigError, DiskError, CannotStream where only `save_pretrained` itself can do it, and OffloadError where
-    what is read back is not what was written.
+    Memory: one piece of a parameter, or one expert row; for a fused group, twice the group. A module outside
+    transformers becomes `model.safetensors`, in one or several files, with unchanged names and no configuration.
+
+    Raises ConfigError, DiskError, CannotStream if only `save_pretrained` itself can write the model, and OffloadError
+    if the files read back differently.
     """
-    folder = folder.resolve()  # what is behind a link is to be on the disk that the link leads to
+    folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
     check_place(folder, replace)
     plan = _Plan(model, dtype)
     with made_folder(folder, replace) as made:
@@ -95,7 +96,7 @@ def write_model(
 
 
 class _Plan:
-    """Which tensors are made of which, and what goes into the files."""
+    """Export plan: conversions, and the tensors in the files."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -104,7 +105,7 @@ class _Plan:
         self.main_dtype = dtype or _dtype_of(model)
         is_kept = stays_fp32(model, self.main_dtype)
         first: dict[int, str] = {}
-        self.values: dict[str, tuple[str, torch.Tensor]] = {}  # name in the state -> name to get it by, what it is
+        self.values: dict[str, tuple[str, torch.Tensor]] = {}  # state name -> (first name, tensor)
         metas: dict[str, torch.Tensor] = {}
         for name, value in state.items():
             self.values[name] = (first.setdefault(id(value), name), value)
@@ -129,18 +130,18 @@ class _Plan:
             )
 
     def reader(self, source: str, get: Get) -> Read:
-        """Return what gives elements of a tensor of the model."""
+        """Return a reader for a model tensor."""
         name, here = self.values[source]
         return partial(get, name) if isinstance(here, nn.Parameter) else reader(here)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating parameter, as transformers does."""
+    """Return the dtype of the first floating-point parameter, as transformers does."""
     return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
 def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_bytes: int) -> list[Written]:
-    """Write the files of weights, and their index if there are several."""
+    """Write the weight files, and an index if there are several."""
     split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_
         of_name = {name: writer for writer in writers for name in writer.entries}
         for group in plan.groups:
             _write_group(group, plan, get, of_name)
-            trim_heap()  # malloc would keep most of what is free by now
+            trim_heap()  # malloc would keep most of the freed memory
         written = [writer.finish() for writer in writers]
     if split.is_sharded:
         total = sum(parameter.numel() for parameter in model.parameters())
@@ -172,7 +173,7 @@ def _write_group(group: Conversion, plan: _Plan, get: Get, of_name: Mapping[str,
 
 
 def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a group is written as, in their dtype or that of `get`."""
+    """Yield the output tensors of a group, in the planned dtype or in the dtype from `get`."""
     if group.is_cut:
         (source,) = group.sources
         read, shape = plan.reader(source, get), plan.values[source][1].shape
@@ -189,10 +190,10 @@ def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, 
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and generation_config.json as `save_pretrained` does, and the code of a model that has its own
-    (`auto_map`), and files that a `save_pretrained` of its own adds; nothing for a module that has none of these.
+    """Write config.json, generation_config.json and custom model code (`auto_map`) as `save_pretrained` does.
 
-    dtype: of the weights, None for that of the model's parameters.
+    Files added by an overridden `save_pretrained` are written too. A module outside transformers gets none of these
+    files. `dtype`: weight dtype in the configuration; None: the model's.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return
@@ -207,12 +208,12 @@ def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | Non
     if model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
-        except ValueError:  # what was loaded with a warning is refused here: no reason to lose an export
+        except ValueError:  # loaded with a warning, refused on save: still export
             model.generation_config.to_json_file(folder / "generation_config.json")
 
 
 def _write_own(model: nn.Module, folder: Path) -> None:
-    """Let a `save_pretrained` that a model brings along write what it adds, without any weights."""
+    """Run an overridden `save_pretrained` without weights, and keep the files it adds."""
     save: Any = model.save_pretrained
     with TemporaryDirectory(dir=folder) as made:
         try:
@@ -228,7 +229,7 @@ def _write_own(model: nn.Module, folder: Path) -> None:
 
 
 def _verify(written: Written) -> None:
-    """Read a file back from the disk, with safetensors' own reader and every byte by its hash. Raises OffloadError."""
+    """Read a file back with safetensors' own reader, and compare every byte by hash. Raises OffloadError."""
     try:
         with safe_open(written.path, framework="pt") as theirs, TensorFile(written.path) as file:
             file.forget()
@@ -245,7 +246,10 @@ def _verify(written: Written) -> None:
 
 
 def check_place(folder: Path, replace: bool) -> None:
-    """Refuse a folder that cannot be written, or holds something else. Raises ConfigError."""
+    """Raise ConfigError for a mount point, or for existing contents.
+
+    An earlier export is accepted with `replace`.
+    """
     if folder.is_mount():
         raise ConfigError(f"{folder} is where a disk is mounted, and cannot be renamed to; give a folder in it.")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -258,16 +262,17 @@ def check_place(folder: Path, replace: bool) -> None:
 
 @contextmanager
 def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, which takes its place at the end, once all of it is on the disk, and is
-    removed on any error. Raises DiskError.
+    """Yield a temporary folder, synced to disk and renamed to `folder` at exit.
+
+    On any error the temporary folder is removed. Raises DiskError.
     """
     made = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     try:
         if replace:
-            clear(folder.parent)  # brings back what a process that was killed had half replaced
+            clear(folder.parent)  # restores a folder from a killed, half-done replacement
         for left in folder.parent.glob(f".{folder.name}.part-*"):
             if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists() or left == made:
-                shutil.rmtree(left)  # of an export that was killed
+                shutil.rmtree(left)  # left by a killed export
         made.mkdir(parents=True)
         yield made
         for path in made.iterdir():
@@ -277,7 +282,7 @@ def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
         if replace:
             old = take_place(made, folder)
         else:
-            made.rename(folder)  # an empty folder gives way
+            made.rename(folder)  # rename replaces an empty folder
         sync_path(folder.parent)
         if old is not None and (own := _foreign(old, folder)):
             kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
@@ -297,7 +302,7 @@ def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
 
 
 def _foreign(old: Path, new: Path) -> list[str]:
-    """Return what an earlier export's folder has that an export does not make, such as somebody's notes."""
+    """Return entries in an earlier export folder that no export writes, for example user notes."""
     made = {path.name for path in new.iterdir()}
     found = sorted(path for path in old.iterdir() if path.name not in made)
     return [path.name for path in found if path.is_dir() or not _OWN.fullmatch(path.name)]

@@ -1,3 +1,5 @@
-"""The engine within other libraries' training loops: `transformers` for Trainer and TRL's trainers, `accelerate` for
-scripts over accelerate. Each needs its libraries, which are the extra `hf`; nothing else of offload imports them.
+"""The engine inside other libraries' training loops.
+
+`transformers` for Trainer and TRL's trainers, `accelerate` for scripts with Accelerator. Both need the extra `hf`; no
+other offload module imports them.
 """

@@ -1,4 +1,4 @@
-"""accelerate's Accelerator, with an engine for the model that it trains."""
+"""accelerate's Accelerator with an engine for the trained model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 
 class OffloadAccelerator(Accelerator):
-    """An Accelerator that gives the model that is trained to an engine: `prepare(model, optimizer, ...)` makes it, from
-    a torch optimizer with an update rule that does the same.
+    """An Accelerator with an engine for the trained model.
 
-    The model is wrapped in nothing: no autocast (with mixed_precision="bf16" the engine computes in bf16, over fp32
-    masters), no DDP (ranks are the engine's). `clip_grad_norm_` returns the norm of all gradients, and the engine clips
-    by it. Models that are prepared without an optimizer are plain ones.
+    `prepare(model, optimizer, ...)` makes the engine; the torch optimizer is replaced by the equivalent update rule.
+    The model gets no wrapper: no autocast (mixed_precision="bf16": the engine computes in bf16 with fp32 master
+    weights), no DDP (the engine manages the ranks). `clip_grad_norm_` returns the norm over all gradients and sets the
+    clipping limit in the engine. Models prepared without an optimizer stay plain PyTorch.
 
-    engine: the engine; None before `prepare`.
+    engine: None before `prepare`.
     """
 
     engine: Engine | None = None
@@ -48,19 +48,19 @@ class OffloadAccelerator(Accelerator):
     _is_saving = False
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`offload`: settings of the engine, as `engine_settings` takes them; the rest is accelerate's."""
+        """`offload`: engine settings, with the keywords of `Engine`. All other arguments go to Accelerator."""
         super().__init__(*args, **kwargs)
         self._offload = dict(offload or {})
         refuse_others(self)
 
-    # -- what is trained -------------------------------------------------------------------------------------
+    # -- training setup -----------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; the model of the optimizer goes into an engine."""
+        """Like Accelerator.prepare, but the optimizer's model moves into an engine."""
         return super().prepare(*self._engaged(args), device_placement=device_placement)
 
     def _engaged(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what is prepared, with the engine's optimizer in place of the given one."""
+        """Return the objects with the engine's optimizer in place of the torch optimizer."""
         given = [o for o in objects if isinstance(o, torch.optim.Optimizer) and not isinstance(o, AcceleratedOptimizer)]
         if not given:
             return objects
@@ -87,8 +87,9 @@ class OffloadAccelerator(Accelerator):
     def engage(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any] | None = None
     ) -> OffloadOptimizer:
-        """Give a model to an engine with these settings, by default the accelerator's own; return its optimizer, which
-        has the groups of the given one. Raises ConfigError.
+        """Move a model into an engine. Return the engine's optimizer, with the parameter groups of `optimizer`.
+
+        `settings`: engine settings; None: those of the accelerator. Raises ConfigError.
         """
         settings = dict(self._offload if settings is None else settings)
         give_back(model, optimizer)
@@ -105,7 +106,7 @@ class OffloadAccelerator(Accelerator):
         if self.state.dynamo_plugin.backend.value != "NO":
             defaults["compile"] = "auto"
         with _regrouped(model, optimizer):
-            self.engine = open_engine(model, rule, defaults | settings)  # clip_grad_norm_ says to which norm
+            self.engine = open_engine(model, rule, defaults | settings)  # clip_grad_norm_ sets the norm limit
         own = OffloadOptimizer(self.engine)
         own.take_over(optimizer, [] if given else followed(optimizer))
         return own
@@ -113,7 +114,7 @@ class OffloadAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's; the engine's model stays as it is."""
+        """Like Accelerator.prepare_model, but the engine's model stays unwrapped."""
         if not self._is_own(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if all(model is not known for known in self._models):
@@ -126,22 +127,22 @@ class OffloadAccelerator(Accelerator):
     # -- a step ----------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss: of its mean over the ranks, as DDP has it."""
+        """Add the gradients of a loss averaged over the ranks, as with DDP."""
         if self.engine is None:
             super().backward(loss, **kwargs)
             return
-        kwargs.pop("learning_rate", None)  # Trainer's, for LOMO; the optimizer has it
+        kwargs.pop("learning_rate", None)  # for LOMO in Trainer; the optimizer has the rate
         if kwargs:
             raise ConfigError(f"accelerator.backward was given {next(iter(kwargs))}, which an engine does not have.")
         self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Return the norm of all gradients, of all ranks; the step that follows clips them to `max_norm`."""
+        """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`."""
         own = self._own_optimizer()
         if own is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if not own.has_gradients:
-            return torch.tensor(math.nan if own.result is None else own.result.grad_norm)  # there is nothing to clip
+            return torch.tensor(math.nan if own.result is None else own.result.grad_norm)  # nothing to clip
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -172,8 +173,10 @@ class OffloadAccelerator(Accelerator):
     # -- states ----------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's; the engine's states are in a folder of their own, and its model with them. Hooks are given
-        the model, which reads as it is, and for its weights something to pop.
+        """Like Accelerator.save_state, with engine states and model in a separate folder.
+
+        Hooks get the model with readable parameters, and a placeholder in place of the weights, for hooks that pop
+        them.
         """
         own = self._own_optimizer()
         if own is None:
@@ -190,8 +193,10 @@ class OffloadAccelerator(Accelerator):
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's, of what `save_state` wrote. Hooks get the model, which has the engine's states by then;
-        loading into it what these are does nothing, and anything else raises ConfigError.
+        """Like Accelerator.load_state, for a folder from `save_state`.
+
+        Hooks get the model after the engine states are loaded. Loading equal values into the model does nothing; other
+        values raise ConfigError.
         """
         first = self.register_load_state_pre_hook(self._load_own)
         self._load_model_state_pre_hook.move_to_end(first.id, last=False)
@@ -214,8 +219,10 @@ class OffloadAccelerator(Accelerator):
         models[:] = [model for model in models if not self._is_own(model)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As accelerate's; of the engine's model the weights in its own dtype, all of which have to fit the host.
-        Collective."""
+        """Like Accelerator.get_state_dict. For the engine's model: weights in the original dtype, all in host memory.
+
+        Collective.
+        """
         if not self._is_own(model):
             return super().get_state_dict(model, unwrap)
         if self._is_saving:
@@ -225,7 +232,10 @@ class OffloadAccelerator(Accelerator):
 
 
 class _NoWeights:
-    """Stands for the weights of the engine's model, which are in no file of accelerate's, where hooks are given all."""
+    """Placeholder for the engine's weights in save_state hooks.
+
+    accelerate stores none of these weights.
+    """
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError(
@@ -242,7 +252,10 @@ def _drop_weights(_models: list[nn.Module], weights: list[Any], _folder: str) ->
 
 
 def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-    """Do as `load_state_dict`, of what is there already. Raises ConfigError where something else is given."""
+    """Replacement for `load_state_dict`: accepts only values equal to the present ones.
+
+    Raises ConfigError otherwise.
+    """
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name in own:
         if name in given and not torch.equal(own[name].cpu(), given[name].to("cpu", own[name].dtype)):
@@ -257,7 +270,7 @@ def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True,
 
 
 def refuse_others(accelerator: Accelerator) -> None:
-    """Raise ConfigError where accelerate is told to do what an engine is there for, or cannot do."""
+    """Raise ConfigError for accelerate settings that duplicate engine functions or are not supported."""
     dynamo = accelerator.state.dynamo_plugin
     what = {
         "mixed_precision='fp16'": accelerator.mixed_precision == "fp16",
@@ -282,8 +295,9 @@ def refuse_others(accelerator: Accelerator) -> None:
 
 
 def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Let a model have its weights that an earlier Trainer or accelerator has given to an engine, and an optimizer over
-    its parameters these. Collective.
+    """Close an earlier engine over a model and restore the weights.
+
+    Parameter groups in `optimizer` point to the restored parameters. Collective.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -293,7 +307,7 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 @contextmanager
 def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Within, other parameters come to hang in a model: afterwards an optimizer's groups have those that train."""
+    """Keep optimizer groups on the trainable parameters while parameters in the model are replaced, matched by name."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     groups = [] if optimizer is None else optimizer.param_groups
     its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
@@ -304,8 +318,9 @@ def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
 
 
 def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
-    """Return an engine over a model that was not given to one, as long as which it lives. `placement` may be a mapping.
-    Generators stay as they are. Raises as `Engine`.
+    """Return an engine that lives as long as the model. The model must not belong to another engine.
+
+    `placement` may be a mapping. Random generators are unchanged. Raises like `Engine`.
     """
     spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(spread) > 1 or "disk" in spread:

@@ -1,4 +1,4 @@
-"""What an integration needs beside offload."""
+"""Check for libraries required by an integration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offload.errors import MissingLibraryError
 
 
 def need(*libraries: str) -> None:
-    """Raise MissingLibraryError where one of them is not installed."""
+    """Raise MissingLibraryError if a library is not installed."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingLibraryError(

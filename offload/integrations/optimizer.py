@@ -1,4 +1,4 @@
-"""An engine as a torch optimizer, for loops that know only those."""
+"""An engine as a torch optimizer, for training loops that expect one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from offload.errors import ConfigError
 from offload.integrations.rules import PLAIN, rate_of
 
 FOLDER = "offload"
-"""Of the engine's states, within another library's checkpoint."""
+"""Folder for engine states inside another library's checkpoint."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """Makes the engine's update in `step()`; with a rule without gradients (MeZO) it is part of `descend(batch)`.
+    """Torch optimizer over an engine: `step()` runs the engine's update.
 
-    Its parameter groups are the engine's. Each step goes by `lr` there, as long as the groups keep their ratio, by the
-    `weight_decay` of each, and by the rule's `steered` settings (betas, eps, momentum), which all groups have alike;
-    whatever else changes in a group is refused by name. Gradients are the engine's; `zero_grad` drops them there. So
-    are states: `state` cannot be used, `state_dict` says how many updates were made, `save` writes them, and a step is
-    refused after `load_state_dict` until `load` has read those that belong to it.
+    With a rule without gradients (MeZO), the update happens in `descend(batch)`.
 
-    engine: whose update it makes. result: of the last step, None before the first.
+    Parameter groups match the engine's. Each step reads `lr` from the groups, in a fixed ratio between groups;
+    `weight_decay` for each group; and the `steered` settings of the rule (betas, eps, momentum), equal in all groups.
+    Any other change to a group raises ConfigError with its name. Gradients are in the engine; `zero_grad` drops them.
+    States are there too: `state` is unusable, `state_dict` contains the update count, `save` writes the states. After
+    `load_state_dict`, a step raises ConfigError until `load` has read the matching states.
+
+    engine: the engine to update. result: result of the last step; None before the first.
     """
 
     def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
-        """`groups`: as `Engine.groups` gives them, which they are by default."""
+        """`groups`: (learning rate scale, weight decay, parameter names) per group; None: `Engine.groups`."""
         self.engine = engine
         self._max_grad_norm: float | None = None
         self.result: StepResult | None = None
@@ -47,8 +49,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._begin(["weight_decay", *settings] if self.has_gradients else [])
 
     def take_over(self, optimizer: torch.optim.Optimizer, follows: Collection[str]) -> None:
-        """Let the groups of a torch optimizer, which schedulers may hold, be this one's: of parameters of the engine's
-        model. `follows`: their keys that updates go by, beside `lr`.
+        """Use the parameter groups of a torch optimizer, so schedulers over these groups keep working.
+
+        The parameters must belong to the engine's model. `follows`: group keys applied at each update, besides `lr`.
         """
         self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -64,7 +67,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._fixed, self._tuned = self._facts(), self._settings()
 
     def _facts(self) -> list[dict[str, Any]]:
-        """Return what of each group a torch optimizer would go by, and the engine cannot follow."""
+        """Return, per group, the torch settings that the engine cannot follow."""
         keys = (PLAIN.keys() | self.defaults.keys()) - {"lr", *self._follows}
         return [
             {key: group.get(key, PLAIN.get(key)) for key in sorted(keys)} | {"params": [*map(id, group["params"])]}
@@ -72,12 +75,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ]
 
     def _settings(self) -> tuple[list[dict[str, Any]], list[float]]:
-        """Return what the engine follows: of each group the rule's settings, and the weight decay."""
+        """Return the followed settings per group, and the weight decay per group."""
         keys, groups = set(self._follows) - {"weight_decay"}, self.param_groups
         return [{key: group[key] for key in sorted(keys)} for group in groups], [g["weight_decay"] for g in groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update from the gradients of every backward since the last step."""
+        """Update from all gradients since the last step."""
         if closure is not None:
             raise ConfigError(
                 "OffloadOptimizer.step was given a closure, which would need gradients several times over."
@@ -95,24 +98,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._done(self.engine.update(limit))
 
     def clip_next(self, max_grad_norm: float) -> None:
-        """Clip the next step to this norm, and not to what the engine was told; 0 for no clipping."""
+        """Clip the next step to this norm instead of the engine's limit. 0: no clipping."""
         self._max_grad_norm = max_grad_norm
 
     @property
     def has_gradients(self) -> bool:
-        """False where the engine trains by forward passes alone."""
+        """False if the engine trains with forward passes alone."""
         return self.engine.optimizer.has_gradients
 
     def descend(self, batch: Mapping[str, Any]) -> StepResult:
-        """Make the whole step of a rule without gradients on this rank's rows of a batch; the `step` that comes next
-        does nothing. Collective.
+        """Run the whole step for a rule without gradients on this rank's rows of a batch.
+
+        The next `step` call does nothing. Collective.
         """
         self._prepare()
         self._has_descended = True
         return self._done(self.engine.step(batch))
 
     def _prepare(self) -> None:
-        """Let the engine's learning rate be that of the groups, whose states have to be there."""
+        """Set the engine's learning rate from the groups. Raises ConfigError if loaded states are missing."""
         if self._missing:
             raise ConfigError(
                 f"the optimizer's state was loaded, of a run with {self._missing} updates, and the engine has made "
@@ -129,7 +133,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return result
 
     def _follow(self) -> None:
-        """Let the engine go by what has changed in the groups. Raises ConfigError, by name, where it cannot."""
+        """Apply changed group settings to the engine. Raises ConfigError with the name of an unsupported change."""
         facts = self._facts()
         if len(facts) != len(self._fixed):
             self._refuse(f"groups were {len(self._fixed)}, and are {len(facts)}")
@@ -147,7 +151,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._tuned = tuned
 
     def _base_lr(self) -> float:
-        """Return the engine's learning rate, of which each group's is a multiple."""
+        """Return the engine's base learning rate. Each group rate is a fixed multiple."""
         rates = [float(group["lr"]) for group in self.param_groups]
         base = rates[0] / (self._scales[0] or 1.0)
         if any(abs(rate - base * scale) > 1e-6 * abs(base) for rate, scale in zip(rates, self._scales, strict=True)):
@@ -162,7 +166,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Drop the gradients since the last step: none, right after one, which consumes them. Collective."""
+        """Drop the gradients since the last step. Right after a step there are none. Collective."""
         if not self.engine.closed:
             self.engine.zero_grad()
 
@@ -178,21 +182,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Nothing that can be used: the states are in the engine."""
+        """Unusable placeholder: the states are in the engine."""
         return _NoStates()
 
     @state.setter
     def state(self, _: Any) -> None:
-        if hasattr(self, "_fixed"):  # torch's own constructor gives an empty one
+        if hasattr(self, "_fixed"):  # torch's constructor sets an empty state
             _refuse_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no state of the engine's."""
+        """Return the group settings and update count, without the engine states."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups, "updates": self._updates}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the learning rates. Raises ConfigError where it is another optimizer's."""
+        """Load group settings, learning rates included. Raises ConfigError for another optimizer's state."""
         if "updates" not in state_dict or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 "this optimizer state was not saved by an OffloadOptimizer over the same groups: moments of another "
@@ -204,26 +208,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def misses_states(self) -> bool:
-        """True where `load_state_dict` was called, and `load` was not."""
+        """True after `load_state_dict` without `load`."""
         return self._missing > 0
 
     def save(self, folder: Path) -> None:
-        """Write the engine's states to a checkpoint; of a model with PEFT's adapters without what is frozen, as theirs.
-        Collective. Raises as `Engine.save_checkpoint`.
+        """Write the engine states to a checkpoint folder. Collective.
+
+        For a PEFT model, frozen weights are left out. Raises like `Engine.save_checkpoint`.
         """
         adapts = hasattr(self.engine.model, "peft_config")
         self.engine.save_checkpoint(folder, meta={"updates": self._updates}, trained_only=adapts)
 
     def load(self, folder: Path) -> None:
-        """Take the engine's states from what `save` wrote; generators stay as they are. Collective. Raises as
-        `Engine.load_checkpoint`.
+        """Load engine states written by `save`. Random generators are unchanged. Collective.
+
+        Raises like `Engine.load_checkpoint`.
         """
         with generators_kept(self.engine.device):
             meta = self.engine.load_checkpoint(folder)
         self._updates, self._missing = int(meta.get("updates", 0)), 0
 
     def follow(self, scheduler: Any) -> None:
-        """Let a scheduler that was made over another optimizer with these groups be this one's."""
+        """Attach a scheduler made over another optimizer with these groups."""
         scheduler.optimizer = self
         step = self.step
 
@@ -245,13 +251,13 @@ def _refuse_states(*_: Any) -> NoReturn:
 
 
 class _NoStates:
-    """Stands for the states of an optimizer, which are in an engine."""
+    """Placeholder for optimizer states held by the engine."""
 
     __getattr__ = __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse_states
 
 
 def find_own(optimizer: Any) -> OffloadOptimizer | None:
-    """Return the OffloadOptimizer that `optimizer` is or wraps, as accelerate does."""
+    """Return the OffloadOptimizer inside `optimizer` and accelerate's wrappers. None: not found."""
     while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
@@ -259,7 +265,7 @@ def find_own(optimizer: Any) -> OffloadOptimizer | None:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Within, whatever is drawn or restored of torch's generators leaves no trace: other code counts on them."""
+    """Restore torch's random generators at exit, because other code depends on them."""
     more = {} if device.type == "cpu" else {"device_type": device.type}
     with torch.random.fork_rng(devices=[device.index or 0] if more else [], **more):
         yield

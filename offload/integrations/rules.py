@@ -1,4 +1,4 @@
-"""Other libraries' optimizers as update rules."""
+"""Map optimizers from other libraries to update rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NAMED: Mapping[str, Callable[[Any, Mapping[str, str]], UpdateRule]] = {
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), partial(_lion, states="int8")),
     "sgd": _sgd,
 }
-"""transformers' names of what has a rule with the same arithmetic; of 8 bits, with moments in other blocks."""
+"""transformers optimizer names with a rule of equal arithmetic. 8-bit variants use other quantization blocks."""
 _NOT_THE_SAME = {
     "adafactor": "transformers' takes the learning rate as it is, and torch's, which offload has, times what a weight "
     "is. ",
@@ -56,8 +56,10 @@ _NOT_THE_SAME = {
 
 
 def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str]) -> UpdateRule:
-    """Return the rule of a TrainingArguments' `optim`, learning rate and other settings: of the parameters with these
-    `names` those that are `decayed` have the weight decay. Raises ConfigError where no rule is that optimizer.
+    """Return the update rule for `optim`, learning rate and other settings in TrainingArguments.
+
+    Weight decay applies to parameters in both `names` and `decayed`. Raises ConfigError for an optimizer without a
+    matching rule.
     """
     name = getattr(args.optim, "value", args.optim)
     if name not in _NAMED:
@@ -73,7 +75,7 @@ def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str])
 
 
 def without_decay(rule: UpdateRule, names: Collection[str]) -> UpdateRule:
-    """Return a rule that decays all parameters, whatever their shape, but those with these names."""
+    """Return the rule with decay on all parameters of any shape, except `names`."""
     whole: Any = rule  # a dataclass
     if not rule.weight_decay or not names:
         return replace(whole, decay_1d=True)
@@ -85,8 +87,9 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> UpdateRule:
-    """Return the rule that does to a model's parameters what a torch optimizer would. Raises ConfigError where there is
-    none, or where some of the parameters are not the optimizer's.
+    """Return the update rule equivalent to a torch optimizer over a model.
+
+    Raises ConfigError if there is none, or if some trainable parameters are not in the optimizer.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: Any = _TORCH.get(type(optimizer))
@@ -136,7 +139,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
 
 
 def followed(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what may change in the groups of a torch optimizer whose rule an engine has, beside the learning rate."""
+    """Return the group keys that may change during training, besides the learning rate."""
     is_decoupled = type(optimizer) is not torch.optim.Adam or optimizer.param_groups[0].get("decoupled_weight_decay")
     return [*_TORCH[type(optimizer)].steered, *(["weight_decay"] if is_decoupled else [])]
 
@@ -147,13 +150,13 @@ _TORCH: Mapping[type[torch.optim.Optimizer], type[UpdateRule]] = {
     torch.optim.SGD: SGD,
     torch.optim.Adafactor: Adafactor,
 }
-"""torch's optimizers that have a rule."""
+"""Update rules for torch optimizers."""
 PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
-"""What torch's optimizers go by, and no rule: as it is where it does nothing."""
+"""torch optimizer settings without a counterpart in update rules, with the inactive values."""
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of an optimizer's group, before what a scheduler makes of it, which may begin at 0."""
+    """Return the group's learning rate before scheduling. A scheduled rate may begin at 0."""
     return float(group.get("initial_lr", group["lr"]))
 
 

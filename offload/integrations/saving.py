@@ -1,4 +1,4 @@
-"""An engine's model, written where another library writes its own."""
+"""Write an engine's model in place of another library's own save."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _MAKING = ".offload-export"
 
 
 def weights_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return in which dtype a model, before an engine has it, is to be written: None for what the engine computes in,
-    float32 for the masters of one whose parameters are all float32.
+    """Return the export dtype for a model before the engine takes it.
+
+    float32 (master weights) if all floating-point parameters are float32. None: the engine's compute dtype.
     """
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return torch.float32 if found == {torch.float32} else None
 
 
 def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the model as a Hugging Face folder into one that may hold other things already; weights of an earlier one
-    give way. Collective; rank 0 writes. Raises as `Engine.export`.
+    """Write the model as a Hugging Face folder into `folder`, next to existing files.
+
+    Earlier weight files are replaced. Collective; rank 0 writes. Raises like `Engine.export`.
     """
     making = folder / _MAKING
     with written(engine, folder):
@@ -52,8 +54,9 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
 
 @contextmanager
 def written(engine: Engine, folder: Path) -> Iterator[None]:
-    """What fails within on one rank, as on a full disk, fails on all of them. Nothing within may be collective. Raises
-    DiskError, or what else `outcome` raises.
+    """Context: a failure on one rank, for example a full disk, raises on all ranks.
+
+    No collective calls inside. Raises DiskError, or any other `outcome` error.
     """
     with as_one(engine.comm, f"writing to {folder}"):
         try:
@@ -70,8 +73,9 @@ def written(engine: Engine, folder: Path) -> Iterator[None]:
 
 
 def state_of(engine: Engine, only: Callable[[str], bool] = lambda _name: True) -> dict[str, torch.Tensor]:
-    """Return what `state_dict()` of the model would be, in the dtypes in which the model was given; of the parameters
-    those whose first name is wanted `only`. Collective; all of it in memory.
+    """Return the model's `state_dict()` in the original dtypes, completely in memory. Collective.
+
+    `only`: filter for parameters, by first name.
     """
     first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     values = dict(engine.named_parameters(names=filter(only, first.values()), as_given=True))
@@ -88,19 +92,20 @@ def state_of(engine: Engine, only: Callable[[str], bool] = lambda _name: True) -
 
 
 def adapters_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the part of `state_dict()` of a model of PEFT that PEFT saves: of each of the adapters, whether it trains
-    or is frozen, and of the base where an adapter goes with some of that. Collective.
+    """Return the part of a PEFT model's `state_dict()` saved by PEFT. Collective.
+
+    Contains every adapter, trained or frozen, and base parameters saved with an adapter.
     """
     import peft
 
     first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     state: dict[str, Any] = engine.model.state_dict(keep_vars=True)
-    # PEFT names what it saves by picking from a state: from one that has a byte of memory for each parameter.
+    # PEFT selects names from a full state. This one takes a single element of memory per parameter.
     places = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in state.items()}
     owners = {each.untyped_storage().data_ptr(): first.get(id(state[name])) for name, each in places.items()}
     trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
     found, model, picked = state_of(engine, trained.__contains__), cast(Any, engine.model), set[str | None]()
-    with engine.answering(found), warnings.catch_warnings():  # of prompts it reads the model itself
+    with engine.answering(found), warnings.catch_warnings():  # for prompt tuning, PEFT reads the model itself
         warnings.simplefilter("ignore")
         for adapter in model.peft_config:
             saved = peft.get_peft_model_state_dict(model, dict(places), adapter)

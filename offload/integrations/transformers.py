@@ -1,10 +1,10 @@
-"""transformers' Trainer and TRL's trainers, with an engine for the model that they train.
+"""transformers' Trainer and TRL's trainers with an engine for the trained model.
 
     class MySFT(OffloadMixin, trl.SFTTrainer): ...
     MySFT(model=model, args=args, ..., offload=dict(placement=Placement(...)))
 
-`OffloadTrainer` is that of transformers' own. Where a Trainer must stay as it is, `offload_optimizer_factory` and
-`OffloadCallback` do the most of it: see docs/reference/libraries.md.
+`OffloadTrainer` is the version for the plain Trainer. If a Trainer class cannot change, `offload_optimizer_factory` and
+`OffloadCallback` provide most functions: see docs/reference/libraries.md.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ else:
 
 
 class OffloadMixin(_Base):
-    """Goes before a Trainer, transformers' or TRL's, and gives its model to an engine when it is first needed.
+    """Mixin before a transformers or TRL Trainer. Moves the model into an engine on first need.
 
-    The arguments of the Trainer keep their meaning: `optim` (where there is a rule that does the same), learning rate,
-    its schedule, weight decay, `max_grad_norm`, accumulation; with `bf16` the engine computes in bf16, over fp32
-    masters, without autocast. Gradient checkpointing is left off, since units are computed again in any case. What an
-    engine cannot do is refused by name. Ranks are the engine's: start with torchrun; DDP wraps nothing.
+    Trainer arguments keep their meaning: `optim` (if an equal update rule exists), learning rate, schedule, weight
+    decay, `max_grad_norm`, accumulation. With `bf16`, the engine computes in bf16 with fp32 master weights, without
+    autocast. Gradient checkpointing is turned off, because the engine recomputes units anyway. Unsupported arguments
+    raise ConfigError with the name. The engine manages the ranks: start with torchrun; there is no DDP wrapper.
 
-    What is saved is what the Trainer would save, and, in a checkpoint, the engine's states beside it. With PEFT that is
-    the adapter.
+    Saved files are the same as from the Trainer. A checkpoint also contains the engine states. With PEFT, the adapter
+    is saved.
 
-    engine: the engine; None until training or evaluation begins.
+    engine: None until training or evaluation begins.
     """
 
     engine: Engine | None = None
@@ -65,13 +65,13 @@ class OffloadMixin(_Base):
     optimizer: Any
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`offload`: settings of the engine: `placement` (a Placement, or its fields), and any keyword of `Engine` that
-        the Trainer's arguments do not decide. `optimizer`, a rule, overrides `optim`, learning rate and decay.
+        """`offload`: engine settings, as a mapping.
 
-        Raises ConfigError.
+        Keys: `placement` (a Placement, or its fields), and any `Engine` keyword not decided by the Trainer's arguments.
+        `optimizer`, an update rule, overrides `optim`, learning rate and decay. Raises ConfigError.
         """
         self._offload = dict(offload or {})
-        self._dtype: torch.dtype | None = None  # in which the model is saved
+        self._dtype: torch.dtype | None = None  # dtype for saving the model
         super().__init__(*args, **kwargs)
         self.model = self.model_wrapped = uncompiled(self.model)
         _put_callback_first(self)
@@ -89,21 +89,21 @@ class OffloadMixin(_Base):
             self.args._n_gpu = 1
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the Trainer's."""
+        """Like Trainer.call_model_init, with torch.compile removed."""
         return uncompiled(super().call_model_init(trial))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: the engine brings up what the device needs."""
+        """Leave the model in place: the engine copies weights to the device when needed."""
 
     # -- the engine ------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:  # noqa: ARG002
-        """Give the model to an engine, unless it has it; return its optimizer."""
+        """Move the model into an engine, unless done already. Return the engine's optimizer."""
         leave_off_checkpointing(self.model)  # train() turns it on each time
         if not self._is_engaged:
             self._engage()
         assert self.engine is not None
-        self.engine.zero_grad()  # of a train() that was interrupted
+        self.engine.zero_grad()  # left by an interrupted train()
         return self.optimizer
 
     @property
@@ -124,11 +124,11 @@ class OffloadMixin(_Base):
         self.accelerator.engine = self.engine
         self._share_weights()
         model: Any = self.model
-        if self.engine.world_size > 1 and hasattr(model, "generate"):  # every forward is one of all ranks
+        if self.engine.world_size > 1 and hasattr(model, "generate"):  # every forward needs all ranks
             model.generate = partial(model.generate, synced_gpus=True)
 
     def _leave(self, engine: Engine) -> None:
-        """Another model is trained from here on, or the same one that was given back."""
+        """Detach an engine whose model is no longer trained or was restored."""
         if find_own(self.optimizer) is not None:
             self.optimizer = None
         self.accelerator._models = [each for each in self.accelerator._models if each is not engine.model]
@@ -142,7 +142,7 @@ class OffloadMixin(_Base):
             engine.close()
 
     def _open(self) -> OffloadOptimizer:
-        """Return the optimizer of an engine that the arguments describe."""
+        """Return the optimizer for a new engine configured by the arguments."""
         args, settings = self.args, dict(self._offload)
         give_back(self.model, self.optimizer)
         factory, given = self.optimizer_cls_and_kwargs or (None, {})
@@ -190,7 +190,7 @@ class OffloadMixin(_Base):
         return OffloadOptimizer(engine, [(1.0, args.weight_decay, own), (1.0, 0.0, others)])
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:  # noqa: ARG002
-        """Wrap it in nothing; evaluation may be what comes first."""
+        """Return the model without a wrapper. Evaluation may call this first, so open the engine here too."""
         if model is self.model:
             if self.optimizer is None:
                 self.create_optimizer()
@@ -200,7 +200,7 @@ class OffloadMixin(_Base):
         return model
 
     def _share_weights(self) -> None:
-        """Let TRL's vLLM have the weights of the engine."""
+        """Let TRL's vLLM read weights from the engine."""
         vllm = getattr(self, "vllm_generation", None)
         if vllm is not None:
             vllm._iter_named_params = partial(weights_for_vllm, self, vllm)
@@ -208,7 +208,7 @@ class OffloadMixin(_Base):
     # -- a step ----------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's; with a rule without gradients the whole step is made here, on the batch."""
+        """Like Trainer.training_step. With a rule without gradients, the whole step happens here, on the batch."""
         own = self._own_optimizer
         if own.has_gradients:
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -220,7 +220,7 @@ class OffloadMixin(_Base):
     # -- saving ----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save on all ranks, of which older Trainers ask only the first."""
+        """Save on all ranks. Older Trainers call only the first rank for this."""
         if not self._is_engaged:
             super().save_model(output_dir, _internal_call)
             return
@@ -229,7 +229,7 @@ class OffloadMixin(_Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write what the Trainer would write. Collective."""
+        """Write the same files as the Trainer. Collective."""
         if not self._is_engaged:
             super()._save(output_dir, state_dict)
             return
@@ -238,7 +238,7 @@ class OffloadMixin(_Base):
         if hasattr(self.model, "peft_config"):
             weights = adapters_state(self.engine)
             with written(self.engine, folder):
-                if self.args.should_save:  # older ones write on whichever rank they are called
+                if self.args.should_save:  # older versions write on every calling rank
                     with self.engine.answering(weights):
                         super()._save(output_dir, weights)
             return
@@ -263,8 +263,9 @@ class OffloadMixin(_Base):
         return own
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Leave the weights to the engine, which takes them with its states; or, of a checkpoint without any, take the
-        weights before there is an engine.
+        """Skip the weights: the engine loads them together with its states.
+
+        For a checkpoint without optimizer states, load the weights before an engine exists.
         """
         folder = Path(resume_from_checkpoint)
         if (folder / FOLDER).is_dir():
@@ -283,7 +284,7 @@ class OffloadMixin(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """Take the weights of the best checkpoint, with the states that belong to them."""
+        """Load weights and states from the best checkpoint."""
         if not self._is_engaged:
             super()._load_best_model()
             return
@@ -295,12 +296,15 @@ class OffloadTrainer(OffloadMixin, Trainer):
 
 
 class OffloadCallback(TrainerCallback):
-    """Adds to what a Trainer logs of its steps: `grad_norm`, the true one, `offload/bytes`, moved for the last step
-    over all links, and `offload/exposed_seconds`, for which compute waited for them; with MeZO `seed`, `lr`,
-    `projected_grad`, `loss_plus` and `loss_minus`, by which `engine.replay` makes the step again.
+    """Adds engine measurements to the Trainer's step logs.
 
-    With `offload_optimizer_factory`, which adds one, it also saves the engine's states into each checkpoint, and reads
-    them where the Trainer resumes from one in its output_dir. An `OffloadMixin` has one of its own.
+    - `grad_norm`: the true norm.
+    - `offload/bytes`: bytes moved in the last step over all links.
+    - `offload/exposed_seconds`: seconds compute waited for these transfers.
+    - With MeZO: `seed`, `lr`, `projected_grad`, `loss_plus`, `loss_minus`, for `engine.replay`.
+
+    Added by `offload_optimizer_factory`, it also saves the engine states into each checkpoint, and reads them if the
+    Trainer resumes from a checkpoint in its output_dir. `OffloadMixin` adds the callback itself.
     """
 
     def on_log(
@@ -348,19 +352,20 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _put_callback_first(trainer: Trainer) -> None:
-    """Let a Trainer have an OffloadCallback, before those that log elsewhere."""
+    """Put an OffloadCallback before callbacks that log elsewhere. Adds one if missing."""
     callbacks = trainer.callback_handler.callbacks
     own = next((each for each in callbacks if isinstance(each, OffloadCallback)), None) or OffloadCallback()
     callbacks[:] = [own, *(each for each in callbacks if each is not own)]
 
 
 def offload_optimizer_factory() -> Callable[..., OffloadOptimizer]:
-    """For a Trainer that must stay as it is:
-    `Trainer(model, args, optimizer_cls_and_kwargs=(offload_optimizer_factory, {...}))`.
+    """Return an optimizer factory for a Trainer class that cannot change.
 
-    Its settings: `lr`, `betas`, `eps`, `weight_decay` of AdamW, or `optimizer`, a rule; and those of the engine, but
-    for `max_grad_norm`, which is the Trainer's. The Trainer is given an `OffloadCallback`, if it has none. One rank:
-    over several the Trainer would wrap the model; that is `OffloadTrainer`'s.
+    Usage: `Trainer(model, args, optimizer_cls_and_kwargs=(offload_optimizer_factory, {...}))`.
+
+    Settings: `lr`, `betas`, `eps`, `weight_decay` for AdamW, or `optimizer`, an update rule; and engine settings,
+    except `max_grad_norm`, which the Trainer provides. An `OffloadCallback` is added to the Trainer if missing. One
+    rank only, because with several ranks the Trainer would wrap the model: use `OffloadTrainer` there.
     """
     return _make_optimizer
 
@@ -398,15 +403,16 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
 
 
 def _adopt(trainer: Trainer) -> None:
-    """Let a Trainer's backward and its clipping be the engine's."""
+    """Route the Trainer's backward and gradient clipping to the engine."""
     refuse_others(trainer.accelerator)
-    trainer.accelerator.__class__ = OffloadAccelerator  # which the Trainer has made itself: ours has nothing more
-    vars(trainer)["_mixed_mesh_grads"] = False  # else the Trainer looks at gradients to find that out
+    trainer.accelerator.__class__ = OffloadAccelerator  # made by the Trainer; the subclass adds no fields
+    vars(trainer)["_mixed_mesh_grads"] = False  # otherwise the Trainer inspects gradients
 
 
 def _calling_trainer(model: nn.Module) -> Trainer | None:
-    """Return the Trainer of this model within whose call this is, or None. It tells neither a factory nor a callback
-    which it is, and a factory not its arguments.
+    """Return the Trainer for this model from the call stack. None: not found.
+
+    The Trainer passes itself neither to a factory nor to a callback, and passes no arguments to a factory.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -418,7 +424,10 @@ def _calling_trainer(model: nn.Module) -> Trainer | None:
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return settings in which a rule stands for those of AdamW, with transformers' own choice of what decays."""
+    """Return settings with an update rule in place of AdamW settings.
+
+    Weight decay follows the choice in transformers.
+    """
     own = {key: settings.pop(key) for key in ("lr", "betas", "eps", "weight_decay") if key in settings}
     rule = settings.get("optimizer")
     if rule is None:
@@ -435,7 +444,7 @@ def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise ConfigError where a Trainer's arguments ask for what does not go with an engine."""
+    """Raise ConfigError for Trainer arguments without engine support."""
     why = {
         "fp16": "an engine computes in fp32 or bf16: set bf16=True",
         "fp16_full_eval": "the weights are in the engine, in what it computes in: leave it out",
@@ -466,7 +475,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def _refuse_other_losses(trainer: Any) -> None:
-    """Raise ConfigError where a Trainer asks for what a step without gradients does not do."""
+    """Raise ConfigError for Trainer losses without support in a gradient-free step."""
     args, rule = trainer.args, type(trainer.engine.optimizer).__name__
     if args.gradient_accumulation_steps > 1:
         raise ConfigError(
@@ -489,9 +498,7 @@ def _refuse_other_losses(trainer: Any) -> None:
 
 
 def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights as TRL gives them to vLLM: by the names that it knows, on the device, in what the engine
-    computes in. Collective.
-    """
+    """Yield (name, weight) for TRL's vLLM: vLLM names, on the device, in the compute dtype. Collective."""
     if hasattr(trainer.model, "peft_config"):
         raise ConfigError(
             "use_vllm with a PEFT model wants the adapter merged into the base for each generation, which an engine "

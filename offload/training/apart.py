@@ -1,4 +1,4 @@
-"""Where two states differ first, and how far they are apart."""
+"""First difference and distance between two training states."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 @dataclass(frozen=True)
 class Apart:
-    """The first difference of two sides."""
+    """The first difference between the offloaded and the resident side."""
 
     step: int
-    """After which it shows, counted from 1."""
+    """Step after which the difference appears, counted from 1."""
     what: str
-    """ "loss", "grad_norm", or the name of a parameter."""
+    """Differing value: "loss", "grad_norm", or a parameter name."""
     element: tuple[int, ...]
-    """Which one of the parameter; () for a number."""
+    """Element index in the parameter; () for a scalar."""
     offloaded: float
-    """The engine's value."""
+    """Value in the engine."""
     resident: float
-    """The resident side's."""
+    """Value on the resident side."""
 
     def __str__(self) -> str:
         place = f"{self.what}{list(self.element)}" if self.element else self.what
         return f"step {self.step}, {place}: offloaded {self.offloaded!r}, resident {self.resident!r}"
 
     def fields(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return a JSON object."""
         is_number = self.what in ("loss", "grad_norm")
         return {
             "step": self.step,
@@ -43,26 +43,27 @@ class Apart:
 
 @dataclass
 class WeightsApart:
-    """How far the weights of two sides are apart, one parameter after the other."""
+    """Comparison between the weights on two sides, one parameter at a time."""
 
     num_parameters: int = 0
-    """Compared so far."""
+    """Parameters compared so far."""
     num_elements: int = 0
-    """Compared so far."""
+    """Elements compared so far."""
     differing: dict[str, int] = field(default_factory=dict)
-    """The elements of which bits differ, of each parameter that has such."""
+    """Elements with different bits, for each differing parameter."""
     largest: float = 0.0
-    """The largest difference of two elements."""
+    """Largest absolute difference between two elements."""
     first: Apart | None = None
-    """The first in the order of parameters."""
+    """First difference in parameter order. None: no difference."""
     _distance: float = 0.0
     _moved: float = 0.0
 
     def add(
         self, step: int, name: str, offloaded: torch.Tensor, resident: torch.Tensor, begun: torch.Tensor | None = None
     ) -> None:
-        """Compare a parameter of both sides bit for bit, fp32 of equal shape on the CPU. begun: what both began with,
-        for `distance`.
+        """Compare a parameter bit for bit. Tensors: fp32, equal shape, on the CPU.
+
+        begun: common initial value, for `distance`.
         """
         self.num_parameters += 1
         self.num_elements += offloaded.numel()
@@ -80,15 +81,16 @@ class WeightsApart:
 
     @property
     def distance(self) -> float:
-        """The root of the squared differences over that of the way that the resident weights have gone; 0 for equal
-        ones, inf where nothing has moved.
+        """Relative distance: L2 norm of the difference, divided by the L2 norm of the change in the resident weights.
+
+        0 for equal weights; inf if nothing has changed.
         """
         if not self.differing:
             return 0.0
         return math.sqrt(self._distance / self._moved) if self._moved else math.inf
 
     def fields(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return a JSON object."""
         return {
             "parameters": self.num_parameters,
             "elements": self.num_elements,
@@ -100,8 +102,9 @@ class WeightsApart:
 
 
 def first_element(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-    """Return the place of the first of two fp32 tensors' elements that have other bits, and how many have; None where
-    all are the same. NaN is equal to itself, 0.0 is not -0.0.
+    """Return the index of the first element with different bits, and the count of such elements.
+
+    None: all equal. Both tensors are fp32. NaN equals itself; 0.0 differs from -0.0.
     """
     differs = one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)
     count = int(differs.sum())
@@ -112,5 +115,5 @@ def first_element(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ..
 
 
 def json_number(value: float) -> float | str:
-    """Return a number as JSON can say it: what is not finite as text."""
+    """Return a JSON value. Non-finite numbers become strings."""
     return value if math.isfinite(value) else str(value)

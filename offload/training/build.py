@@ -1,6 +1,4 @@
-"""What a training run works with, made of its configuration: architecture, data, model, engine, the states to begin
-with.
-"""
+"""Build a training run from the configuration: architecture, data, model, engine, initial states."""
 
 from __future__ import annotations
 
@@ -76,12 +74,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """config: with all decided that need not wait for the first step. files: the tokenizer's or the processor's, by
-    name, on rank 0;
-    beside_states: those of a checkpoint. meta: where the run stands, out of the checkpoint that it begins at; None
-    where it begins with nothing. build_base: makes the model of a run that begins with nothing once more, without an
-    adapter. trained: what of it trains. forecast: what it will hold and take; None
-    where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
+    """A built training run.
+
+    - config: configuration with every decision possible before the first step.
+    - files: tokenizer or processor files by name, on rank 0.
+    - beside_states: further files for each checkpoint.
+    - meta: run position from the checkpoint to resume from. None: a new run.
+    - trained: the trainable part and its storage.
+    - build_base: builds the initial model again, without an adapter.
+    - forecast: memory and time forecast. None: unknown, or a rank other than 0.
+    - disk_needs: bytes needed on the disk with the run folder.
     """
 
     config: Config
@@ -99,23 +101,24 @@ class Run:
 
 
 class Begun(NamedTuple):
-    """A run before its data."""
+    """Run settings and architecture, before data preparation."""
 
     config: Config
-    """The settings, with what the machine and the model decide."""
+    """Settings with the decisions from machine and model."""
     architecture: PreTrainedConfig
-    """The architecture, with a row of the embedding for each token that is added."""
+    """Architecture with an embedding row for each added token."""
     kind: Kind
-    """The sort of model."""
+    """Model kind."""
     trained: Trained
-    """What of the model trains."""
+    """Trainable part of the model."""
     grows: bool
-    """Whether rows of the embedding are added."""
+    """True if embedding rows are added."""
 
     @classmethod
     def read(cls, start: ResumePoint, given: GivenModel | None = None, *, has_accelerator: bool) -> Begun:
-        """Read the architecture, and check it against the settings; `given`: of a model that was made already. Raises
-        ConfigError and MissingLibraryError.
+        """Read the architecture and check the settings against it.
+
+        `given`: a model already made in Python. Raises ConfigError and MissingLibraryError.
         """
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)
@@ -125,7 +128,7 @@ class Begun(NamedTuple):
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
-        has_weights = bool(start.folders) and not config.adapts  # in the checkpoint, all of them
+        has_weights = bool(start.folders) and not config.adapts  # the checkpoint has all weights
         grows = not has_weights and given is None and grow_vocabulary(config, architecture)
         if config.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
@@ -133,20 +136,24 @@ class Begun(NamedTuple):
 
 
 def _nothing(_text: str) -> None:
-    """Show nothing of what is under way."""
+    """Progress display without output."""
 
 
 def make_run(
     start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenModel | None = None, doing: Say = _nothing
 ) -> Run:
-    """Read the architecture, make the data, then the model and its engine; each checks what it can before the next.
+    """Build architecture, data, model and engine in this order. Each stage checks as much as possible first.
     Collective.
 
-    `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank; `given`: a model in place
-    of the one that the configuration names; `doing` shows the work that is under way. Raises OffloadError.
+    - say: prints a line on rank 0.
+    - note: shows a message once, from any rank.
+    - given: a model to use instead of the configured one.
+    - doing: shows the current work.
+
+    Raises OffloadError.
     """
     first = next(iter(start.folders), None)
-    whole = None if start.config.adapts else first  # the checkpoint that has all weights
+    whole = None if start.config.adapts else first  # checkpoint with all weights
     with as_one(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
         begun = Begun.read(start, given, has_accelerator=accelerator is not None)
@@ -156,7 +163,7 @@ def make_run(
     def build(alive: Callable[[], object]) -> Dataset:
         return build_data(config, kind, vocabulary, stages(say, alive))
 
-    if first and config.data.packing_isolated == "auto":  # as the run began, whatever is auto by now
+    if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
         cut = start.data.get("packing", True)
         config = config.with_resolved(data__packing=bool(cut), data__packing_isolated=cut == "isolated")
     if first and config.data.group_by_length == "auto":
@@ -195,7 +202,7 @@ def make_run(
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
-        if kind.name == "reward":  # by which it finds the last token of a row
+        if kind.name == "reward":  # the model finds the last token in a row by this id
             for each in (architecture, *(() if given is None else (given.model.config,))):
                 each.get_text_config().pad_token_id = data.pad_id
         if whole and given is None:
@@ -264,7 +271,7 @@ def make_run(
 
 
 def _check_kind(kind: Kind, method: str) -> None:
-    """Raise ConfigError where a model of that kind is not trained by that method."""
+    """Raise ConfigError if the training method does not fit the model kind."""
     if method != "sft" and kind.auto is None:
         raise ConfigError(
             f"train.method is {method}, and the model that is given is none of transformers, whose outputs have "
@@ -283,8 +290,9 @@ def _check_kind(kind: Kind, method: str) -> None:
 
 
 def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:
-    """Return what a run trains: of the checkpoint that it goes on from, if there is one. Raises ConfigError, for
-    another base than the checkpoint's as well; MissingLibraryError.
+    """Return the trainable part of a run, or of its checkpoint if the run resumes.
+
+    Raises ConfigError, also for another base than in the checkpoint; MissingLibraryError.
     """
     if not config.adapts:
         quantization = quantization_of(architecture)
@@ -305,9 +313,10 @@ def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, star
 def _foretell(
     config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
 ) -> tuple[Config, Forecast | None]:
-    """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
-    where that is not known. `note_later` takes why it is not, to be shown where the engine has no error of its own,
-    which would say the same. Collective.
+    """Decide the placement of states, on rank 0 for all ranks. Return the configuration and the forecast.
+
+    The forecast exists on rank 0 only. None: unknown. `note_later` receives the reason for a missing forecast. The
+    caller shows the reason only if the engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:
@@ -321,7 +330,7 @@ def _foretell(
     if comm.rank == 0:
         try:
             decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
-        except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
+        except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
             note_later(f"there is no memory forecast: {error}")
         except Exception as error:
             if config.run.debug:
@@ -340,11 +349,11 @@ def _foretell(
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:
-    """Those of the checkpoint come when the engine is there."""
+    """Leave the weights unfilled: the checkpoint provides them after the engine opens."""
 
 
 def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | None:
-    """Take over the states of the first checkpoint of a start that is whole; return where the run stood. Collective."""
+    """Load the first intact checkpoint. Return the run position stored there; None without checkpoints. Collective."""
     for reason in start.skipped:
         say(f"note: a checkpoint is skipped: {reason}")
     reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""What a user's code is told of a run, and may ask of it, under the names that transformers' TrainerCallback has."""
+"""User callbacks for a run, with the method names of transformers' TrainerCallback."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ EVENTS = (
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands, for callbacks; the fields are those of transformers' TrainerState."""
+    """Run position for callbacks, with the fields of transformers' TrainerState."""
 
     global_step: int = 0
-    """The steps that are made."""
+    """Completed steps."""
     max_steps: int = 0
-    """The steps of the run; 0 where nothing but its time is limited."""
+    """Total steps in the run; 0 if only time is limited."""
     epoch: float = 0.0
-    """The passes over the training rows that are made."""
+    """Completed passes over the training rows."""
     num_input_tokens_seen: int = 0
-    """The tokens of all steps, without padding."""
+    """Tokens in all steps, without padding."""
     best_metric: float | None = None
-    """The lowest eval loss so far."""
+    """Lowest eval loss so far. None: no evaluation."""
     best_global_step: int | None = None
-    """After which step that was."""
+    """Step of the lowest eval loss."""
     is_world_process_zero: bool = True
     """True on rank 0."""
     is_local_process_zero: bool = True
@@ -49,30 +49,31 @@ class TrainState:
 
 @dataclass(slots=True)
 class TrainControl:
-    """What a callback may ask for by setting it; asked on one rank it is done on all, before the next step."""
+    """Requests set by a callback. A request on one rank takes effect on all ranks before the next step."""
 
     should_training_stop: bool = False
-    """End the run as if its steps were made: with an evaluation and the export."""
+    """End the run as if all steps were done: with evaluation and export."""
     should_save: bool = False
     """Save a checkpoint, once."""
     should_evaluate: bool = False
     """Evaluate, once."""
 
     def take(self, name: str) -> bool:
-        """Return what is asked for once, and take it as done."""
+        """Return a one-time request, and clear it."""
         asked = bool(getattr(self, name))
         setattr(self, name, False)
         return asked
 
 
 class Callbacks:
-    """All callbacks of a run, in their order. Each may have any of EVENTS as methods, which are called as
-    `on_step_end(config, state, control, **more)` on every rank. One with `state_dict` and `load_state_dict` is kept in
-    checkpoints (rank 0's), as JSON.
+    """All callbacks in a run, in order.
+
+    A callback may define any of EVENTS as methods, called as `on_step_end(config, state, control, **more)` on every
+    rank. If a callback has `state_dict` and `load_state_dict`, rank 0's state is saved in checkpoints as JSON.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
-        """Raises ConfigError for one that waits for what never comes."""
+        """Raises ConfigError for a callback with a method that is never called."""
         if not isinstance(callbacks, Sequence):
             raise ConfigError(f"callbacks is a {type(callbacks).__name__}; it should be a list of callbacks.")
         self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
@@ -82,7 +83,7 @@ class Callbacks:
             _check(each)
 
     def begin(self, run: Run, stands: RunProgress) -> None:
-        """The run is about to make steps."""
+        """Prepare for the first step: load saved states and send the begin events."""
         config, comm = run.config, run.engine.comm
         self._state = TrainState(
             max_steps=config.train.steps or 0,
@@ -99,7 +100,7 @@ class Callbacks:
             self.tell(event)
 
     def tell(self, event: str, **more: Any) -> None:
-        """Call the method of an event; what it raises ends the run."""
+        """Call the event method on each callback. An exception ends the run."""
         if not self._callbacks:
             return
         state, stands = self._state, self._stands
@@ -112,7 +113,7 @@ class Callbacks:
                 self.control = method(self._config, state, self.control, **self._more, **more) or self.control
 
     def step_made(self, fields: Mapping[str, Any]) -> None:
-        """A step is made, whose line of metrics.jsonl has these fields."""
+        """Send the events after a step. `fields`: the step's line in metrics.jsonl."""
         before = (self._stands.num_done - 1) * self._batch_size // self._num_rows
         self.tell("on_step_end")
         self.tell("on_log", logs=dict(fields))
@@ -121,12 +122,12 @@ class Callbacks:
             self.tell("on_epoch_begin")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of each, None of one that keeps nothing."""
+        """Return the callback states for a checkpoint. None: a callback without state."""
         return {"callbacks": [_state(each) for each in self._callbacks]}
 
 
 def _state(callback: Any) -> Any:
-    """Return what a checkpoint keeps of a callback. Raises ConfigError."""
+    """Return the checkpoint state for a callback. Raises ConfigError."""
     if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
         return None
     state = callback.state_dict()
@@ -141,12 +142,12 @@ def _state(callback: Any) -> Any:
 
 
 def _check(callback: Any) -> None:
-    """Refuse a callback with a method for an event that no run here has. Raises ConfigError."""
+    """Raise ConfigError for a callback with a method for an unknown event."""
     for name in dir(callback):
         if not name.startswith("on_") or name in EVENTS or not callable(getattr(callback, name)):
             continue
         owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), type(callback))
-        if owner.__module__ != "transformers.trainer_callback":  # whose own does nothing
+        if owner.__module__ != "transformers.trainer_callback":  # the base class methods do nothing
             raise ConfigError(
                 f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: a "
                 f"run has {', '.join(EVENTS)}."

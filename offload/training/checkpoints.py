@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: which step's is the last, and what becomes of one that cannot be written."""
+"""Checkpoints in a training run: the latest step, and the reaction to failed saves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from offload.training.progress import RunProgress
 from offload.training.run_folder import LONG_BYTES, RunFolder
 
 _AUTO_S = 3600.0
-"""Between checkpoints that no number of steps asks for: so much is lost at most, and a disk is written once for it."""
+"""Seconds between checkpoints for `checkpoint.every` "auto". Limits the loss after a crash, with few disk writes."""
 
 
 @dataclass
 class _UnderWay:
-    """A checkpoint on its way to the disk: since when, and for how long training stood still for it. is_hourly: the
-    next one takes its place. best_step: that of the best evaluation, whose checkpoint stays.
+    """A checkpoint being written to disk.
+
+    - begin: start time. stalled_s: seconds training waited for it.
+    - is_hourly: the next time-based checkpoint replaces this one.
+    - best_step: step of the best evaluation; its checkpoint is kept.
     """
 
     saving: Saving
@@ -42,7 +45,10 @@ class _UnderWay:
 
 
 class Saves:
-    """Saves into RUN/checkpoints, over all ranks. `last_step`: of the newest one that was saved or begun with."""
+    """Checkpoint saves into RUN/checkpoints, over all ranks.
+
+    `last_step`: step in the newest checkpoint saved or resumed from.
+    """
 
     def __init__(
         self,
@@ -53,77 +59,75 @@ class Saves:
         callbacks: Callbacks,
         say: Callable[[str], None],
     ) -> None:
-        """`stands`: where the run begins; `callbacks` are told of each checkpoint that is whole; `say` prints a
-        line.
-        """
+        """`stands`: initial run position. `callbacks` receive an event per complete checkpoint. `say` prints a line."""
         self._comm, self._section, self._say = comm, run.config.checkpoint, say
         self._checkpoints, self._keeps = Checkpoints(folder.checkpoints), folder.keeps
         self._needs, self._next_s = run.disk_needs, time.monotonic() + _AUTO_S
         self._trained, self._best_step, self._callbacks = run.trained, stands.best.step, callbacks
-        self._hourly: int | None = None  # the step of the last one, if that was saved for the hour
+        self._hourly: int | None = None  # step of the last time-based checkpoint
         self.last_step = None if run.meta is None else stands.num_done
-        self.failure: DiskError | None = None  # of the last save
+        self.failure: DiskError | None = None  # failure of the last save
         self._failed_step: int | None = None
         self._under_way: _UnderWay | None = None
-        self._stalled_s = 0.0  # for how long training stood still for saves
+        self._stalled_s = 0.0  # seconds training waited for saves
 
     def take_stalled(self) -> dict[str, float]:
-        """Return, as a field of a step, for how many seconds training stood still for saves since this was called last;
-        nothing where it did not.
-        """
+        """Return the seconds training waited for saves since the last call, as a metrics field. Empty: no wait."""
         stalled_s, self._stalled_s = self._stalled_s, 0.0
         return {"checkpoint_seconds": stalled_s} if stalled_s else {}
 
     def begin(self) -> None:
-        """Move aside what another branch of the run has left, once this one has something of its own. On a disk one
-        rank does.
+        """Move aside later checkpoints from another branch of the run, once this run has its own results.
+
+        One rank per disk does the move.
         """
         for path in self._checkpoints.move_aside(self.last_step or 0) if self._keeps else ():
             self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
 
     @property
     def is_time(self) -> bool:
-        """True where `checkpoint.every` is auto, and it is time for a checkpoint that there is room for."""
+        """True if `checkpoint.every` is "auto", a checkpoint is due, and the disk has enough space."""
         is_late = self._section.every == "auto" and time.monotonic() >= self._next_s
         return is_late and free_bytes(self._checkpoints.path.parent) >= self._needs.num_bytes
 
     @property
     def newest_step(self) -> int | None:
-        """Of the newest checkpoint, be it on its way."""
+        """Step of the newest checkpoint, including one being written."""
         return self._under_way.step if self._under_way is not None else self.last_step
 
     @property
     def is_due(self) -> bool:
-        """True where this rank has a checkpoint under way that `settle` need not wait for."""
+        """True if `settle` would not wait on this rank for a checkpoint being written."""
         return self._under_way is not None and self._under_way.saving.is_done
 
     def save(self, *args: Any) -> None:
-        """Save a step, with what `try_to_save` takes, and wait until it is on the disk. Collective.
+        """Save a step and wait for the disk. Takes the arguments of `try_to_save`. Collective.
 
-        Raises DiskError, on all ranks, after which training can go on.
+        Raises DiskError on all ranks; training may continue afterwards.
         """
         self.settle()
         self._begin(*args)
         self._end()
 
     def try_to_save(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Begin to save a step, once the one before is on the disk; `meta` and `files` are kept with it. What memory
-        holds a copy of goes to the disk while training goes on, and is a checkpoint by `settle`. Collective.
+        """Begin to save a step, after the previous save is complete. Collective.
 
-        Where it fails go on or stop, as `checkpoint.on_error` says.
+        `meta` and `files` are stored in the checkpoint. States copied to memory are written while training continues;
+        `settle` makes them a checkpoint. On failure, continue or raise, as set by `checkpoint.on_error`.
         """
         self.settle()
         self._try(step, lambda: self._begin(engine, step, meta, files))
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is under way, if there is one, and make it one. Collective. Where it fails go on
-        or stop, as `checkpoint.on_error` says.
+        """Complete the checkpoint being written, if any. Collective.
+
+        On failure, continue or raise, as set by `checkpoint.on_error`.
         """
         if self._under_way is not None:
             self._try(self._under_way.step, self._end)
 
     def close(self) -> None:
-        """Give up what is under way. Not collective."""
+        """Abort an unfinished save. Not collective."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.saving.abort()
@@ -172,8 +176,9 @@ class Saves:
         self._callbacks.tell("on_save", checkpoint=under_way.path)
 
     def _outlived(self, best_step: int | None) -> set[int]:
-        """Return the steps of checkpoints that one which is on the disk now has taken the place of: the last hourly
-        one, and the best one until now where it was saved for that alone.
+        """Return the steps in checkpoints replaced by the newly saved one.
+
+        These are the last time-based checkpoint, and the previous best one if saved only for its eval loss.
         """
         every, was = self._section.every, self._best_step
         is_regular = was is None or self._section.keep is not None or (isinstance(every, int) and was % every == 0)
@@ -200,7 +205,7 @@ class Saves:
                 self._say(f"note: step {step} could not be saved, {self._last}: {error}")
 
     def unsaved(self, step: int, exported: Path | None) -> DiskError:
-        """Return the error of a run that is over, and whose last step could not be saved."""
+        """Return the error for a completed run without a saved last step."""
         assert self.failure is not None
         where = f"; it is exported to {exported}" if exported is not None else ""
         reason = errno_text(self.failure.errno) if self.failure.errno else "a disk failed"

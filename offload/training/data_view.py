@@ -1,4 +1,4 @@
-"""The data of a run without the run: prepared as a run prepares them, and looked at."""
+"""Prepare and show training data without a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _ASKS = (
 
 
 def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable[[str], None]) -> DataView:
-    """Prepare the data of a run that begins with nothing, and look at them; no weights are read. Raises OffloadError as
-    the run would.
+    """Prepare the data for a new run, and return a view. No weights are read. Raises OffloadError like the run.
 
-    `say` is told of each stage that takes long.
+    `say` receives each long stage.
     """
     config.check_source()
     config.check_ranks(num_ranks)

@@ -1,4 +1,4 @@
-"""What a run will need of the disk that its folder is on."""
+"""Disk space needed by a run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from offload.training.trained import Trained
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """export_bytes: of the weights of the Hugging Face folder; 0 without one. states_bytes: of a checkpoint."""
+    """Bytes needed in the run folder.
+
+    export_bytes: weights in the Hugging Face folder; 0 without an export. states_bytes: one checkpoint.
+    """
 
     export_bytes: int
     states_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a checkpoint and the export."""
+        """Bytes for one checkpoint and the export."""
         return self.export_bytes + self.states_bytes
 
     @classmethod
     def of(cls, config: Config, trained: Trained, model: nn.Module) -> DiskNeeds:
-        """Return what a resolved configuration needs for what is trained of a model. Raises ConfigError for a model of
-        which that cannot be trained.
-        """
+        """Return the needs for a resolved configuration and a model. Raises ConfigError for an untrainable model."""
         rule, weight_bytes = update_rule(config), 2 if config.train.precision == "bf16" else 4
         num_saved, kept_bytes = trained.num_saved(model), trained.kept_bytes(model, weight_bytes)
         moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
@@ -41,8 +42,9 @@ class DiskNeeds:
         return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
 
     def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
-        """Yield what there will be no room for of a run that has done so many steps. Raises DoesNotFitError where that
-        is the export.
+        """Yield a note if some checkpoints will not fit on the disk, after `num_done` completed steps.
+
+        Raises DoesNotFitError if the export will not fit.
         """
         free, section = free_bytes(path), config.checkpoint
         there = f"{path} is on a disk with {format_bytes(free)} ({free} bytes) free"
@@ -52,8 +54,8 @@ class DiskNeeds:
                 f"bytes), {self.export_bytes - free} bytes more. Make room, set --run.dir to a folder on another disk, "
                 "or leave the export out with --checkpoint.export false."
             )
-        num = 1  # when the run is told to stop
-        if section.every is not None:  # the next one is there before the oldest goes
+        num = 1  # for a stop request
+        if section.every is not None:  # the next one is written before the oldest is removed
             num += section.keep or 1
         if section.keep is None and isinstance(section.every, int) and config.train.steps:
             num = math.ceil((config.train.steps - num_done) / section.every)

@@ -1,4 +1,4 @@
-"""What a configuration names, looked for before torch is loaded: a wrong name is refused in a fraction of a second."""
+"""Check names in a configuration before torch is loaded, so a wrong name fails in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from offload.hf.places import find_model
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError where the model or the data of a run that begins are nowhere. A run that goes on may do without
-    its model, which the checkpoint has.
+    """Raise ConfigError if model or data for a new run do not exist.
+
+    A resumed run may lack the model path, because the checkpoint contains the model.
     """
     goes_on = config.run.dir is not None and (Path(config.run.dir) / "checkpoints").is_dir()
     if goes_on or config.checkpoint.resume not in ("auto", "never"):

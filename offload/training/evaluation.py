@@ -1,4 +1,4 @@
-"""The evaluations of a run: the loss over rows that it does not train on, in the units that people compare."""
+"""Evaluations in a run: loss over held-out rows, with the usual derived metrics."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ _TOLD = {
     "rewards/accuracies": "accuracy {:.2f}",
     "rewards/margins": "margin {:.3g}",
 }
-"""What of an evaluation is printed, and how."""
+"""Printed metrics and their formats."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss over some rows."""
+    """Evaluation result over some rows."""
 
     name: str
-    """Of the eval source; empty for what is held out of the training data."""
+    """Eval source name; empty for rows held out from the training data."""
     loss: float
-    """Mean over what it is counted in, of all ranks: of target tokens in nats."""
+    """Mean loss over all ranks, per target token in nats, or per unit in `Objective.counted`."""
     measured: Mapping[str, float]
-    """What is told beside it, by the names of metrics.jsonl."""
+    """Further metrics, by their names in metrics.jsonl."""
     rows: str
-    """What was evaluated."""
+    """Description of the evaluated rows."""
 
     @classmethod
     def of_tokens(cls, name: str, loss: float, num_tokens: int, num_bytes: int | None, rows: str) -> Evaluation:
-        """Return that of a mean over tokens, with e to the loss (inf beyond what a number holds), and the bits that all
-        targets take over the bytes of their text, which can be compared between tokenizers; None where these are not
-        known.
+        """Return the result for a mean over tokens, with perplexity and bits per byte.
+
+        Perplexity is inf beyond the float range. Bits per byte divides the information in all targets by their text
+        bytes, so different tokenizers compare. `num_bytes`: None if unknown; then bits per byte is missing.
         """
         measured = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         if num_bytes:
@@ -51,7 +52,7 @@ class Evaluation:
         return cls(name, loss, measured, rows)
 
     def fields(self) -> dict[str, float]:
-        """Return it for a line of metrics.jsonl."""
+        """Return the fields for a metrics.jsonl line."""
         return {"loss": self.loss, **self.measured}
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """Makes the evaluations of a run: those that are due after a step, and that of its end."""
+    """Evaluations in a run: after due steps, and at the end."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Evaluations:
         callbacks: Callbacks,
         say: Callable[[str], None],
     ) -> None:
-        """`callbacks` are told of each; `say` prints a line."""
+        """`callbacks` receive an event per evaluation; `say` prints a line."""
         self._data, self._objective, self._train = run.data, run.objective, run.config.train
         self._comm, self._records, self._stands, self._say = comm, records, stands, say
         self._callbacks = callbacks
@@ -81,17 +82,17 @@ class Evaluations:
 
     @property
     def is_due(self) -> bool:
-        """True where an evaluation is due after the last step that was made."""
+        """True if an evaluation is due after the last completed step."""
         every = self._train.eval_every
         return every > 0 and self._stands.num_done % every == 0
 
     @property
     def has_new_best(self) -> bool:
-        """True where the weights after the last step are the best so far, and are to be kept."""
+        """True if the weights after the last step are the best so far and should be kept."""
         return self._keeps_best and self._stands.best.step == self._stands.num_done
 
     def make(self, engine: Engine) -> dict[str, Any]:
-        """Evaluate all that there is to evaluate; return the fields of metrics.jsonl, if there are any. Collective."""
+        """Evaluate all sources. Return the metrics.jsonl fields; empty without eval rows. Collective."""
         begin, stands = time.perf_counter(), self._stands
         found = [each for name in self._data.evals if (each := self._evaluate(engine, name)) is not None]
         if not found:
@@ -107,17 +108,15 @@ class Evaluations:
         return fields
 
     def make_missed(self, engine: Engine) -> None:
-        """Make the evaluation that a process was to make after its last step, and may not have lived to, where what
-        follows depends on it. Collective.
-        """
+        """Repeat an evaluation lost with a killed process, if later decisions depend on the result. Collective."""
         stands = self._stands
         decides = self._keeps_best or self._train.early_stopping_patience is not None
         if decides and self.is_due and stands.num_done and stands.eval_step != stands.num_done:
             self.make(engine)
 
     def make_last(self, engine: Engine) -> None:
-        """Evaluate the weights after the last step, unless that is done. Collective."""
-        if not self.is_due:  # the evaluation of the end of a run, which sees the newest weights
+        """Evaluate the weights after the last step, unless done already. Collective."""
+        if not self.is_due:  # the final evaluation needs the newest weights
             engine.catch_up()
         if self._stands.eval_step != self._stands.num_done:
             self._records.amend(self._stands.num_done, self.make(engine))

@@ -1,4 +1,4 @@
-"""What a run ends with: the export, proved."""
+"""End of a run: the export and its check."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from offload.training.resident import as_travelling
 from offload.training.run_folder import RunFolder
 
 _AGAIN_S, _LOOK_S = 60.0, 0.5
-"""After which an export that failed is tried again, and how often a signal is looked for until then."""
+"""Seconds before a failed export is retried, and seconds between signal checks until then."""
 
 
 class Export:
-    """The folder that a run leaves in hf/, tokenizer included: whole, or not at all."""
+    """Export to the folder hf/ in the run folder, tokenizer included. The folder is complete or absent."""
 
     def __init__(self, folder: RunFolder, run: Run, say: Callable[[str], None]) -> None:
         self.path, self._saved, self._say = folder.hf, folder.checkpoints, say
@@ -42,8 +42,10 @@ class Export:
         self._link_weights = run.config.offload.link_weights
 
     def is_done(self, config: Config, comm: Comm, stands: RunProgress) -> bool:
-        """Tell, alike on all ranks, whether the folder is of the step where the run stands: no step was made since the
-        run went on, and the folder was made after the checkpoint. Nothing tells whether it is of an earlier step.
+        """Return, equal on all ranks, whether the folder holds the weights at the current step.
+
+        True if no step was made since resuming and the folder is newer than the checkpoint. The folder itself does not
+        record a step.
         """
         is_last = not config.checkpoint.export_best or stands.best.step in (None, stands.num_done)
         if stands.num_done > stands.first_step or not is_last:
@@ -56,7 +58,7 @@ class Export:
         return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
 
     def write(self, engine: Engine) -> Path:
-        """Write the folder, and return it. Collective. Raises DiskError."""
+        """Write the folder, and return its path. Collective. Raises DiskError."""
         if self._trained.library:
             self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trained.base_bytes(engine.model)
@@ -65,14 +67,15 @@ class Export:
         return self.path
 
     def probe_batch(self) -> Batch:
-        """Return rows of the evaluation, or of training where there are none."""
+        """Return eval rows as a model batch, or training rows without an eval set."""
         data = self._data
         rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
         return self._objective.inputs(self._objective.apply(rows, 0))
 
     def check(self) -> None:
-        """Load the folder with the library that it is for, and compare logits with the engine's. On rank 0, where no
-        engine is in the way any more.
+        """Load the folder with its target library, and compare logits with the engine's.
+
+        Runs on rank 0, after the engine is closed.
         """
         reason = reload.reason_not_to_reload(self.path, self._base_bytes, self._budget_bytes)
         if not self._trained.library:
@@ -90,7 +93,7 @@ class Export:
             self._say_sample(model, tokenizer)
 
     def _say_sample(self, model: Any, tokenizer: Any) -> None:
-        """Tell what the model says to the beginning of a row, and what the data say if they have an answer."""
+        """Print a model continuation for the beginning of a row, and the data's answer if there is one."""
         rows = next(iter(self._data.evals.values()), self._data.train)
         cut, limit = excerpt_of(rows, 0), max_positions(model.config)
         num_tokens = reload.SAMPLE_TOKENS if limit is None or cut is None else limit - len(cut.prompt)
@@ -107,18 +110,19 @@ class Export:
 
 
 def _contents(folder: Path) -> str:
-    """Return how many bytes of weights a folder has, and of what kind, which may be wider than the model had them."""
+    """Describe the weights in a folder: bytes and dtype. The dtype may be wider than in the model."""
     try:
         num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    except (OSError, ValueError):  # of an adapter, or of a rank that has another disk
+    except (OSError, ValueError):  # an adapter, or a rank with another disk
         return ""
     return f": {format_bytes(num_bytes)} of weights{f' in {kind}' if kind else ''}"
 
 
 def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Export:
-    """Return what a run is to end with. Refuse a model, before its first step, that its export would not give back.
-    Collective. Raises ConfigError.
+    """Return the export for the end of a run.
+
+    Raises ConfigError before the first step if a reloaded export would differ from the model. Collective.
     """
     export = Export(folder, run, say)
     if run.config.checkpoint.export and isinstance(run.engine.model, PreTrainedModel):
@@ -129,9 +133,10 @@ def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Exp
 def go_back(
     engine: Engine, config: Config, stands: RunProgress, folder: RunFolder, say: Callable[[str], None]
 ) -> Path | None:
-    """Take over the states of the best evaluation, if these are to be exported, and return the checkpoint that has
-    them; None where the last states are the best, or the only ones: a save has failed, or the run began in another's
-    folder, or at an earlier step. Collective. Raises CheckpointError.
+    """Load the best evaluated states for the export. Return their checkpoint. Collective. Raises CheckpointError.
+
+    None: the last states are exported. They are the best, or the only ones, because a save failed, or the run began in
+    another folder or at an earlier step.
     """
     best, comm = stands.best, engine.comm
     if not config.checkpoint.export_best or best.step in (None, stands.num_done):
@@ -155,15 +160,17 @@ def export_or_save(
     waits: bool,
     saved: str,
 ) -> Path:
-    """Return where an export is. Where it fails the states are saved, for an export of them; where there is no room for
-    these either, and none for the export, wait for it, unless it `waits` for nothing: nothing else has them. `saved`:
-    what is said once they are. Collective. Raises what the export does: a DiskError says so itself.
+    """Return the export folder. If the export fails, save the states for a later export. Collective.
+
+    If neither fits on the disk, wait and retry both, because the states exist nowhere else; `waits=False` raises
+    instead. `saved`: message after a successful save. Raises the export error; a DiskError includes the `saved`
+    message.
     """
     while True:
         try:
             return export()
         except Exception as error:
-            if comm.size > 1 and not is_common(error):  # the others are elsewhere, and cannot save
+            if comm.size > 1 and not is_common(error):  # the other ranks are elsewhere and cannot save
                 raise
             failure = error
         try:

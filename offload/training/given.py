@@ -1,4 +1,4 @@
-"""What a run is given in Python, in the words of a configuration."""
+"""Merge Python objects passed to Trainer into the configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from offload.hf.given import GivenModel
 
 
 def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, GivenModel | None]:
-    """Return the configuration of a run, and the model that it is given, if any. `config`: as `Trainer` takes it;
-    `model`, `data`, `eval_data`: None for those that the configuration names. Raises ConfigError.
+    """Return the configuration for a run, and the model object, if any.
+
+    `config`: as for `Trainer`. `model`, `data`, `eval_data`: None for the configured ones. Raises ConfigError.
     """
     if config is None or isinstance(config, Mapping):
         config = Config.load(None, config, may_go_on=True)
@@ -45,7 +46,7 @@ def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, 
 
 
 def _put(config: Config, key: str, value: Any) -> None:
-    """Set what is given beside the configuration, which must not say otherwise. Raises ConfigError."""
+    """Set a value passed beside the configuration. Raises ConfigError if the configuration has another value."""
     section, field = key.split(".")
     was, default = config.get(key), config.SECTIONS[section].model_fields[field].get_default()
     setattr(getattr(config, section), field, value)

@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM while a model trains: the first asks for a stop after the step, the second leaves at once. SIGUSR1
-asks for a checkpoint after the step.
+"""Signals during training.
+
+Ctrl-C or SIGTERM: the first stops after the step, the second exits at once. SIGUSR1: save a checkpoint after the step.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any
 
 from offload.distributed.comm import Comm
 
-_IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # of torchrun's ranks, and of those of `--gpus`
+_IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set for ranks started by torchrun or `--gpus`
 _ONE_AND_THE_SAME_S = 1.0
 
 
 class StopSignals:
-    """`requested` turns true at the first signal to stop after `begin`; any before it, and a second one, raises
-    KeyboardInterrupt wherever the program is. `take_save` is true once after SIGUSR1.
+    """Stop and save requests from signals.
 
-    Signals can only be caught in the main thread; in another one this never turns true. `say` prints a line.
+    The first stop signal after `begin` sets `requested`. Earlier ones, and a second one, raise KeyboardInterrupt at any
+    point in the program. `take_save` returns True once after SIGUSR1. Python handles signals in the main thread only:
+    in another thread nothing is ever requested. `say` prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -32,7 +34,7 @@ class StopSignals:
         self._say = say
         self._waits = self._is_deaf = self._is_agreed = self._is_told = False
         self._before: dict[int, Any] = {}
-        self._last = (0, -math.inf)  # signal, and when it came
+        self._last = (0, -math.inf)  # last signal and its time
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -43,26 +45,26 @@ class StopSignals:
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
-            # A rank that leaves is told by torchrun to leave, too: that may come until its process is gone.
+            # torchrun also sends SIGTERM to a leaving rank, any time until the process is gone.
             signal.signal(number, signal.SIG_IGN if self._is_deaf and number == signal.SIGTERM else handler)
 
     def begin(self) -> None:
-        """From now on there is something to save, and the first signal asks for it."""
+        """From now on there are states to save: the first signal requests a stop."""
         self._waits = True
 
     def ignore(self) -> None:
-        """This process is on its way out, for another reason."""
+        """Ignore signals, because this process already exits for another reason."""
         self._is_deaf = True
 
     def is_agreed(self, comm: Comm) -> bool:
-        """Tell, alike on all ranks, whether one of them was asked to stop. Collective; `name` is set on all."""
+        """Return, equal on all ranks, whether any rank has a stop request. Sets `name` everywhere. Collective."""
         if not comm.any(self.requested, "requests to stop"):
             return False
         self.agree(comm)
         return True
 
     def agree(self, comm: Comm) -> None:
-        """One of the ranks was asked to stop, and so are all. Collective."""
+        """Apply the stop request of one rank to all ranks. Collective."""
         if not self._is_agreed:
             names = comm.gather_objects(self.name, "name of the signal")
             self._is_agreed = True
@@ -72,7 +74,7 @@ class StopSignals:
             self.requested, self.name = True, name
 
     def take_save(self) -> bool:
-        """Return whether a checkpoint was asked for since this was called last."""
+        """Return whether a checkpoint was requested since the last call."""
         wants, self._wants_save = self._wants_save, False
         return wants
 
@@ -83,25 +85,26 @@ class StopSignals:
         self._tell("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()  # on a line of its own: no signal comes between looking at the last one and noting this
+        now = time.monotonic()  # own line, so no signal comes between read and store below
         before, self._last = self._last, (number, now)
         if self._is_deaf:
             return
         if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _ONE_AND_THE_SAME_S:
-            return  # told to all processes of the job, and passed on by the launcher
+            return  # sent to the whole job and passed on by the launcher
         if not self._waits:
             raise KeyboardInterrupt
-        self._waits = False  # one that came to another rank does not count: the same one may be on its way to this
+        self._waits = False  # Not set by other ranks' signals: the same signal may still be on the way here.
         was_requested, self.requested = self.requested, True
         self.name = self.name or signal.Signals(number).name
-        # torchrun ends the others by SIGTERM when a rank is gone, which may come before that is seen: then nothing is
-        # saved. Where it is somebody's wish, `agree` says so.
+        # When a rank is gone, torchrun sends SIGTERM to the others, maybe before they notice. Then nothing is saved, so
+        # print nothing here. If a user sent the signal, `agree` prints the message.
         if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
             self._is_told = self._tell(f"{self.name}: finishing this step, then saving; once more to leave at once.")
 
     def _tell(self, text: str) -> bool:
-        """Print a line from a handler; return whether it could be. A signal that comes within a write of the program's
-        own finds the stream taken: it fails as a reentrant call, which is not to end the run.
+        """Print a line from a signal handler. Return False if not possible.
+
+        A signal during a write to the same stream fails as a reentrant call, which must not end the run.
         """
         try:
             self._say(text)

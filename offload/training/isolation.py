@@ -1,4 +1,4 @@
-"""Whether documents of a row are apart: as the run was told, and as the model itself is asked before the first step."""
+"""Isolation between documents in a packed row: a test on the model itself before the first step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 
 _LENGTH = 16
-"""Tokens of a document that is tried: above the reach of short convolutions."""
+"""Tokens in a test document, longer than the reach of short convolutions."""
 _ROUNDING = 2e-6
-"""What is rounding in fp32, as a share of the largest logit."""
+"""fp32 rounding, relative to the largest logit."""
 
 
 def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spared: Collection[int] = ()) -> str:
-    """Say how a document in a row is not as it would be alone, where positions begin anew in each; nothing where it is.
-    Its logits must not change once the two documents before it change places, but for what they change with other rows
-    of the batch too, by which experts group their tokens otherwise; and they are those of the document alone.
+    """Return the reason why a document in a packed row is computed differently than alone. Empty: no difference.
 
-    The rows are made of tokens that are not `spared`, such as those for padding, which a model may treat in its own
-    way. Collective, where the model is an engine's.
+    Positions restart in each document. The logits of the last document in a row must not change when the two earlier
+    documents swap places, and must equal the logits for the document alone. Changes also caused by other rows in the
+    batch (experts group tokens differently) are tolerated.
+
+    `spared`: token ids to leave out, for example padding, because a model may treat them specially. Collective for a
+    model in an engine.
     """
     generator = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in spared])
@@ -31,7 +33,7 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
     anew, was_training = torch.arange(_LENGTH).repeat(3).expand(2, -1), model.training
 
     def last(*rows: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the last document of the first row."""
+        """Return the logits for the last document in the first row."""
         found = model(input_ids=torch.stack(rows).to(device), use_cache=False, **positions)
         return found.logits[0, -_LENGTH:].float()
 
@@ -43,7 +45,7 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
         with torch.no_grad():
             one, swapped, alone = in_row(a, b, c, d, e, f), in_row(b, a, c, d, e, f), last(c)
             noise = max(float((one - in_row(a, b, c, *rest)).abs().max()) for rest in ((f, d, e), (e, f, d)))
-    except (TypeError, ValueError, RuntimeError) as error:  # the model takes no positions, or none that begin anew
+    except (TypeError, ValueError, RuntimeError) as error:  # no position argument, or no restarted positions
         return f"the model does not take positions that begin anew ({' '.join(str(error).split())[:120]})"
     finally:
         model.train(was_training)
@@ -57,13 +59,13 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
 
 
 def ask_whether_apart(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
-    """As `why_not_apart`, on all ranks alike. Collective."""
+    """Like `why_not_apart`, with the same result on all ranks. Collective."""
     spared = set(getattr(tokenizer, "all_special_ids", ()))
     return comm.gather_objects(why_not_apart(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
 
 
 def not_apart(why: str) -> str:
-    """Return the error of a run whose documents were to be apart."""
+    """Return the error text for a run with required isolation."""
     return (
         f"data.packing_isolated is true, and {why}: documents of a row would see each other. Set --data.packing false "
         "for a document a row, or --data.packing_isolated false."

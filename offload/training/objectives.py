@@ -1,4 +1,4 @@
-"""What a model is asked to predict: how rows of tokens become inputs and labels. Chosen once, by the model's class."""
+"""Training objectives: how token rows become inputs and labels. Chosen once, by model class."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ Batch = dict[str, torch.Tensor]
 
 
 class Objective:
-    """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the
-    model: for causal language models as it is, since the model shifts the labels.
+    """Maps a dataset batch to a model batch.
+
+    The dataset batch has input_ids, labels and optionally attention_mask, each int64 [rows, tokens]. For causal
+    language models nothing changes: the model shifts the labels.
     """
 
     name = "next token"
     takes_labels = True
-    """Whether the targets are the tokens that have a label in the data, but for those that are first."""
+    """True if the targets are the labelled tokens in the data, except the first in a row."""
     counted = "tokens"
-    """What `count` counts."""
+    """Unit for `count`."""
     loss: GroupLoss | None = None
-    """The loss; None for the model's own."""
+    """Loss function. None: the model's own."""
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
-        """Return the model's batch for a step; the same step gives the same batch.
+        """Return the model batch for a step. Deterministic per step.
 
-        The rows are those from first_row on of the num_rows of all ranks (None: there are no others); what becomes of
-        a row does not depend on which rank has it.
+        The rows begin at `first_row` among `num_rows` rows over all ranks (None: no other ranks). The result for a row
+        does not depend on the rank.
         """
         return batch
 
     def count(self, batch: Batch) -> int:
-        """Return how many target tokens a batch of `apply` has."""
+        """Return the target tokens in a batch from `apply`."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def inputs(self, batch: Batch) -> Batch:
-        """Return what of a batch of `apply` the model may be given without a loss."""
+        """Return the part of a batch from `apply` that the model accepts without a loss."""
         own = set() if self.loss is None else self.loss.own
         return {key: value for key, value in batch.items() if key not in own}
 
     def measured(self, comm: Comm) -> dict[str, float]:
-        """Return what the loss has measured beside itself in the last pass, means by name, of all ranks. Collective."""
+        """Return further loss metrics from the last pass, as means over all ranks by name. Collective."""
         if self.loss is None:
             return {}
         own = {name: (float(each.sum()), len(each)) for name, each in self.loss.measured.items()}
@@ -55,20 +57,21 @@ class Objective:
         return {name: sum(total for total, _ in each) / sum(count for _, count in each) for name, each in sums.items()}
 
     def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of all rows of a step's batch as the model gets them, and which of them are targets."""
+        """Return all tokens in a step's batch as the model sees them, and the target mask. Both [rows, tokens]."""
         made = self.apply(batch, step)
         targets = made["labels"] != IGNORED
         targets[:, :1] = False
         return made["input_ids"], targets
 
     def share(self, labelled: float) -> float:
-        """Return about which share of the tokens are targets, where the data label a share of them."""
+        """Return the approximate target share among tokens. `labelled`: labelled share in the data."""
         return labelled
 
 
 class MaskedTokens(Objective):
-    """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept
-    (arXiv:1810.04805).
+    """Masked language modelling (arXiv:1810.04805).
+
+    15% of tokens are targets: 80% masked, 10% random, 10% unchanged.
     """
 
     name = "masked tokens"
@@ -87,7 +90,7 @@ class MaskedTokens(Objective):
         chosen = draw < 0.15
         if "attention_mask" in batch:
             chosen &= batch["attention_mask"].bool()
-        chosen &= (batch["labels"] != IGNORED).any(1, keepdim=True)  # a row of a rank that has none
+        chosen &= (batch["labels"] != IGNORED).any(1, keepdim=True)  # empty row on a rank without data
         if not chosen.any() and len(ids) == shape[0]:
             chosen[:, 0] = True
         inputs = torch.where(chosen & (draw < 0.12), self._mask_id, ids)
@@ -106,8 +109,9 @@ class MaskedTokens(Objective):
 
 
 class Continuation(Objective):
-    """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
-    arXiv:1910.10683). Rows that tell a prompt from an answer are refused before.
+    """Encoder-decoder training: the encoder reads the first half of a row, the decoder writes the second.
+
+    Prefix language model, arXiv:1910.10683. Rows with prompt and answer are refused earlier.
     """
 
     name = "second half of a row from the first"
@@ -131,7 +135,7 @@ class Continuation(Objective):
 
 
 def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
-    """Return the objective of a model that is "causal", "masked" or "seq2seq". Raises ConfigError."""
+    """Return the objective for a "causal", "masked" or "seq2seq" model. Raises ConfigError."""
     if kind == "causal":
         return Objective()
     if kind == "seq2seq":
@@ -139,7 +143,7 @@ def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -
     num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
     mask_id = getattr(tokenizer, "mask_token_id", None)
     if mask_id is None and num_tokens < vocab_size:
-        mask_id = vocab_size - 1  # a row of the embedding that no token uses
+        mask_id = vocab_size - 1  # an embedding row without a token
     if mask_id is None:
         raise ConfigError(
             f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens "

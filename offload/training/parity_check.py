@@ -1,8 +1,7 @@
-"""The engine and a resident model, side by side over the first steps of a run: do they have the same bits?
+"""Equivalence check: engine and resident model over the first steps of a run, compared bit for bit.
 
-The engine trains as it does in a run, one step right after the other, and then the resident model; weights are compared
-after the last step. Only where something differs, both begin again and are compared after each step, which tells where
-it begins.
+The engine trains all steps first, as in a run, then the resident model; weights are compared after the last step. After
+a difference, both train again and are compared after each step, to locate the first difference.
 """
 
 from __future__ import annotations
@@ -38,36 +37,38 @@ Say = Callable[[str], None]
 
 NUMBERS = ("loss", "grad_norm")
 TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e-2, "weights": 0.25}}
-"""By precision, where the order of sums differs. numbers: of losses and norms, as a share of the larger one. weights:
-their distance as a share of the way that they have gone. A rule that divides by the root of a second moment turns a
-gradient that is nothing but rounding into a step of full length, so that single elements have no tolerance.
+"""Tolerances by precision, used when sum orders differ.
+
+numbers: relative difference between losses or norms. weights: distance relative to the change since the start. Single
+elements have no tolerance: a rule that divides by the root of a second moment turns a rounding-only gradient into a
+full-length step.
 """
 NORM_ON_DEVICE = 1e-7
-"""How far norms may be apart where the engine sums them on an accelerator, as a share (docs/reference/numerics.md)."""
+"""Allowed relative difference between norms if the engine sums on an accelerator (docs/reference/numerics.md)."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step gave on either side, by name: "loss" and "grad_norm"."""
+    """Loss and gradient norm in one step on both sides, by name: "loss" and "grad_norm"."""
 
     step: int
     """Counted from 1."""
     offloaded: dict[str, float]
-    """The engine's."""
+    """Values in the engine."""
     resident: dict[str, float]
-    """The resident side's."""
+    """Values on the resident side."""
     norm_within: float = 0.0
-    """How far the norms may be apart and be called equal, as a share."""
+    """Relative difference up to which norms count as equal."""
 
     def first_apart(self) -> Apart | None:
-        """Return the first number that differs in a bit; of norms, by more than they may."""
+        """Return the first number with a different bit. Norms: with a difference above `norm_within`."""
         for what in NUMBERS:
             if self.distance(what) > (self.norm_within if what == "grad_norm" else 0.0):
                 return Apart(self.step, what, (), self.offloaded[what], self.resident[what])
         return None
 
     def distance(self, what: str) -> float:
-        """Return the difference of a number as a share of the larger one."""
+        """Return the relative difference of a number between the sides."""
         one, other = self.offloaded[what], self.resident[what]
         if one == other or (math.isnan(one) and math.isnan(other)):
             return 0.0
@@ -75,7 +76,7 @@ class Numbers:
         return gap if math.isfinite(gap) else math.inf
 
     def fields(self) -> dict[str, Any]:
-        """Return them for JSON."""
+        """Return a JSON object."""
         sides = {"offloaded": self.offloaded, "resident": self.resident}
         values = {what: {side: json_number(its[what]) for side, its in sides.items()} for what in NUMBERS}
         return {"step": self.step, **values}
@@ -83,49 +84,47 @@ class Numbers:
 
 @dataclass
 class Verdict:
-    """Whether offloaded training is resident training, and what a pass over the steps has found; that is rank 0's."""
+    """Result of the equivalence check. Differences are known on rank 0 only."""
 
     num_ranks: int
-    """How many trained the engine's side."""
+    """Ranks that trained the engine's side."""
     precision: str
-    """In what both computed."""
+    """Compute precision on both sides."""
     in_same_order: bool
-    """True where the resident side summed in the engine's order as far as it can."""
+    """True if the resident side sums in the engine's order as far as possible."""
     notes: list[str]
-    """What is approximate by design, on both sides alike."""
+    """Intended approximations, equal on both sides."""
     steps: list[Numbers] = field(default_factory=list)
-    """In their order."""
+    """Numbers by step."""
     weights: WeightsApart = field(default_factory=WeightsApart)
-    """After the last step."""
+    """Weights after the last step."""
     first: Apart | None = None
-    """What differs first, as far as it was looked for; None also where nothing differs once both are compared at each
-    step.
-    """
+    """First difference. None: not searched, or not found in the comparison at each step."""
     reasons: list[str] = field(default_factory=list)
-    """Why the bits of both sides may differ; none where they must not."""
+    """Reasons for possible bit differences. Empty: all bits must be equal."""
     is_equal: bool = True
-    """Whether nothing differs that must not; the same on all ranks."""
+    """False if an unexpected difference exists. Equal on all ranks."""
 
     @property
     def tolerance(self) -> dict[str, float] | None:
-        """One of `TOLERANCES`; None where every bit has to be the same."""
+        """An entry of `TOLERANCES`. None: every bit must be equal."""
         return TOLERANCES[self.precision] if self.reasons else None
 
     @property
     def is_bit_equal(self) -> bool:
-        """True where no loss, norm or weight differs."""
+        """True if no loss, norm or weight differs."""
         return not self.weights.differing and all(step.first_apart() is None for step in self.steps)
 
     @property
     def is_close(self) -> bool:
-        """True where nothing is farther apart than it may be."""
+        """True if all differences are within the tolerance."""
         if (tolerance := self.tolerance) is None:
             return self.is_bit_equal
         numbers = [step.distance(what) for step in self.steps for what in NUMBERS]
         return max(numbers, default=0.0) <= tolerance["numbers"] and self.weights.distance <= tolerance["weights"]
 
     def fields(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return a JSON object."""
         return {
             "equal": self.is_equal,
             "bit_equal": self.is_bit_equal,
@@ -141,12 +140,14 @@ class Verdict:
 
 
 def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> Verdict:
-    """Compare the first steps of the run of a configuration, from its initial weights on. Collective: over several
-    ranks the resident side is rank 0's. Train both sides, a second time where they differ and must not.
+    """Compare the engine with a resident model over the first steps of a configured run. Collective.
 
-    same_order: the resident side sums in the engine's order where it can. say: prints a line, on rank 0.
+    Both sides begin with the initial weights. With several ranks, rank 0 runs the resident side. After an unexpected
+    difference, both sides train a second time.
 
-    Raises ConfigError for what cannot be compared, DoesNotFitError where the model does not fit resident.
+    same_order: the resident side sums in the engine's order where possible. say: prints a line, on rank 0.
+
+    Raises ConfigError for settings without a comparison, DoesNotFitError if the resident model does not fit in memory.
     """
     with as_one(comm, "check of the settings"):
         config.check_source()
@@ -165,12 +166,12 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
 
 
 def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, looks: bool) -> Verdict:
-    """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
+    """Train both sides from the start. `looks`: compare weights after each step, until a difference."""
     steps = range(num_steps)
     run = make_run(ResumePoint(config), comm, say, say)
     with closing(run.engine), ExitStack() as stack:
         if (accelerator := own_accelerator(config.offload.device)) is not None:
-            stack.callback(accelerator.bound(1 << 62))  # the engine's budget is no limit of what is beside it
+            stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
         resident = None
         with as_one(comm, "making of the resident side"):
             if (most := run.config.train.steps) is not None and num_steps > most:
@@ -206,7 +207,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 class _Sides:
-    """Both sides of a pass. `resident`: None on all ranks but the first."""
+    """Both sides of an equivalence check. `resident`: None except on rank 0."""
 
     def __init__(self, run: Run, resident: Resident | None, comm: Comm, same_order: bool) -> None:
         self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
@@ -216,7 +217,7 @@ class _Sides:
         self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
 
     def train_offloaded(self, step: int) -> bool:
-        """Train the engine on a batch; return False where the data are at their end. Collective."""
+        """Train the engine on one batch. Return False at the end of the data. Collective."""
         batches = self._batches(step)
         if self._comm.any(not batches, "whether there are rows"):
             return False
@@ -227,7 +228,7 @@ class _Sides:
         return True
 
     def train_resident(self, step: int, found: Verdict) -> None:
-        """Train the resident side on the batch that the engine has trained on, and note what both gave. Collective."""
+        """Train the resident side on the engine's batch, and store both results. Collective."""
         with as_one(self._comm, "step of the resident side"):
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
@@ -241,11 +242,11 @@ class _Sides:
                 found.first = found.first or found.steps[-1].first_apart()
 
     def _begin(self, step: int) -> None:
-        """Let what a step draws be the same on both sides."""
+        """Seed the generators equally on both sides."""
         torch.manual_seed(self._run.config.run.seed * 1_000_003 + step)
 
     def _batches(self, step: int) -> list[Batch]:
-        """Return the rows of each rank, or group that shares them; nothing where there are none left."""
+        """Return the rows per rank or sequence group. Empty: end of the data."""
         run, num_shares = self._run, self._share.num_shares
         size, found = run.config.train.batch_size, []
         for number in range(num_shares):
@@ -279,15 +280,13 @@ class _Sides:
 
     @property
     def _micro_rows(self) -> int | None:
-        """Rows of a micro-batch; None where batches are whole."""
+        """Rows per micro-batch. None: whole batches."""
         train = self._run.config.train
         largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
         return size if size is not None and size < largest else None
 
     def _parts(self, batches: list[Batch]) -> list[Part]:
-        """Return what the resident side trains on: the rows of all ranks at once, or part by part as the engine has
-        them.
-        """
+        """Return the resident side's batches: all ranks' rows at once, or in the engine's parts."""
         count = self._run.objective.count
         whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         if not self._same_order:
@@ -304,7 +303,7 @@ class _Sides:
         return parts
 
     def compare(self) -> WeightsApart:
-        """Compare all weights after the last step so far. Collective; what it found is rank 0's."""
+        """Compare all weights after the last step. Collective; the result is valid on rank 0."""
         found, step = WeightsApart(), len(self._offloaded)
         others = self._resident.weights() if self._resident is not None else None
         for name, offloaded in self._engine.named_parameters():
@@ -313,7 +312,7 @@ class _Sides:
         return found
 
     def reasons(self) -> list[str]:
-        """Return why bits may differ that the engine does not promise."""
+        """Return the reasons for bit differences outside the engine's guarantees."""
         engine, found = self._engine, []
         if self._comm.size > 1:
             found.append(f"{self._comm.size} ranks: each sums the gradients of its rows, and a part of the norm")
@@ -335,7 +334,7 @@ class _Sides:
 
 
 def _resident(run: Run, same_order: bool) -> Resident:
-    """Make the resident side of a run, of the model that the run begins with. Raises DoesNotFitError."""
+    """Build the resident side with the initial model of the run. Raises DoesNotFitError."""
     config, engine = run.config, run.engine
     built = run.trained.over(run.build_base())
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
@@ -359,8 +358,10 @@ def _resident(run: Run, same_order: bool) -> Resident:
 
 
 def _plain_base(run: Run) -> BuiltModel:
-    """Return the model of a run without an adapter. One that a folder has whole, and not in few bits, is as
-    `from_pretrained` gives it, and owes nothing to what reads folders here.
+    """Return the base model of a run, without an adapter.
+
+    If a folder has complete, unquantized weights, `from_pretrained` loads them, so the check does not depend on our own
+    reader.
     """
     base, section = run.build_base(), run.config.model
     if not is_pretrained(section, base.folder) or base.notes or base.quantized:
@@ -375,13 +376,13 @@ def _plain_base(run: Run) -> BuiltModel:
 
 
 def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
-    """Raise DoesNotFitError where the resident side has no room beside the engine. Activations are not counted."""
+    """Raise DoesNotFitError if the resident side does not fit beside the engine. Activations are not counted."""
     accelerator = own_accelerator(str(engine.device))
     computes = "cpu" if accelerator is None else "device"
     on_host = all(device.type == "cpu" for device in engine.update_devices.values())
     updates = "cpu" if on_host else computes
     places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
-    held = {**held, "first weights": held["masters"]}  # to tell how far the others have gone
+    held = {**held, "first weights": held["masters"]}  # needed for the distance
     free = {
         "cpu": memory().get("available_bytes"),
         "device": None if accelerator is None else accelerator.free_bytes,
@@ -399,7 +400,7 @@ def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators from which a forward may draw."""
+    """Return the states of random generators used in a forward pass."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(open_accelerator(device).module.get_rng_state(device))

@@ -1,4 +1,4 @@
-"""What a configuration is made into: the data, the engine."""
+"""Build data and engine from a configuration."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from offload.training.preferences import choose_preferences
 
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
-    """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
+    """Return an engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
     return Engine(built.model, settings=settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:
-    """Return the configuration with what the engine decided by its first step, such that it can be run again."""
+    """Return the configuration with the engine's decisions from the first step, so the run can be repeated."""
     chunks, update = engine.head_chunk_bytes, engine.updates_on
     decided = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
     if config.offload.prefetch != "auto":
         return decided
     has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
-    if engine.overlaps and has_budget:  # as a number it would be all there is
+    if engine.overlaps and has_budget:  # a fixed number would be the maximum
         return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
     return decided.with_resolved(offload__prefetch=engine.prefetch)
 
 
 def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[str, float], None]) -> Dataset:
-    """Return the batches of a resolved configuration, for a model of that kind and vocabulary. Raises ConfigError."""
+    """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
     data, has_pairs = config.data, config.train.group > 1
     if has_pairs:
         data = data.model_copy(update={"format": "preference"})
     folder = locate(config.model)
-    # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
+    # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
     spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
     dataset = build_dataset(
         sources=_sources(data, data.sources, "data.sources")
@@ -90,7 +90,7 @@ _NO_ANSWERS = (
 
 
 def _no_pictures(config: Config, kind: Kind) -> str:
-    """Return why rows with pictures cannot be trained on, and what to change; an empty text where they can."""
+    """Return the reason against training on rows with pictures, with a fix. Empty: allowed."""
     if kind.name != "causal":
         return f"the model is a {kind.name} one: pictures are trained on with those that write on after them."
     for key in ("packing", "packing_isolated"):
@@ -100,14 +100,14 @@ def _no_pictures(config: Config, kind: Kind) -> str:
 
 
 def objective(config: Config, kind: Kind, data: Dataset, vocabulary: int) -> Objective:
-    """Return what a model of that kind and vocabulary is asked to learn. Raises ConfigError."""
+    """Return the training objective for a model kind and vocabulary. Raises ConfigError."""
     if config.train.method != "sft":
         return choose_preferences(config.train, labels_prompt=config.data.train_on_prompt)
     return choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
 
 
 def _isolated(data: DataSection, kind: Kind) -> bool | None:
-    """Return whether packed documents are apart; None for those of conversations. Raises ConfigError."""
+    """Return whether packed documents are isolated. None: only conversations. Raises ConfigError."""
     if kind.name == "causal" and (kind.auto is not None or data.packing_isolated is True):
         return None if data.packing_isolated == "auto" else data.packing_isolated
     if data.packing_isolated is True:
@@ -119,7 +119,7 @@ def _isolated(data: DataSection, kind: Kind) -> bool | None:
 
 
 def _grouped(config: Config) -> bool:
-    """Return whether rows that are a document each are batched by length. Raises ConfigError."""
+    """Return whether unpacked rows are batched by length. Raises ConfigError."""
     data = config.data
     if data.group_by_length is True and data.packing:
         raise ConfigError(
@@ -130,15 +130,16 @@ def _grouped(config: Config) -> bool:
 
 
 def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
-    """Return sources as the data package has them: what they leave open is as `data` says for all."""
+    """Return sources for the data package, with defaults from `data`."""
     defaults = {"type": data.format, "columns": data.columns}
     filled = [{**defaults, **source} for source in given]
     return [Source((source.pop("path"),), source.pop("type"), **source, setting=setting) for source in filled]
 
 
 def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
-    """Give pretrained embeddings a row for every token that was added to the tokenizer; tell whether any was missing.
-    Raises ConfigError.
+    """Grow the vocabulary for tokens added to the tokenizer. Return whether any embedding row was missing.
+
+    Applies to pretrained models only. Raises ConfigError.
     """
     if config.model.init != "pretrained" or trains_tokenizer(config):
         return False
@@ -151,13 +152,13 @@ def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
 
 
 def trains_tokenizer(config: Config) -> bool:
-    """Tell whether the tokenizer is made from the data: none was named, and the model has none."""
+    """Return whether the tokenizer is trained from the data, because neither configuration nor model has one."""
     folder = locate(config.model)
     return config.data.tokenizer is None and tokenizer_folder(None if folder is None else str(folder)) is None
 
 
 def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[[str, float], None]:
-    """Return a progress callback that names each stage once, and calls `alive` at every step of it."""
+    """Return a progress callback: prints each stage once, and calls `alive` on every update."""
     seen: set[str] = set()
 
     def progress(stage: str, _fraction: float) -> None:
@@ -170,7 +171,7 @@ def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[
 
 
 def told_data(data: Dataset, objective: Objective) -> Iterator[str]:
-    """Yield what a run says of its data: notes, each source, the rows."""
+    """Yield the data description of a run: notes, sources, rows."""
     yield from (f"note: {text}" for text in data.notes)
     for word, each in [*(("data", one) for one in data.sources), *(("eval", one) for one in data.eval_sources)]:
         done = "trained on" if word == "data" else "evaluated on"
@@ -180,7 +181,7 @@ def told_data(data: Dataset, objective: Objective) -> Iterator[str]:
 
 
 def rate_at(step: int, config: Config) -> float:
-    """Return the learning rate of a step, counted from 0."""
+    """Return the learning rate for a step, counted from 0."""
     optimizer, lora = config.optimizer, config.lora
     factor = restart_factor(step, every=lora.restart_every, warmup_steps=lora.restart_warmup_steps)
     return factor * learning_rate(

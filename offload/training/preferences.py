@@ -1,5 +1,6 @@
-"""Training on preferences: of two answers to a prompt, the chosen one and the rejected one, which are neighbouring rows
-of a batch. Three losses, and the objective that hands a batch to them.
+"""Preference training: pairs of a chosen and a rejected answer, in neighbouring rows of a batch.
+
+Contains the DPO, ORPO and reward losses, and the objective for their batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offload.training.objectives import Objective
 
 
 class LogProbs(TokenLoss):
-    """Measures the log-probability of each row's targets, as `log_probs`; the loss is minus their mean."""
+    """Measures the summed log-probability of targets per row, as `log_probs`. The loss is the negative mean."""
 
     own: ClassVar[frozenset[str]] = frozenset({"labels", "answers"})
 
@@ -28,12 +29,13 @@ class LogProbs(TokenLoss):
 
 
 class DPO(TokenLoss):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7): the reward of an answer is
-    `beta` times how much more probable it is than by the reference, whose log-probabilities are the first column of the
-    batch's `reference`, fp32 [rows, tokens].
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
+
+    The reward of an answer is `beta` times its log-probability ratio to the reference model. The reference
+    log-probabilities are the first column of `reference` in the batch, fp32 [rows, tokens].
 
     `loss_type`: sigmoid; hinge (SLiC, Zhao et al. 2023, arXiv:2305.10425); ipo (Azar et al. 2023, arXiv:2310.12036,
-    equation 17, over the mean of a row's tokens).
+    equation 17, with log-probabilities averaged over the tokens in a row).
     """
 
     group: ClassVar[int] = 2
@@ -57,11 +59,11 @@ class DPO(TokenLoss):
 
 
 class ORPO(TokenLoss):
-    """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691, equation 6): the chosen answer's loss,
-    and `beta` (their lambda) times how little its odds exceed the rejected one's. Needs no reference.
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691, equation 6), without a reference.
 
-    Where the batch has `answers` int64 [rows, tokens], the labels of prompts are in the first term, and these say which
-    are in the second.
+    Loss on the chosen answer, minus `beta` (lambda in the paper) times the log-sigmoid of the log odds ratio between
+    chosen and rejected answer. If the batch has `answers`, int64 [rows, tokens], prompt labels count in the first term,
+    and `answers` marks the labels for the second.
     """
 
     group: ClassVar[int] = 2
@@ -85,9 +87,10 @@ class ORPO(TokenLoss):
 
 
 class Reward(GroupLoss):
-    """A reward model's loss: the chosen answer has the higher score, by the model of Bradley and Terry (1952). The
-    outputs' `logits` are [rows, 1]. `centering` times the squared sum of a pair's scores is added (Eisenstein et al.
-    2023, arXiv:2312.09244).
+    """Reward model loss: the chosen answer should score higher (Bradley and Terry 1952).
+
+    Model outputs: `logits` [rows, 1]. Adds `centering` times the squared score sum of a pair (Eisenstein et al. 2023,
+    arXiv:2312.09244).
     """
 
     group: ClassVar[int] = 2
@@ -105,12 +108,12 @@ class Reward(GroupLoss):
 
 
 def _margins(values: torch.Tensor) -> torch.Tensor:
-    """Return how much more the chosen rows of values [rows] have than the rejected ones, [pairs]."""
+    """Return chosen minus rejected values. values: [rows]; result: [pairs]."""
     return values[::2] - values[1::2]
 
 
 def _told(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what is told of rewards [rows], by TRL's names, [pairs] each."""
+    """Return reward metrics by TRL's names, each [pairs]. rewards: [rows]."""
     margins = _margins(rewards)
     return {
         "rewards/chosen": rewards[::2],
@@ -125,12 +128,12 @@ def _told_sums(sums: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _num_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Return how many targets each row of labels [rows, tokens] has, at least 1."""
+    """Return the target count per row, at least 1. labels: [rows, tokens]; result: [rows]."""
     return (labels[:, 1:] != IGNORED).sum(1).clamp(min=1)
 
 
 def _log1mexp(values: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(values)) of values below 0 (Maechler 2012, "Accurately computing log(1 - exp(-|a|))")."""
+    """Return log(1 - exp(values)) for negative values (Maechler 2012, "Accurately computing log(1 - exp(-|a|))")."""
     values = values.clamp(max=-torch.finfo(values.dtype).eps)
     is_small = values > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(is_small, values, -1.0)))
@@ -138,7 +141,7 @@ def _log1mexp(values: torch.Tensor) -> torch.Tensor:
 
 
 class Preferences(Objective):
-    """Pairs of answers, scored by a loss. `labels_prompt`: the labels of prompts count in ORPO's first term."""
+    """Objective over answer pairs, scored by a loss. `labels_prompt`: prompt labels count in ORPO's first term."""
 
     counted = "pairs"
 
@@ -152,16 +155,16 @@ class Preferences(Objective):
         labels, is_answer = batch["input_ids"], (batch["labels"] != IGNORED).long()
         if "attention_mask" in batch:
             labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
-        labels = labels.masked_fill(~has_target(batch["labels"])[:, None], IGNORED)  # a row of a rank that has none
+        labels = labels.masked_fill(~has_target(batch["labels"])[:, None], IGNORED)  # empty row on a rank without data
         return {**batch, "labels": labels, "answers": is_answer}
 
     def count(self, batch: OwnBatch) -> int:
-        """Return how many pairs a batch has."""
+        """Return the pairs in a batch."""
         return int(has_target(batch["labels"]).sum()) // self._group
 
 
 def choose_preferences(train: TrainSection, *, labels_prompt: bool) -> Preferences:
-    """Return the objective of a method of training other than sft."""
+    """Return the objective for a training method other than sft."""
     loss: GroupLoss
     if train.method == "dpo":
         loss = DPO(train.beta, train.loss_type)

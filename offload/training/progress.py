@@ -1,4 +1,4 @@
-"""Where a run stands: its steps, its losses, the best of them, its time."""
+"""Run progress: steps, losses, best evaluation, time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NOISE_RATE = 0.02
 
 @dataclass
 class Best:
-    """The evaluation with the lowest loss, and how long it is ago."""
+    """The evaluation with the lowest loss, and the evaluations since."""
 
     loss: float | None = None
-    """Its loss; None before the first one."""
+    """Lowest loss. None: no evaluation yet."""
     step: int | None = None
-    """After which it was made; None before the first one."""
+    """Step of the lowest loss. None: no evaluation yet."""
     mark: float | None = None
-    """The loss that the next one has to be below, by `train.early_stopping_min_delta`, to be waited for no more."""
+    """Reference loss for early stopping, to be beaten by `train.early_stopping_min_delta`. None: no evaluation yet."""
     num_since: int = 0
-    """The evaluations since the one that set the mark."""
+    """Evaluations since `mark` was set."""
 
     def judge(self, loss: float, step: int, min_delta: float) -> None:
-        """Take an evaluation after a step. A loss that is no number is never better."""
+        """Record an evaluation after a step. A NaN loss is never better."""
         if loss < (math.inf if self.loss is None else self.loss):
             self.loss, self.step = loss, step
         self.num_since += 1
@@ -37,17 +37,19 @@ class Best:
 
 @dataclass
 class Noise:
-    """The gradient noise scale over the last hundred steps or so: both estimates of a step are noisy, and their ratio
-    is biased, so that it is one of means (McCandlish et al., arXiv:1812.06162, appendix A.1).
+    """Gradient noise scale, averaged over roughly the last hundred steps.
+
+    The two estimates in a step are noisy and their ratio is biased, so the scale is a ratio of means (McCandlish et
+    al., arXiv:1812.06162, appendix A.1).
     """
 
     trace: float = 0.0
-    """Of the covariance of the gradients of single targets, exponentially averaged."""
+    """Covariance trace for single-target gradients, exponentially averaged."""
     square: float = 0.0
-    """Of the gradient, likewise."""
+    """Squared gradient norm, exponentially averaged."""
 
     def fields(self, trace: float, square: float, share: float) -> dict[str, float]:
-        """Take the estimates of a step; return the fields of its line of metrics.jsonl."""
+        """Add the estimates from a step. Return the fields for a metrics.jsonl line."""
         self.trace += _NOISE_RATE * (trace - self.trace)
         self.square += _NOISE_RATE * (square - self.square)
         scale = self.trace / self.square if self.square > 0 else math.nan
@@ -55,15 +57,17 @@ class Noise:
 
 
 class RunProgress:
-    """Counts from where the run was begun or resumed, which is now.
+    """Run counters, from the start or resume point on.
 
-    `num_done`, `num_coarse`: steps of the run, in this process and before. `loss` is of the last step, `eval_loss` of
-    the last evaluation, which was made after `eval_step`; both are None without one. `best`: of all evaluations.
-    `num_tokens`: of all steps, without padding. `noise`: of the gradients.
+    - num_done, num_coarse: steps in the whole run, earlier processes included.
+    - loss: last step. eval_loss: last evaluation, after step `eval_step`. None before the first.
+    - best: best evaluation.
+    - num_tokens: tokens in all steps, without padding.
+    - noise: gradient noise scale.
     """
 
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
-        """`meta`: what `state_dict` gave when the checkpoint was made that the run goes on from."""
+        """`meta`: the `state_dict` stored in the checkpoint to resume from. None: a new run."""
         known = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
         self.num_done = self.first_step = int(known["step"])
         self.loss, self.eval_loss, self.num_coarse = known["loss"], known["eval_loss"], known["num_coarse"]
@@ -71,7 +75,7 @@ class RunProgress:
         self.noise = Noise(**known.get("noise", {}))
         self.best, self.num_tokens = Best(**known.get("best", {})), int(known.get("tokens", 0))
         self.last: Mapping[str, Any] = {}
-        """The line of metrics.jsonl of the last step that this process made."""
+        """metrics.jsonl fields for the last step in this process."""
         self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
 
     def step_made(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
@@ -81,12 +85,12 @@ class RunProgress:
         self.num_coarse += is_coarse
 
     def evaluated(self, loss: float) -> None:
-        """Note an evaluation after the last step."""
+        """Record an evaluation after the last step."""
         self.eval_step, self.eval_loss = self.num_done, loss
         self.best.judge(loss, self.num_done, self._train.early_stopping_min_delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of it, for JSON."""
+        """Return the checkpoint state, as a JSON object."""
         return {
             "step": self.num_done,
             "seconds": self.elapsed_s,
@@ -101,12 +105,12 @@ class RunProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first step of the run began, but for those when no process of it trained."""
+        """Seconds since the run's first step began, without times when no process trained."""
         return self._before_s + time.monotonic() - self._begun
 
     @property
     def why_over(self) -> str:
-        """Say why the run ends before its last step, of which one is made in any case; empty where it goes on."""
+        """Return the reason to end before the last step. Empty: continue. At least one step is always made."""
         limit, patience, best = self._train.max_seconds, self._train.early_stopping_patience, self.best
         if patience is not None and best.num_since >= patience:
             lower = (
@@ -121,7 +125,7 @@ class RunProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """How many seconds the steps still take: by their number or the time limit, whichever ends first."""
+        """Estimated seconds to the end: by step count or time limit, whichever comes first. None: no limit."""
         ends = [] if self._train.max_seconds is None else [self._train.max_seconds - self.elapsed_s]
         if self._train.steps is not None:
             a_step = (self.elapsed_s - self._before_s) / (self.num_done - self.first_step)

@@ -1,6 +1,6 @@
-"""What the ranks of a run do as one: fail with one message, go on or end after the same step, show a warning once.
+"""Joint actions over ranks: fail with one message, continue or end after the same step, show each warning once.
 
-Every function is collective over the comm, but for those that say otherwise; with one rank nothing is exchanged.
+Functions are collective over the comm unless stated otherwise. A single rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from offload.errors import (
 )
 
 HEAR_S = 0.5
-"""How long a rank that fails waits to hear that rank 0 failed with the same error, and prints it."""
+"""Seconds a failing rank waits for news of the same error on rank 0, which then prints the message."""
 
-_ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<kind>\w+): ")  # how the comm tells of another rank's error
+_ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<kind>\w+): ")  # the comm's report about another rank's error
 _CAUSES: dict[str, type[OffloadError]] = {kind.__name__: kind for kind in (ConfigError, DoesNotFitError)}
 _Made = TypeVar("_Made")
 
 
 def rank_0_first(comm: Comm, what: str, make: Callable[[Callable[[], object]], _Made]) -> _Made:
-    """Return make(alive) of this rank. Rank 0 makes it before the others, which find what it left in a cache.
+    """Return make(alive) on each rank. Rank 0 goes first, so the others find the result in a cache.
 
-    Rank 0 calls `alive()` now and then on its way: a single exchange that takes half an hour is a rank that is stuck.
+    Rank 0 calls `alive()` regularly, because a single exchange lasting half an hour would count as a stuck rank.
     """
     made: _Made
     with as_one(comm, what):
@@ -58,14 +58,14 @@ def _wait(comm: Comm, is_busy: bool, what: str) -> bool:
 
 
 def tally(comm: Comm, what: str, **counts: float) -> dict[str, float]:
-    """Return the sum over ranks of each count, in one exchange."""
+    """Return the sum over ranks for each count, in one exchange."""
     return dict(zip(counts, comm.sum_in_order(list(counts.values()), what), strict=True))
 
 
 class Notes:
-    """Warnings: each text is shown once, by rank 0 where it has it, else by the lowest rank that has it.
+    """Warnings, each shown once: by rank 0, or else by the lowest rank with the warning.
 
-    show: prints a line. Rank 0's are shown at once; the others' when the ranks next exchange them.
+    show: prints a line. Warnings on rank 0 appear at once, others at the next exchange.
     """
 
     def __init__(self, comm: Comm, show: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Notes:
         self._known: set[str] = set()
 
     def add(self, text: str) -> None:
-        """Take a warning. Not collective."""
+        """Add a warning. Not collective."""
         if self._comm.rank == 0:
             self._show(f"note: {text}")
         if self._comm.size > 1:
@@ -82,7 +82,7 @@ class Notes:
 
     @property
     def num_new(self) -> int:
-        """How many of this rank's the others do not know. Not collective."""
+        """Warnings on this rank not yet exchanged. Not collective."""
         return len(self._new)
 
     def exchange(self) -> None:
@@ -96,7 +96,10 @@ class Notes:
 
 
 class Parting:
-    """How this rank leaves the others with an error: what they are told, what it exits with, and who prints it."""
+    """Exit of one rank after an error.
+
+    Decides the message to the other ranks, the exception for the exit code, and the printing rank.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -110,27 +113,30 @@ class Parting:
         self._heard.set()
 
     def leave(self, error: BaseException) -> BaseException:
-        """Close the comm with this rank's error, not collectively. Return what to raise: the error, or where another
-        rank's ended this one, its kind, for the exit code; marked where another rank of this machine prints it.
+        """Close the comm with this rank's error. Return the exception to raise. Not collective.
+
+        If another rank's error ended this rank, the result has the same class as the other error, for the same exit
+        code. The exception is marked if another rank on this machine prints the message.
         """
         comm = self._comm
         if comm.size == 1:
             return error
         cause = _ENDED.match(str(error)) if isinstance(error, RankLostError) else None
-        if cause and cause["kind"] == "KeyboardInterrupt":  # of which this rank's own may be on its way
+        if cause and cause["kind"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
             error = InterruptedRun("interrupted; nothing was saved.")
         elif cause and cause["kind"] in _CAUSES:
             error = _CAUSES[cause["kind"]](str(error))
         if not self._speaks(error, int(cause["rank"]) if cause else None):
             leave_to_another_rank(error)
-        # The others need not be told what they have, and may still be on their way out of the exchange that told them.
+        # After a common error the others know, and may still be leaving the exchange with the report.
         comm.close(None if is_common(error) else error)
         return error
 
     def _speaks(self, error: BaseException, cause: int | None) -> bool:
-        """One paragraph a machine: by the rank whose error it is, else by the lowest rank that is left.
+        """Return whether this rank prints: one paragraph per machine.
 
-        cause: the rank whose error ended this one. It prints that itself.
+        The failed rank prints, or else the lowest remaining rank. cause: rank whose error ended this one; the other
+        rank prints the error.
         """
         comm = self._comm
         here = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
@@ -141,6 +147,6 @@ class Parting:
             return False
         if isinstance(error, RankLostError):
             return error.rank == comm.rank or comm.rank == next(rank for rank in here if rank != error.rank)
-        if comm.local_rank:  # lower ranks go first: one that had the same error has said so by now
+        if comm.local_rank:  # lower ranks go first and have reported an equal error by now
             self._heard.wait(HEAR_S * (1 + comm.local_rank / 4))
         return comm.local_rank == 0 or f" ended with: {type(error).__name__}: {error} (it was " not in self._loss

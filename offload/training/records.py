@@ -1,4 +1,4 @@
-"""The files of a run that say what it was and how it went: configuration, plan, environment, metrics, trace."""
+"""Record files in a run folder: configuration, plan, environment, metrics, trace."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from offload.training.run_folder import RunFolder
 
 
 class Records:
-    """The files of a run, which rank 0 writes; on the others nothing is opened, and so nothing written. In a record
-    bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'.
+    """Record files, written by rank 0. Other ranks open and write nothing.
+
+    Bytes, memory and lanes are rank 0's values; loss, norm and tokens cover all ranks.
     """
 
     def __init__(self, folder: RunFolder | None = None, say: Callable[[str], None] = print) -> None:
-        """`folder`: None on the ranks other than 0. `say` is told of a logger that fails."""
+        """`folder`: None on ranks other than 0. `say` receives logger failures."""
         self._folder, self._say = folder, say
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
@@ -46,8 +47,9 @@ class Records:
         last_step: int,
         forecast: Forecast | None,
     ) -> None:
-        """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
-        `last_step`: at which it went on; `forecast`: what was forecast.
+        """Write configuration, plan and environment, after the first step has succeeded.
+
+        `pids`: process ids by rank. `last_step`: resume step. `forecast`: None if unknown.
         """
         if self._folder is None:
             return
@@ -65,8 +67,9 @@ class Records:
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
 
     def decide(self, config: Config, engine: Engine) -> Config:
-        """Return the configuration with what steps have decided by now, and write it anew. Where a disk is full the one
-        from before stays, which leaves that to the steps again.
+        """Return the configuration with decisions from the steps so far, and rewrite the file.
+
+        On a full disk the previous file stays; a rerun then decides again.
         """
         config = with_decisions(config, engine)
         if self._folder is not None:
@@ -75,12 +78,12 @@ class Records:
         return config
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
-        """Note a step for the trace, in seconds of `time.perf_counter`."""
+        """Record a step in the trace. `begin`, `end`: seconds from `time.perf_counter`."""
         if self._trace is not None:
             self._trace.step(fields["step"], begin, end, engine.spans)
 
     def mark(self, name: str, begin: float, end: float) -> None:
-        """Note what was done between two steps."""
+        """Record work between two steps in the trace."""
         if self._trace is not None:
             self._trace.mark(name, begin, end)
 
@@ -92,19 +95,19 @@ class Records:
             self._loggers.log(fields)
 
     def amend(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Put more into the last line of metrics.jsonl, of a step, if this process has written one."""
+        """Add fields to the last line in metrics.jsonl, if written by this process."""
         if self._metrics is not None and fields:
             self._metrics.amend(fields)
         if self._loggers is not None and fields:
             self._loggers.log({"step": step, **fields})
 
     def sync(self) -> None:
-        """Bring the lines to the disk, as a checkpoint counts on them."""
+        """Sync the lines to disk, because a checkpoint relies on them."""
         if self._metrics is not None:
             self._metrics.sync()
 
     def end_steps(self, say: Callable[[str], None]) -> None:
-        """Write the trace of what was kept of the steps, however they ended; `say` is told where that fails."""
+        """Write the trace, also after a failure. `say` receives a write error."""
         try:
             if self._trace is not None:
                 self._trace.write()
@@ -112,14 +115,14 @@ class Records:
             say(f"note: the trace could not be written: {error}")
 
     def close(self) -> None:
-        """No line follows."""
+        """Close the logs."""
         if self._metrics is not None:
             self._metrics.close()
         if self._loggers is not None:
             self._loggers.close()
 
     def report(self, say: Callable[[str], None]) -> None:
-        """Write the page about the run, which ended, however it did; `say` is told where, or why not."""
+        """Write the report page, also after a failure. `say` receives the path, or the reason for a missing page."""
         if self._folder is not None and self._metrics is not None:
             from offload.reporting.page import report_run
 
@@ -127,7 +130,7 @@ class Records:
 
 
 def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
-    """Return what this rank holds of each tier: bytes, budget and allocations by name, as a forecast tells it."""
+    """Return this rank's usage per tier, in forecast format: bytes, budget, allocations by name."""
     budgets = {
         "device": config.offload.device_memory,
         "cpu": config.offload.host_memory,
@@ -145,7 +148,7 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
 
 
 def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
-    """Return what `tiers` finds and where the run folder is, as text."""
+    """Return the `tiers` result and the run folder as text."""
     held = tiers(engine, config)
     shown = []
     for tier, each in held.items():
@@ -160,8 +163,9 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
 
 
 def told_streaming(last: Mapping[str, Any]) -> list[str]:
-    """Return what a run has shown of streaming, for its last lines: nothing where the device held all states. `last`:
-    the line of metrics.jsonl of its last step.
+    """Return lines about streaming for the end of a run. Empty: all states were on the device.
+
+    `last`: fields from the last metrics.jsonl line.
     """
     sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
     has_disk = last.get("nvme_read_bytes", 0) > 0
@@ -177,7 +181,7 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
 
 
 def told_coarse(stands: RunProgress) -> list[str]:
-    """Return what is to be said of steps whose corrections were coarse; nothing without such."""
+    """Return a line about steps with coarse corrections. Empty: none."""
     text = (
         f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
         f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of these steps "
@@ -189,10 +193,10 @@ def told_coarse(stands: RunProgress) -> list[str]:
 def step_fields(
     stands: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl of the step after those that `stands` has. num_tokens: without padding.
+    """Return the metrics.jsonl fields for the step after `stands`.
 
-    seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
-    before the first step. Its updates may run on into the next step.
+    num_tokens: without padding. seconds: whole step time. Unlike `result.seconds` it includes batch preparation and the
+    passes before the first step; updates may continue into the next step.
     """
     counters = engine.counters
     fields: dict[str, Any] = {

@@ -1,5 +1,6 @@
-"""The reference of DPO: what the model says of each answer before it is trained, measured once, so that no second model
-is in memory. Of an adapter over a base, that is what the base says.
+"""Reference log-probabilities for DPO, measured once before training, so no second model is in memory.
+
+For an adapter, the reference is the base model.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ Say = Callable[[str], None]
 
 
 def add_reference(run: Run, start: ResumePoint, comm: Comm, say: Say) -> Run:
-    """Return a run whose batches have the `reference` that its loss asks for: out of the checkpoint that it goes on
-    from, or measured now, in its initial weights. Collective. Raises ConfigError and DiskError.
+    """Return a run with `reference` in its batches, as required by the DPO loss. Other runs are unchanged.
+
+    A resumed run reads the reference from the checkpoint, a new run measures with the initial weights. Collective.
+    Raises ConfigError and DiskError.
     """
     if run.config.train.method != "dpo":
         return run
@@ -50,8 +53,9 @@ def add_reference(run: Run, start: ResumePoint, comm: Comm, say: Say) -> Run:
 
 
 def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
-    """Return the log-probability of each row, in the order of `Dataset.row_sets`, out of the first checkpoint that has
-    them. Raises ConfigError.
+    """Return the log-probability per row, in `Dataset.row_sets` order, from the first checkpoint with a reference file.
+
+    Raises ConfigError if the row count differs.
     """
     file = next((folder / REFERENCE for folder in folders if (folder / REFERENCE).is_file()), None)
     values = np.zeros(0, np.float32) if file is None else np.fromfile(file, "<f4")
@@ -64,8 +68,9 @@ def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
 
 
 def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
-    """Return the log-probabilities of all rows in the weights that the engine has. A run that was interrupted here, or
-    one with the same `reference_key`, finds those that were measured.
+    """Return the log-probabilities for all rows with the engine's current weights.
+
+    Values measured by an interrupted run, or by a run with the same `reference_key`, are reused.
     """
     data, engine = run.data, run.engine
     key = reference_key(run.config, engine, data)
@@ -93,11 +98,11 @@ def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
                 told_at = time.monotonic()
                 say(f"reference: {sum(map(len, found)):,} of {num_rows:,} answers")
     values = np.concatenate(found) if found else np.zeros(0, np.float32)
-    return of_rank_0(comm, values, "the reference")  # who alone has what was kept
+    return of_rank_0(comm, values, "the reference")  # only rank 0 has the cached values
 
 
 def _spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
-    """Yield the batches in which rows are measured: of which of `Dataset.row_sets`, and which rows."""
+    """Yield the batches for the measurement: (row set name in `Dataset.row_sets`, begin, end)."""
     for name, rows in data.row_sets.items():
         for begin in range(0, rows.num_different, data.batch_size):
             yield name, begin, min(begin + data.batch_size, rows.num_different)
@@ -105,7 +110,7 @@ def _spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
 
 @contextmanager
 def _kept(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
-    """Open the file in which rank 0 keeps what is measured, for one process at a time; None on other ranks."""
+    """Open rank 0's cache file for measured values, locked for one process. None on other ranks."""
     if comm.rank:
         yield None
         return
@@ -118,12 +123,12 @@ def _kept(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
             "folder."
         ) from error
     with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # who comes second finds all of it
+        fcntl.flock(stream, fcntl.LOCK_EX)  # a second process waits, and then finds all values
         yield stream
 
 
 def _read(kept: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Return the whole batches that are kept, of these sizes, and take away what is behind them."""
+    """Return the complete batches in the cache, and truncate the rest. `sizes`: rows per batch."""
     kept.seek(0)
     values = np.frombuffer(kept.read(), "<f4", count=kept.tell() // 4)
     num_whole = int(np.searchsorted(np.cumsum(sizes), len(values), "right"))

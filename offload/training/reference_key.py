@@ -1,7 +1,7 @@
-"""The key of a kept reference: a hash of everything that its computation is given.
+"""Cache key for a DPO reference: a hash over every input to the computation.
 
-All settings are in the key but those of `LEFT_OUT`, so that a new setting is in it until somebody says why not. The
-rest of the key is read off the objects that compute: weights, buffers and attributes of modules, their code, the rows.
+All settings except `LEFT_OUT` are included, so a new setting counts until someone excludes it with a reason. The rest
+comes from the objects themselves: weights, buffers, module attributes, code, rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LEFT_OUT: Mapping[str, str] = {
         "It is about files that are written after the reference is known.",
     ),
 }
-"""Settings that are not in the key, each with the reason."""
+"""Settings left out of the key, each with a reason."""
 NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("_name_or_path", "name_or_path", "base_model_name_or_path"),
@@ -81,14 +81,14 @@ NAMES: Mapping[str, str] = {
         "The environment lists free memory, the kernel of the operating system and the slot of a GPU.",
     ),
 }
-"""Attributes and items that are not in the key wherever they occur, each with the reason."""
+"""Attributes and items left out of the key everywhere, each with a reason."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
-    """Return 32 hex digits, equal for two runs only where both compute the same reference, bit for bit. Collective."""
-    streams_experts = any(name == EXPERT_BUFFER for _, name, _ in engine.allocations)  # of auto, memory decides
+    """Return 32 hexadecimal digits, equal only for runs with a bit-equal reference. Collective."""
+    streams_experts = any(name == EXPERT_BUFFER for _, name, _ in engine.allocations)  # with auto, memory decides
     passes = engine.device.type, engine.comm.size, engine.head_chunk_bytes, engine.told_tiles, streams_experts
     rows = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
     batches = data.pad_id, data.batch_size, type(data.batching).__name__
@@ -106,8 +106,9 @@ def described_settings(config: Config) -> str:
 
 
 def described_model(model: Any) -> str:
-    """Return the structure, buffers, attributes and hooks of a model as text, down to the configurations that modules
-    hold; parameters are left to `Engine.weights_mark`.
+    """Return model structure, buffers, attributes, hooks and configurations as text.
+
+    Parameters are left to `Engine.weights_mark`.
     """
     modules = [
         (
@@ -122,16 +123,15 @@ def described_model(model: Any) -> str:
 
 
 class _Description:
-    """Describes values by nested lists of text that are equal for equal values in any process: without addresses, and
-    without the order of sets.
-    """
+    """Describes values as nested text lists, equal for equal values in any process: no addresses, no set order."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the values, so that no other one gets the same id
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps values alive, so ids stay unique
 
     def of(self, value: Any) -> Any:
-        """Return the description of a value. Modules, parameters and what the engine hangs on modules are named by
-        their class alone.
+        """Return the description of a value.
+
+        Modules, parameters and engine attributes on modules appear by class name alone.
         """
         kind = type(value)
         name = [kind.__module__, kind.__qualname__]

@@ -1,4 +1,4 @@
-"""A run by forward passes alone, made again from the weights that it began with and the numbers in its log."""
+"""Replay a gradient-free run (MeZO) from its initial weights and the log."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from offload.training.trained import begun_architecture, buffers_of
 
 
 def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str], None]) -> int:
-    """Write the weights that a run ended with to `out`, a Hugging Face folder; return how many steps the run made.
-    `base`: a Hugging Face folder, or a checkpoint of the run. `dtype`: by a name of DTYPES. Raises OffloadError.
+    """Write the final weights of a run to a Hugging Face folder `out`. Return the run's step count.
+
+    `base`: a Hugging Face folder with the initial weights, or a checkpoint from the run. `dtype`: a key in DTYPES.
+    Raises OffloadError.
     """
     quiet_transformers()
     folder = RunFolder(run)
@@ -73,7 +75,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
 
 
 def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Path) -> None:
-    """Refuse to make a step at other weights than it was made at, where its line tells them. Raises ConfigError."""
+    """Raise ConfigError if the logged fingerprint of the weights differs from the engine's before this step."""
     if line.get("weights") not in (None, engine.weights_mark()):
         raise ConfigError(
             f"with {base}, the weights before step {line['step']} are not those that {run} had there: give the folder "
@@ -82,9 +84,10 @@ def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Pat
 
 
 def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mapping[str, Removed]]:
-    """Return an engine over the weights of a folder, on the host, with the rule of the run, and what an adapter's first
-    values have taken out of the base. `is_marked`: its log tells the weights that it began at, so that they may be
-    those of another rule.
+    """Return a host engine over the base weights with the run's update rule, and the products removed from the base.
+
+    `is_marked`: the log contains the fingerprint of the initial weights, so the checkpoint may have another rule's
+    states.
     """
     settings = Settings(
         optimizer=update_rule(config),
@@ -104,7 +107,7 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
 
 
 def _whole(base: Path, config: Config) -> BuiltModel:
-    """Return the model in a folder, or that of a checkpoint, without its weights."""
+    """Return the unfilled model from a folder or checkpoint."""
     if is_checkpoint(base):
         return BuiltModel(rebuild_model(base, config.model), lambda _name, _module: None, base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
@@ -116,8 +119,9 @@ def _whole(base: Path, config: Config) -> BuiltModel:
 
 
 def _adapted(base: Path, config: Config) -> BuiltModel:
-    """Return the base in a folder with the adapter of a run over it; `base` may be a checkpoint of the run, whose base
-    is where it was.
+    """Return the base with the run's adapter on top.
+
+    If `base` is a checkpoint from the run, the base model is read from its original location.
     """
     if is_checkpoint(base):
         with Reader(base) as reader:
@@ -131,7 +135,7 @@ def _adapted(base: Path, config: Config) -> BuiltModel:
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """Return the steps of a log; a process that was killed may have left half a line at its end. Raises ConfigError."""
+    """Return the logged steps. A killed process may have left half a last line. Raises ConfigError."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, start=1):

@@ -1,5 +1,6 @@
-"""The same training with everything resident: a plain PyTorch model, plain autograd, and the rule's own update on whole
-parameters. It shares the update kernels with the engine, and nothing of what streams.
+"""Reference training without offload: plain PyTorch model, plain autograd, and the update rule on whole parameters.
+
+Shares the update kernels with the engine, but no streaming code.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from offload.optim.update import clip_coefficient, total_norm
 from offload.training.objectives import Batch
 
 Part = tuple[Batch, float]
-"""Rows of a batch, and the share that the mean loss over them has in that of the batch."""
+"""Rows from a batch, and their share in the batch's mean loss."""
 
 
 def master_of(info: ParameterInfo, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weights that a parameter is taken for: what its codes stand for, where it rests in some."""
+    """Return the weights as used in training: the dequantized values if the parameter is stored quantized."""
     if info.codec is EXACT:
         return weights
     return decoded(info.codec, weights.reshape(-1), DTYPES[info.compute])
 
 
 def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
-    """Return master weights, fp32, flat, as the device computes with them: in its dtype, as an engine rounds them, or
-    what the codes stand for in which they travel.
+    """Return flat fp32 master weights as the device computes with them.
+
+    The result is rounded to the compute dtype like in the engine, or dequantized from the link format.
     """
     if info.link is not EXACT:
         return decoded(info.link, master, DTYPES[info.compute])
@@ -48,7 +50,7 @@ def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_travelling(model: nn.Module, precision: str, link_weights: str) -> Iterator[None]:
-    """Within, the trained weights of a model that is whole in memory are what stands for them where they travel so."""
+    """Give the trained weights of a fully loaded model the dequantized link format values, and restore them at exit."""
     infos = describe_parameters(model, AdamW(), precision, link_weights=link_weights)
     coded = [(info, p) for info, p in zip(infos, model.parameters(), strict=True) if info.link is not EXACT]
     before = [parameter.data for _, parameter in coded]
@@ -63,17 +65,19 @@ def as_travelling(model: nn.Module, precision: str, link_weights: str) -> Iterat
 
 
 class Resident:
-    """Trains a model that is whole in memory, in any floating dtype, with fp32 master weights beside it.
+    """Trains a model fully in memory, in any floating-point dtype, with fp32 master weights.
 
-    device: what computes. update_devices: where masters and moments of each parameter rest, and its updates run, by
-    name. max_grad_norm: None for no clipping. skips: a step whose gradients are not finite changes nothing. late_after:
-    from that step on (counted from 0) an update is seen one step late; None for never. sums_by_unit: a unit of the
-    engine sums the gradients of an input that it uses in several places before it hands them on, where plain autograd
-    does it in the order of the whole graph.
+    - device: compute device.
+    - update_devices: device for masters, moments and updates, by parameter name.
+    - max_grad_norm: None: no clipping.
+    - skips: a step with non-finite gradients changes nothing.
+    - late_after: first step, counted from 0, whose update becomes visible one step late. None: never.
+    - sums_by_unit: sum gradients like the engine. If a unit uses an input in several places, the engine sums their
+      gradients before passing them on; plain autograd follows the order of the whole graph.
 
-    A gradient in bf16 is summed in fp32 over parts of a batch and over the places of a tied weight, and rounded
-    once, as docs/reference/numerics.md says. So that this can be done, each place of a tied weight has a parameter
-    of its own; all follow one master.
+    bf16 gradients are summed in fp32 over batch parts and over the places of a tied weight, and rounded once (see
+    docs/reference/numerics.md). For this purpose each place of a tied weight has a separate parameter; all follow one
+    master weight.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class Resident:
             self._show(index)
 
     def _begin(self, info: ParameterInfo, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the master weights of a parameter, fp32 [numel], and what the rule keeps of it, zeros."""
+        """Return initial states for a parameter: master weights, fp32 [numel], and zeroed optimizer states."""
         device = self._update_devices[info.name]
         states = {"weights": master_of(info, parameter.detach()).to(device, torch.float32, copy=True).view(-1)}
         if info.trainable:
@@ -126,17 +130,18 @@ class Resident:
         return states
 
     def compile(self, classes: Collection[type]) -> None:
-        """Let the blocks of these classes run as an engine compiles them."""
+        """Compile blocks with these classes like an engine."""
         compile_modules(block for block in self._blocks if type(block) in classes)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the master weights, fp32 on the CPU, under the model's names in torch's order."""
+        """Yield (name, master weights), fp32 on the CPU, in torch's parameter order."""
         for info, states in zip(self._infos, self._states, strict=True):
             yield info.name, states["weights"].cpu().view(info.shape)
 
     def step(self, parts: Sequence[Part]) -> tuple[float, float]:
-        """Train on a batch in parts, whose shares add up to 1; return the loss and the norm of the gradients. The rate
-        is `lr`.
+        """Train on a batch in parts. Shares must add up to 1. Uses the learning rate `lr`.
+
+        Return the loss and the gradient norm.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for batch, share in parts:
@@ -149,9 +154,9 @@ class Resident:
         return loss.item(), self._update()
 
     def _collect(self) -> None:
-        """Add what a backward left at the parameters to the sums, fp32 on the CPU."""
+        """Add the gradients left by a backward pass to the sums, fp32 on the CPU."""
         for index, info in enumerate(self._infos):
-            for parameter in reversed(self._places[info.name]):  # as the backward comes by them
+            for parameter in reversed(self._places[info.name]):  # in backward order
                 if parameter.grad is not None:
                     gradient = parameter.grad.to("cpu", torch.float32).contiguous().view(-1)
                     known = self._sums.get(index)
@@ -159,7 +164,7 @@ class Resident:
                     parameter.grad = None
 
     def _update(self) -> float:
-        """Clip and update by the sums; return their norm."""
+        """Clip and update with the gradient sums. Return their norm."""
         sums, self._sums = self._sums, {}
         norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])
         is_late = self._late_after is not None and self._num_done >= self._late_after
@@ -171,7 +176,7 @@ class Resident:
                 f"the resident side's gradients have the norm {norm} in step {self._num_done}: there is nothing to "
                 "compare. Lower --optimizer.lr, or set --train.on_nonfinite skip."
             )
-        if is_late:  # the next step sees what the updates before this one have made
+        if is_late:  # the next step sees the updates before this one
             for index in range(len(self._infos)):
                 self._show(index)
         scale = clip_coefficient(norm, self._max_grad_norm)
@@ -198,7 +203,7 @@ class Resident:
         part.update(self._states[index], rounded.to(self._update_devices[info.name]), by)
 
     def _show(self, index: int) -> None:
-        """Give the model the master weights of a parameter, in the dtype in which it computes."""
+        """Copy a parameter's master weights to the model, in the compute dtype."""
         info = self._infos[index]
         master = self._states[index]["weights"]
         shown = as_computed(info, master)
@@ -207,8 +212,9 @@ class Resident:
 
 
 def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[str, int]:
-    """Return what a `Resident` holds by name, without activations: "weights" and "gradients" on the device, "masters",
-    "moments" and "gradients in fp32" where updates run.
+    """Return the bytes held by a `Resident` by name, without activations.
+
+    On the device: "weights", "gradients". On the update devices: "masters", "moments", "gradients in fp32".
     """
     found = dict.fromkeys(("weights", "gradients", "masters", "moments", "gradients in fp32"), 0)
     for info in infos:
@@ -225,9 +231,9 @@ def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[
 
 
 def bring(model: nn.Module, device: torch.device) -> None:
-    """Move a model; what is tied stays tied, also on devices for which `Module.to` makes new parameters."""
+    """Move a model to a device. Ties are kept, also on devices for which `Module.to` makes new parameters."""
     brought: dict[int, nn.Parameter] = {}
-    before = list(model.parameters())  # so that ids stay theirs
+    before = list(model.parameters())  # holds references: ids stay unique
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in brought:
@@ -241,8 +247,9 @@ def bring(model: nn.Module, device: torch.device) -> None:
 
 
 def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Give every place of a tied weight a parameter of its own; return them by the weight's first name, each list in
-    module order.
+    """Give every place of a tied weight a separate parameter.
+
+    Return the parameters by first weight name, in module order.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = {id(parameter): parameter for parameter in model.parameters()}
@@ -268,7 +275,7 @@ def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _one_node_for_each_input(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Put one node of the graph between an input and all places where a module uses it."""
+    """Insert one autograd node between each input and all its uses in a module."""
 
     def node(value: Any) -> Any:
         return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value

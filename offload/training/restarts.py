@@ -1,5 +1,6 @@
-"""ReLoRA: an adapter that is merged into its base every so many steps, and begun anew (Lialin et al., arXiv:2307.05695,
-algorithm 1). What is learned over several cycles has a higher rank than the adapter's.
+"""ReLoRA: every few steps the adapter is merged into the base and restarted.
+
+Lialin et al., arXiv:2307.05695, algorithm 1. Over several cycles the learned change has a higher rank than the adapter.
 """
 
 from __future__ import annotations
@@ -28,25 +29,23 @@ from offload.training.trained import AdapterOverBase, WholeModel, buffers_of
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of the matrices that restart `number`, counted from 1, of a run of a seed draws."""
+    """Return the seed for the matrices sampled at restart `number`, counted from 1."""
     return xxh3_64_intdigest(f"restart {number}".encode(), seed)
 
 
 @dataclass(frozen=True)
 class RestartedAdapter(AdapterOverBase):
-    """An adapter that restarts. Its checkpoints also hold the weights of the base that it was merged into, and what the
-    run leaves is the whole model.
-    """
+    """An adapter with restarts. Checkpoints also contain changed base weights, and the export is the whole model."""
 
     kind: Kind
-    """What sort of model the base is."""
+    """Base model kind."""
     section: LoraSection
-    """When it restarts, and how."""
+    """Restart settings."""
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
     def over(self, built: BuiltModel) -> BuiltModel:
-        """Put the adapter over the base. Raises ConfigError for one over weights that rest in few bits as well."""
+        """Put the adapter over the base. Raises ConfigError for an adapted weight stored quantized."""
         adapted = super().over(built)
         for name in LoraLayers(adapted.model).weights if adapted.quantized else ():
             if (codec := adapted.quantized.get(adapted.model.get_parameter(name))) is not None:
@@ -58,25 +57,26 @@ class RestartedAdapter(AdapterOverBase):
         return adapted
 
     def kept_bytes(self, model: Any, weight_bytes: int) -> int:
-        """Return the bytes of the base's weights that change. Raises ConfigError for an adapter that cannot restart."""
+        """Return the bytes of changed base weights. Raises ConfigError for an adapter without restart support."""
         changed = map(model.get_parameter, LoraLayers(model).weights)
         return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in changed)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
-        """Return the bytes of all weights, at most."""
+        """Return an upper limit for the bytes of all weights."""
         return WholeModel(self.kind).export_bytes(model, weight_bytes)
 
     def base_bytes(self, model: Any) -> int:  # noqa: ARG002
-        """Return 0: the export is all there is."""
+        """Return 0: the export is complete without the base."""
         return 0
 
     def check(self, engine: Engine) -> None:
-        """Refuse a base that cannot be changed."""
+        """Raise ConfigError if base weights cannot be changed."""
         engine.check_edit(LoraLayers(engine.model).weights)
 
     def before_step(self, engine: Engine, step: int) -> Iterator[str]:
-        """Restart before every step whose number, counted from 0, is a multiple of `restart_every`, but the first one.
-        What a checkpoint after that many steps holds is what was trained: who goes on from there restarts first.
+        """Restart before each step with a number (from 0) divisible by `restart_every`, except step 0.
+
+        A checkpoint at this step contains the state before the restart; a resumed run restarts first.
         """
         number, is_within = divmod(step, self.section.restart_every)
         if is_within or not number:
@@ -97,7 +97,7 @@ class RestartedAdapter(AdapterOverBase):
     def write(
         self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
     ) -> None:
-        """Write the base with the adapter merged in, a module at a time, as a Hugging Face folder."""
+        """Write the base with the adapter merged in, one module at a time, as a Hugging Face folder."""
         values = {**buffers_of(engine.model), **dict(engine.named_parameters(trained_only=True))}
         with ExitStack() as opened:
             with as_one(engine.comm, "making of the merged model"):
@@ -111,9 +111,7 @@ class RestartedAdapter(AdapterOverBase):
 
 
 class _Merged:
-    """The base of an engine's adapted model with the adapter merged in: summed in fp32, in the dtypes that the device
-    uses.
-    """
+    """The engine's base with the adapter merged in: summed in fp32, in the compute dtypes."""
 
     def __init__(
         self,
@@ -123,8 +121,9 @@ class _Merged:
         model: nn.Module,
         values: Mapping[str, torch.Tensor],
     ) -> None:
-        """`base`, `beneath`: the base, not filled, for what is written and for what is put over it. `model`: the
-        engine's. `values`: of what trains in it.
+        """`base`, `beneath`: unfilled base models, one to write and one under the adapter.
+
+        `model`: the engine's model. `values`: trained values in it.
         """
         self._names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         self._base, self._adapted = base, trained.over(beneath).model
@@ -140,7 +139,7 @@ class _Merged:
         self.model = base.model
 
     def reading(self, get: Get) -> Get:
-        """Return what gives a weight of the base with what the adapter adds."""
+        """Return a reader for base weights with the adapter's delta."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         base = replace(self._base, source=lambda name: _Piece(get, self._outer[name], shapes[name]))
         return MergedWeights(base, self._adapted, self._names, self._trained.get, {}).read
@@ -148,7 +147,7 @@ class _Merged:
 
 @dataclass
 class _Piece:
-    """A parameter of an engine, by its name there, as a `Source`."""
+    """A `Source` over an engine parameter, by the engine's name."""
 
     get: Get
     name: str
@@ -156,9 +155,9 @@ class _Piece:
     dtype: torch.dtype = torch.float32
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return its elements, fp32."""
+        """Return the elements, fp32."""
         return self.get(self.name, begin, end)
 
     def over(self, _again: Again) -> _Piece:
-        """These values are in no file."""
+        """Return self: the values are in no file."""
         return self

@@ -1,5 +1,6 @@
-"""The beginning of a run, before any work: its folder, what is refused of its settings, and where it goes on: with
-nothing, or at a checkpoint of its own folder or of another one.
+"""Start of a run before any work: run folder, refused settings, and resume point.
+
+A run begins new, or at a checkpoint in its own or another folder.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from offload.training.run_folder import CHECKPOINTS, RunFolder
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """config: what was asked for, and for the rest what the run had that is resumed. folders: the checkpoints to
-    begin at, the first that proves whole as it is read; none to begin with nothing. data: what its data were, by
-    `Dataset.state_dict`. base: what tells the base of an adapter. skipped: what is passed over, and why.
+    """Start of a run.
+
+    - config: requested settings, completed by the resumed run's settings.
+    - folders: candidate checkpoints. The first intact one is loaded. Empty: a new run.
+    - data: `Dataset.state_dict` from the checkpoint.
+    - base: base fingerprint for an adapter.
+    - skipped: reasons for skipped checkpoints.
     """
 
     config: Config
@@ -42,10 +47,10 @@ class ResumePoint:
 
 
 def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[RunFolder, ResumePoint]:
-    """Open the run folder, which rank 0 holds until it is closed, and find where the run begins: of checkpoints over
-    several disks all have then what is small. Collective.
+    """Open the run folder and find the start of the run. Collective.
 
-    Raises ConfigError for what cannot be placed, played or resumed.
+    Rank 0 holds the folder until it is closed. If checkpoints are spread over several disks, each rank receives the
+    small files. Raises ConfigError for impossible placement, throttle or resume settings.
     """
     folder = None
     try:
@@ -57,7 +62,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
         keeper = keepers(comm, path)
         own = folder or RunFolder(path, keeps=keeper[comm.rank] == comm.rank)
         with as_one(comm, "look for checkpoints"):
-            if own.keeps:  # a folder that is this run's alone by then
+            if own.keeps:  # the folder belongs to this run alone by now
                 for partial in Checkpoints(own.checkpoints).clear():
                     say(f"note: {partial.name}, left by a process that was killed, is removed.")
         broken = spread(comm, _seen(config)) if len(set(keeper)) > 1 else {}
@@ -74,7 +79,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
-    """Refuse settings that can be refused before any work. Raises ConfigError."""
+    """Check settings before any work. Raises ConfigError."""
     config.check_ranks(num_ranks)
     train = config.train
     if train.noise_scale and num_ranks == 1 and (train.micro_batch_size or train.batch_size) >= train.batch_size:
@@ -89,7 +94,10 @@ def check_settings(config: Config, num_ranks: int) -> None:
 
 
 def _seen(config: Config) -> Sequence[Path]:
-    """Return the checkpoints that this rank sees; where there are none to be seen, rank 0 says so, or another has."""
+    """Return the checkpoints visible to this rank.
+
+    Empty if none are visible; rank 0 reports a missing checkpoint, or another rank sees one.
+    """
     with suppress(ConfigError):
         return _candidates(config)
     return ()
@@ -106,10 +114,10 @@ def _find(config: Config, folder: RunFolder, broken: Mapping[Path, str]) -> Resu
 
 
 def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})) -> ResumePoint:
-    """Find the checkpoints that `checkpoint.resume` means. Only what is small is read and verified here: their data are
-    when they are loaded. broken: those that cannot be used, over all disks, and why.
+    """Find the checkpoints meant by `checkpoint.resume`.
 
-    Raises ConfigError where there is none or it is another run's, CheckpointError where all are damaged.
+    Only small files are read and verified here, data when loaded. broken: unusable checkpoints over all disks, with
+    reasons. Raises ConfigError if there is none or it belongs to another run, CheckpointError if all are damaged.
     """
     folders = [folder for folder in _candidates(config) if folder not in broken]
     skipped = list(broken.values())
@@ -134,7 +142,10 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
 
 
 def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> CheckpointError:
-    """Return the error about checkpoints of which none can be used. With only one asked for, it offers another one."""
+    """Return the error for unusable checkpoints.
+
+    For a single requested checkpoint, the error suggests another.
+    """
     if len(folders) == 1:
         return offer(folders[0], reasons[-1])
     return CheckpointError(
@@ -153,8 +164,8 @@ def _candidates(config: Config) -> Sequence[Path]:
         return Checkpoints(own.checkpoints).folders() if own else ()
     path, own = Path(resume).expanduser(), RunFolder.of(config)
     if own is not None and not own.owns(path) and (found := Checkpoints(own.checkpoints).folders()):
-        return found  # the same command again, of a run that began at another one's checkpoint
-    if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # one that has lost its manifest, too
+        return found  # same command again, for a run started from another run's checkpoint
+    if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # also if the manifest is lost
         return (path,)
     found = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
     if not found:

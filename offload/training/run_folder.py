@@ -1,4 +1,4 @@
-"""The run folder: who may write into it, and the small files that say what the run was."""
+"""The run folder: exclusive access, and small files describing the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.config.config import Config
 from offload.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
-LONG_BYTES = 4 << 30  # of a checkpoint: what takes so long that a line is said before it is written or read
+LONG_BYTES = 4 << 30  # checkpoint bytes above which a line is printed before writing or reading
 _OF_A_RUN = (
     "config.yaml",
     "plan.json",
@@ -31,12 +31,10 @@ _OF_A_RUN = (
 
 
 class RunFolder:
-    """A folder that belongs to one run, and to one process at a time. What an earlier run left is not overwritten,
-    unless it is resumed.
-    """
+    """A folder for one run, used by one process at a time. An earlier run is not overwritten unless resumed."""
 
     def __init__(self, path: Path, *, keeps: bool = True) -> None:
-        """`keeps`: whether this process looks after what is in the folder on its disk."""
+        """`keeps`: this process manages the folder on this disk."""
         self.path, self.keeps = path, keeps
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
@@ -45,12 +43,12 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder | None:
-        """Return run.dir, whatever it is; None where none is set."""
+        """Return run.dir unchecked. None: not set."""
         return None if config.run.dir is None else cls(Path(config.run.dir).expanduser())
 
     @classmethod
     def open(cls, config: Config) -> RunFolder:
-        """Take run.dir, or make the first of runs/NAME, runs/NAME-2, ... that does not exist. Raises ConfigError."""
+        """Take run.dir, or create the first missing folder among runs/NAME, runs/NAME-2, ... Raises ConfigError."""
         folder = cls.of(config)
         if folder is None:
             return cls._made(config.run.name)
@@ -69,13 +67,14 @@ class RunFolder:
         return folder
 
     def owns(self, path: Path) -> bool:
-        """Tell whether a path is this folder, its checkpoints, or one of them."""
+        """Return whether a path is this folder, the checkpoints folder, or one of the checkpoints."""
         own, begins_at = self.checkpoints.resolve(), path.resolve()
         return begins_at in (self.path.resolve(), own) or begins_at.parent == own
 
     def check(self, config: Config, *, resumes: bool) -> None:
-        """Refuse a folder with what may not be overwritten, before any work is done. `resumes`: the run begins at a
-        checkpoint. Raises ConfigError.
+        """Raise ConfigError for a folder with files from another run, before any work.
+
+        `resumes`: the run begins at a checkpoint.
         """
         found = [name for name in _OF_A_RUN if (self.path / name).exists()]
         resume = config.checkpoint.resume
@@ -92,7 +91,10 @@ class RunFolder:
         )
 
     def _ended_early(self, found: Sequence[str]) -> bool:
-        """Tell whether the earlier run was to save checkpoints and has none, nor an export: it may begin again."""
+        """Return whether the earlier run ended before the planned checkpoints and export.
+
+        Then a new run may begin in this folder.
+        """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
             was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
             return isinstance(was["checkpoint"]["every"], int) and "hf" not in found
@@ -116,7 +118,7 @@ class RunFolder:
                 ) from None
 
     def _take(self) -> None:
-        """Keep other processes out, for as long as this one lives; the kernel lets go of the lock."""
+        """Lock the folder for the lifetime of this process. The kernel releases the lock at exit."""
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,7 +131,7 @@ class RunFolder:
             pass  # a file system without locks
 
     def close(self) -> None:
-        """Let go of the folder; take it away again when the run ended before anything was written."""
+        """Release the folder. An empty folder is removed."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
         if self._lock >= 0:
@@ -137,7 +139,7 @@ class RunFolder:
             self._lock = -1
 
     def write_config(self, config: Config) -> None:
-        """Write what the run is; what was there stays until that is whole."""
+        """Write config.yaml atomically."""
         new = self.path / "config.yaml.new"
         new.write_text(config.to_yaml(), encoding="utf-8")
         new.replace(self.path / "config.yaml")

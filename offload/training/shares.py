@@ -1,4 +1,4 @@
-"""A rank's share of the rows of a batch, as the model gets it."""
+"""A rank's share of batch rows, as model input."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from offload.training.objectives import Batch, Objective
 
 @dataclass(frozen=True)
 class Share:
-    """Which of a batch's rows a rank has: those that share sequences have the same."""
+    """A rank's part in the batch rows, equal within a sequence group."""
 
     number: int
-    """The number of the share."""
+    """Share index."""
     num_shares: int
-    """How many shares there are."""
+    """Total shares."""
     is_counted: bool
-    """True on one of the ranks that have the share, by which it is counted."""
+    """True on one rank per share. Only this rank counts tokens."""
 
     @classmethod
     def of(cls, config: Config, comm: Comm) -> Share:
-        """Return this rank's. Raises ConfigError."""
+        """Return this rank's share. Raises ConfigError."""
         number, place = comm.group_of(config.train.sequence_parallel)
         return cls(number, config.train.num_groups(comm.size), place == 0)
 
     def apply(self, objective: Objective, rows: Batch, step: int, num_rows: int) -> Batch:
-        """Return the model's batch of these rows, which are this rank's of `num_rows`."""
+        """Return the model batch for `rows`, this rank's share among `num_rows`."""
         return objective.apply(rows, step, share(num_rows, self.number, self.num_shares).start, num_rows)
 
 
 def next_share(
     data: Dataset, objective: Objective, comm: Comm, own: Share, step: int, num_rows: int
 ) -> tuple[Batch | None, Exception | None]:
-    """Return this rank's share of a step's rows, None at their end; and over several ranks what failed, of which the
-    others have to hear first.
+    """Return this rank's rows for a step (None: data exhausted), and an exception.
+
+    With several ranks, an exception is returned, not raised, because the other ranks must hear first.
     """
     try:
         return own.apply(objective, data.batch(step, own.number, own.num_shares), step, num_rows), None

@@ -1,5 +1,6 @@
-"""What a run trains: the model as a whole, or an adapter over a base that is frozen; what its checkpoints hold, and
-what it leaves.
+"""The trainable part of a run: a whole model, or an adapter over a frozen base.
+
+Defines checkpoint contents and export.
 """
 
 from __future__ import annotations
@@ -38,100 +39,103 @@ from offload.training.resume import ResumePoint
 
 
 class Trained(Protocol):
-    """What a run trains."""
+    """The trainable part of a run."""
 
     trained_only: ClassVar[bool]
-    """True where its checkpoints lack what is frozen."""
+    """True if checkpoints lack frozen weights."""
     main_file: ClassVar[str]
-    """The file that every folder that it leaves has."""
+    """File present in every export."""
     library: ClassVar[str]
-    """By which that is loaded; empty where none can."""
+    """Library to load the export with; empty: none."""
 
     def over(self, built: BuiltModel) -> BuiltModel:
-        """Return what is trained, of a model that need not be filled. Raises ConfigError."""
+        """Return the model prepared for training. It may be unfilled. Raises ConfigError."""
 
     def name(self, model: Any) -> str:
-        """Return what the model is called."""
+        """Return the model name for messages."""
 
     def told(self, model: Any) -> Iterator[str]:
-        """Yield what should be known of it, a line each."""
+        """Yield lines about the trainable part for the user."""
 
     def num_saved(self, model: nn.Module) -> int:
-        """Return how many parameters its checkpoints hold."""
+        """Return the trained parameter count in checkpoints."""
 
     def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
-        """Return the bytes of what else its checkpoints hold, where the device uses so many bytes a weight. Raises
-        ConfigError for a model that cannot be trained so.
+        """Return the bytes of further weights in checkpoints. Raises ConfigError for a model without support.
+
+        `weight_bytes`: bytes per weight on the device.
         """
         return 0
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
-        """Return the bytes of the weights that `write` writes, where the device uses so many bytes a weight."""
+        """Return the weight bytes in the export. `weight_bytes`: bytes per weight on the device."""
 
     def base_bytes(self, model: Any) -> int:  # noqa: ARG002
-        """Return the bytes of what `load` reads beside what was written, at most."""
+        """Return an upper limit for the bytes that `load` reads beside the export."""
         return 0
 
     def check(self, engine: Engine) -> None:  # noqa: ARG002
-        """Refuse an engine that it cannot train in. Raises ConfigError."""
+        """Raise ConfigError for an engine without support."""
         return
 
     def before_step(self, engine: Engine, step: int) -> Iterable[str]:  # noqa: ARG002
-        """Do what is to be done before a step, counted from 0; return what is to be said of it. Collective."""
+        """Do the work due before a step, counted from 0. Return lines to print. Collective."""
         return ()
 
     def marks(self) -> Mapping[str, Any]:
-        """Return what its checkpoints say beside where the run stands, for JSON."""
+        """Return further checkpoint metadata, as a JSON object."""
 
     def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return what lies beside the states in its checkpoints, by name."""
+        """Return further checkpoint files, by name."""
 
     def write(
         self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
     ) -> None:
-        """Write what the run leaves; `files`, by name, go with it, and an earlier export gives way. `build_base`: as of
-        `load`. Collective. Raises as `Engine.export`.
+        """Write the export. Replaces an earlier one. Collective. Raises like `Engine.export`.
+
+        `files`: further files by name. `build_base`: builds the initial model again, without an adapter.
         """
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Return the model of what `write` wrote, in eval mode, all in memory, of which what the run trains requires a
-        gradient, or what stands for that. Raises OffloadError.
+        """Load an export completely into memory, in eval mode. Raises OffloadError.
+
+        Trained parameters, or their counterparts, require gradients.
         """
 
 
 @dataclass(frozen=True)
 class WholeModel(Trained):
-    """The model, all of it."""
+    """The whole model."""
 
     kind: Kind
-    """What sort of model it is."""
+    """Model kind."""
     frozen: tuple[str, ...] = ()
-    """Patterns of what of it does not train, and is in its checkpoints all the same."""
+    """Name patterns for frozen parameters. Checkpoints contain them anyway."""
     trained_only: ClassVar[bool] = False
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
     def over(self, built: BuiltModel) -> BuiltModel:
-        """Return the model, with what does not train frozen."""
+        """Return the model with the frozen parameters set."""
         freeze(built.model, self.frozen)
         return built
 
     def name(self, model: Any) -> str:
-        """Return the name of its class."""
+        """Return the class name."""
         return type(model).__name__
 
     def told(self, model: Any) -> Iterator[str]:
-        """Yield how much of it trains, where that is not all."""
+        """Yield the frozen and trained parameter counts, if any are frozen."""
         if self.frozen:
             num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
             yield f"frozen: {num_all - num_trained:,} parameters (optimizer.freeze); {num_trained:,} train"
 
     def num_saved(self, model: nn.Module) -> int:
-        """Return the number of parameters that train."""
+        """Return the trained parameter count."""
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
-        """Return the bytes of what is frozen."""
+        """Return the bytes of frozen parameters."""
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
         return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in frozen)
 
@@ -144,7 +148,7 @@ class WholeModel(Trained):
         return {}
 
     def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
-        """Return nothing: the engine adds the model's configuration."""
+        """Return nothing: the engine adds the model configuration."""
         return {}
 
     def write(
@@ -158,7 +162,7 @@ class WholeModel(Trained):
         engine.export(folder, files=files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
-        """Load the folder with transformers, and freeze what does not train."""
+        """Load the folder with transformers, and freeze the same parameters."""
         model = reload.reload(folder, self.kind.auto)
         freeze(model, self.frozen)
         return model
@@ -166,7 +170,7 @@ class WholeModel(Trained):
 
 @dataclass(frozen=True)
 class GivenModule(WholeModel):
-    """A module that is not transformers', all of it."""
+    """A whole module outside transformers."""
 
     main_file: ClassVar[str] = "model.safetensors"
     library: ClassVar[str] = ""
@@ -174,22 +178,22 @@ class GivenModule(WholeModel):
 
 @dataclass(frozen=True)
 class AdapterOverBase(Trained):
-    """An adapter of PEFT; the base is frozen, and is in no checkpoint."""
+    """A PEFT adapter over a frozen base. Checkpoints lack the base."""
 
     adaptation: Adaptation
-    """The adapter."""
+    """Adapter configuration and initial weights."""
     base: BaseMark
-    """What tells the base from others."""
+    """Base fingerprint."""
     seed: int
-    """Of the adapter's first values."""
+    """Seed for the adapter's initial values."""
     precision: str
-    """In which the run computes."""
+    """Compute precision."""
     frozen_weights: str
-    """How the base rests."""
+    """Storage format for the base."""
     parameters: str
-    """The tier on which the base rests."""
+    """Memory tier of the base."""
     removed: dict[str, Removed] = field(default_factory=dict, kw_only=True)
-    """What the adapter's first values have taken out of the base's weights, by their names, once it was put `over`."""
+    """Products subtracted from base weights by the initialization, by name. Filled in `over`."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
@@ -212,31 +216,31 @@ class AdapterOverBase(Trained):
         return adapted
 
     def name(self, model: Any) -> str:
-        """Return the name of the base's class."""
+        """Return the base class name."""
         return type(model.get_base_model()).__name__
 
     def told(self, model: Any) -> Iterator[str]:
-        """Yield how much of it trains, and over what."""
+        """Yield the adapter summary and the base name."""
         yield f"adapter: {summary(model)}; frozen: {self.base.name}"
 
     def num_saved(self, model: nn.Module) -> int:
-        """Return the number of parameters that train."""
+        """Return the trained parameter count."""
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
-        """Return the bytes of what trains, which is written in fp32."""
+        """Return the bytes of trained parameters; the export is fp32."""
         return 4 * self.num_saved(model)
 
     def base_bytes(self, model: Any) -> int:
-        """Return the bytes of the base, as its files may have it."""
+        """Return an upper limit for the base bytes (fp32)."""
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
     def marks(self) -> Mapping[str, Any]:
-        """Return what tells the base."""
+        """Return the base fingerprint."""
         return {"base": self.base.to_dict()}
 
     def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return the configurations of base and adapter, and what was taken out of the base."""
+        """Return the base and adapter configurations, and the products removed from the base."""
         with TemporaryDirectory() as folder:
             write_configuration(model.get_base_model(), Path(folder))
             found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
@@ -250,7 +254,7 @@ class AdapterOverBase(Trained):
         files: Mapping[str, bytes],
         build_base: Callable[[], BuiltModel],  # noqa: ARG002
     ) -> None:
-        """Write the adapter as PEFT saves it."""
+        """Write the adapter in PEFT's format."""
         values = dict(engine.named_parameters(trained_only=True))
         with as_one(engine.comm, "export"):
             if engine.rank == 0:
@@ -259,7 +263,7 @@ class AdapterOverBase(Trained):
                     write_adapter(engine.model, values, folder, files, self.removed, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Load the adapter with PEFT over the base, as the run has used that."""
+        """Load the adapter with PEFT over the base, with weights as the run used them."""
         from peft import PeftModel, set_peft_model_state_dict
 
         base: Any = fill_all(build_base())
@@ -272,11 +276,11 @@ class AdapterOverBase(Trained):
                 f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
             ) from error
         infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
-        for parameter in model.parameters():  # a module that trains as a copy has the dtype of the base's
+        for parameter in model.parameters():  # a module trained as a copy has the base dtype
             parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
         set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
         taken = {id(model.get_base_model().get_parameter(name)): each for name, each in self._taken_in(model)}
-        for info, parameter in zip(infos, model.parameters(), strict=True):  # with what the run has computed
+        for info, parameter in zip(infos, model.parameters(), strict=True):  # use the values from the run
             removed, value = taken.get(id(parameter)), parameter.detach()
             value = value if removed is None else removed.out_of(value)
             master = master_of(info, value).to(torch.float32).reshape(-1)
@@ -285,7 +289,7 @@ class AdapterOverBase(Trained):
         return model
 
     def _taken_in(self, model: Any) -> Iterator[tuple[str, Removed]]:
-        """Yield what was taken out of weights, by their names beneath an adapter."""
+        """Yield (name under the adapter, removed product) for reduced weights."""
         found = dict(model.get_base_model().named_parameters())
         for name, each in self.removed.items():
             below = f"{name.rpartition('.')[0]}.base_layer.weight"
@@ -293,10 +297,10 @@ class AdapterOverBase(Trained):
 
 
 def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
-    """Return the architecture that a run begins or goes on with. Raises ConfigError.
+    """Return the architecture for a new or resumed run. Raises ConfigError.
 
-    Gone on with is the model that was trained; the folder that it was made from may be another one by now. Of an
-    adapter, which has no more than that, the base is found again.
+    A resumed run uses the configuration in the checkpoint, because the original folder may have changed. For an
+    adapter, the checkpoint lacks the base, so the base is located again.
     """
     first = next(iter(start.folders), None)
     if first is None:
@@ -309,7 +313,7 @@ def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:
-    """Raise ConfigError where the tokenizer has tokens that a frozen embedding has no rows for."""
+    """Raise ConfigError if the tokenizer has more tokens than a frozen embedding has rows."""
     if num_tokens > num_rows:
         raise ConfigError(
             f"the tokenizer has {num_tokens:,} tokens, and the model's embedding {num_rows:,} rows, which are frozen "
@@ -319,6 +323,6 @@ def refuse_growth(num_tokens: int, num_rows: int) -> None:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Any]:
-    """Return the buffers that belong to a model's state, on the CPU."""
+    """Return the persistent buffers in a model's state, on the CPU."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {name: value.cpu() for name, value in state.items() if not isinstance(value, nn.Parameter)}

@@ -1,4 +1,4 @@
-"""The training run, from a configuration to a folder: data, model, engine, steps, evaluation, export."""
+"""The training run, from configuration to folder: data, model, engine, steps, evaluation, export."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ from offload.training.shares import Share, next_share
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to. `loss` is of the last step; `eval_loss` of the last evaluation, None without eval rows;
-    `best` is the best one.
+    """Result of a run.
+
+    `dir`: run folder. `loss`: last step. `eval_loss`: last evaluation; None without eval rows. `export`: export folder;
+    None without a new export. `best`: best evaluation.
     """
 
     dir: Path
@@ -58,18 +60,19 @@ class TrainResult:
 
 
 class Trainer:
-    """`Trainer(config).run()` does what `python -m offload.train` does. `config`: a Config, the path of a YAML file, or
-    a mapping such as {"train": {"steps": 10}}; None for the built-in run.
+    """Trains from Python: `Trainer(config).run()` equals `python -m offload.train`.
 
-    `model`: a module in place of model.path, which is consumed; of transformers, or any whose forward takes input_ids
-    and labels and returns a loss. `data`, `eval_data`: rows in place of data.source and data.eval_source, texts or
-    mappings with the keys of a format (docs/reference/data.md): any iterable, or a data set with numbered rows.
-    `callbacks`: see `Callbacks`; transformers' TrainerCallback has the same methods.
+    - config: a Config, a YAML file path, or a mapping such as {"train": {"steps": 10}}. None: the built-in run.
+    - model: a module instead of model.path, consumed by the run. From transformers, or any module with
+      forward(input_ids, labels) returning a loss.
+    - data, eval_data: rows instead of data.source and data.eval_source, as texts or mappings with the keys in a format
+      (docs/reference/data.md). Any iterable, or a dataset with numbered rows.
+    - callbacks: see `Callbacks`; same methods as transformers' TrainerCallback.
 
-    Over several ranks (by torchrun's variables, or the process group that there is) it is collective. Rank 0 writes the
-    run folder and prints; the others print what is theirs alone.
+    Collective over several ranks (from torchrun's variables, or an existing process group). Rank 0 writes the run
+    folder and prints; other ranks print only their own messages.
 
-    Raises OffloadError, one on every rank; InterruptedRun after a signal.
+    Raises OffloadError, the same on every rank; InterruptedRun after a signal.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Trainer:
         self._records = Records()
 
     def run(self) -> TrainResult:
-        """Train, and return what came of it."""
+        """Train, and return the result."""
         self.config.check(may_go_on=True)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
@@ -109,7 +112,7 @@ class Trainer:
                 if comm.size == 1:
                     raise
                 self._stop.ignore()
-                left = parting.leave(error)  # before anything is closed here, which would wait for the others
+                left = parting.leave(error)  # before any close below, which would wait for the other ranks
                 if left is error:
                     raise
                 raise left from error
@@ -117,7 +120,7 @@ class Trainer:
                 self._progress.close()
                 self._records.close()
                 self._close_engine()
-                if not leaves_at_once:  # only now: when ranks begin to leave, torchrun tells the others to
+                if not leaves_at_once:  # last: torchrun stops the other ranks once one leaves
                     self._records.report(self._say)
                 if self._is_first and self._folder is not None:
                     self._folder.close()
@@ -155,7 +158,7 @@ class Trainer:
                 self._say(*told_coarse(self._stands))
             return self._finish(self._folder)
         except Exception as error:
-            if comm.size == 1 or is_common(error):  # what was saved before the failure is whole
+            if comm.size == 1 or is_common(error):  # a save completed before the failure is intact
                 with suppress(OffloadError):
                     self._saves.settle()
             raise
@@ -163,11 +166,11 @@ class Trainer:
             self._saves.close()
 
     def _close_engine(self) -> None:
-        """Free the states, before the export is loaded beside them."""
+        """Free the states, before the export is loaded."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            gc.collect()  # units, streams and modules refer to each other in rings
+            gc.collect()  # units, streams and modules form reference cycles
 
     def _say(self, *texts: str) -> None:
         for text in texts:
@@ -191,13 +194,13 @@ class Trainer:
             self._callbacks.tell("on_step_begin")
             self._say(*self._trained.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
-            is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
+            is_marked = not self.config.has_gradients and step == stands.first_step  # for replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
             result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
             if step == stands.first_step:
                 self._open_records(result)
-            elif self.config.train.clip != self._engine.clip:  # the steps up to this one have decided it
+            elif self.config.train.clip != self._engine.clip:  # decided by the steps so far
                 self.config = self._records.decide(self.config, self._engine)
             fields = step_fields(stands, self._data.num_tokens(step), result, end - begin, self._engine, self.config)
             fields |= self._objective.measured(self._comm) | mark | self._saves.take_stalled()
@@ -215,13 +218,14 @@ class Trainer:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Begin to save all states, and where the run stands; the last time wait for it, and a failure is an error.
-        Collective.
+        """Begin to save states and progress. Collective.
+
+        The last save is waited for, and raises on failure.
         """
         assert self._engine is not None
         begin = time.perf_counter()
         own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
-        self._records.sync()  # the run goes on from here, and its lines are to reach as far
+        self._records.sync()  # a resumed run needs all metrics lines up to here
         save = self._saves.save if is_last else self._saves.try_to_save
         save(
             self._engine,
@@ -232,13 +236,15 @@ class Trainer:
         self._records.mark("checkpoint", begin, time.perf_counter())
 
     def _save_last(self) -> None:
-        """Save all states, unless that is done; a failure is an error. Collective."""
+        """Save all states, unless done already. Raises on failure. Collective."""
         if self._saves.last_step != self._stands.num_done:
             self._save(is_last=True)
 
     def _next_batch(self, step: int) -> Batch | None:
-        """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
-        any more, or the time is over, by rank 0's count. One exchange; a save first, where one of them is told to.
+        """Return this rank's rows for the step, in one exchange with the other ranks.
+
+        None on all ranks: a stop request or the end of the data on any rank, or the end of the time on rank 0. Also
+        runs requested saves and evaluations first.
         """
         assert self._engine is not None
         comm, control = self._comm, self._callbacks.control
@@ -277,7 +283,7 @@ class Trainer:
         return None
 
     def _open_records(self, result: StepResult) -> None:
-        """Write what the run is, once its first step has shown that it can be done."""
+        """Write the record files, after the first step has succeeded."""
         assert self._engine is not None
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
@@ -292,7 +298,7 @@ class Trainer:
     # -- after the last step -----------------------------------------------------------------------------------------
 
     def _finish(self, folder: RunFolder) -> TrainResult:
-        """Save, evaluate, export, and prove the export. After a signal only save, and raise InterruptedRun."""
+        """Save, evaluate, export, and check the export. After a stop signal: save and raise InterruptedRun."""
         assert self._engine is not None
         self._progress.close()
         stands, comm = self._stands, self._comm
@@ -308,7 +314,7 @@ class Trainer:
             self._save()
             self._saves.settle()
         self._leave_if_told(folder)
-        self._engine.catch_up()  # what is exported is the newest weights
+        self._engine.catch_up()  # the export needs the newest weights
         has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, stands)
         exported = None if has_export else self._export_or_save(folder)
         self._callbacks.tell("on_train_end", export=exported)
@@ -324,7 +330,7 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported, stands.best)
 
     def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or save the states, whichever can be done. Collective. Raises what the export does."""
+        """Export, or else save the states. Collective. Raises the export error."""
         assert self._engine is not None
         best = go_back(self._engine, self.config, self._stands, folder, self._say)
         return export_or_save(
@@ -339,9 +345,7 @@ class Trainer:
         )
 
     def _leave_if_told(self, folder: RunFolder) -> None:
-        """Save, make the evaluation that is due, and raise InterruptedRun, on all ranks, where one of them was told to
-        stop.
-        """
+        """After a stop request on any rank: save, run a due evaluation, and raise InterruptedRun on all ranks."""
         if not self._stop.is_agreed(self._comm):
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
@@ -361,7 +365,7 @@ class Trainer:
 
 @contextmanager
 def _shown_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Note what our own modules warn of; other libraries' warnings are not the user's business."""
+    """Collect warnings from our own modules, and hide those from other libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"offload\.")
