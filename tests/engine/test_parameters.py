@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -351,6 +352,18 @@ def test_a_parameter_that_is_not_listed_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Anew(3, 3)))
     with pytest.raises(ConfigError, match=r"parameter weight of 1\.0 \(Anew\) is not in model\.named_parameters"):
         Engine(model)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_encoder_of_nested_tensors_is_named(nested: bool) -> None:
+    def encoder() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Engine(build(encoder)).close()
+    assert any("nn.TransformerEncoder 0 has enable_nested_tensor" in str(w.message) for w in caught) == nested
 
 
 def test_a_group_of_nothing_is_refused() -> None:
