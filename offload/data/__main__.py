@@ -1,4 +1,7 @@
-"""`python -m offload.data`: the command `data`, which is in `offload.look`, as its own name is the package's."""
+"""Entry point of `python -m offload.data`.
+
+The command `data` lives in `offload.look`, because this package already has the name.
+"""
 
 from offload.config.command_line import run_command
 from offload.look import main
