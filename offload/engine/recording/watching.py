@@ -1,4 +1,4 @@
-"""Modes of torch that see all operations of a pass."""
+"""Torch modes that see all operations in a pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A mode under which functions that torch.compile has made run eagerly. Without that, dynamo gives up a function
-    that is first called under a mode, for as long as the process lives.
+    """A dispatch mode under which compiled functions run eagerly.
+
+    Otherwise dynamo would permanently give up a function first called under a mode.
     """
 
     _stance: AbstractContextManager[Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch wraps what handles an operation, lest dynamo traces it, which doubles the time of each: no function is
-        compiled here.
+        """Skip the dynamo wrapper around the handler, which doubles the time per operation.
+
+        Nothing is compiled here.
         """
         return False
 
