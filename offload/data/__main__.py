@@ -1,6 +1,6 @@
-"""Entry point of `python -m offload.data`.
+"""Runs the command `data` for `python -m offload.data`.
 
-The command `data` lives in `offload.look`, because this package already has the name.
+The code is in `offload.look`, because the package has the name.
 """
 
 from offload.config.command_line import run_command

@@ -1,7 +1,7 @@
 """Conversations to text: render the chat template and locate the assistant's parts in the result.
 
-The tokenizer supplies the template. Without one, `BUILTIN_TEMPLATE` writes each message in the style of Zephyr: a line
-with the role marker, the content, and the end-of-text token, which also ends generation.
+The tokenizer supplies the template. Without one, `BUILTIN_TEMPLATE` writes each message in Zephyr style: a line with
+the role marker, the content, and the end-of-text token, which also ends generation.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ChatRenderer:
     3. One document per answer, for templates that rewrite earlier turns (reasoning models). The document ends with
        the answer, and only this answer is trained.
 
-    For rows with marks on single messages, methods 2 and 3 locate the messages, and the `{% generation %}` marks of the
-    template restrict the trained characters. The completion of a prompt-completion row is trained as a whole.
+    For rows with marks on single messages, methods 2 and 3 locate the messages, and the template's `{% generation %}`
+    marks restrict the trained characters. The completion in a prompt-completion row is trained as a whole.
     """
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
@@ -142,7 +142,7 @@ class Template:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True if tool call arguments must be a text: the template fails on an object, or writes a Python dict literal."""
+        """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
         messages, _ = _probe("tool_calls")
         shown = self._try_out(messages)
         messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
@@ -162,7 +162,7 @@ class Template:
         return {**message, "tool_calls": calls} if calls else message
 
     def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
-        """Return the text of a conversation, or None after a template error."""
+        """Return the rendered text, or None after a template error."""
         try:
             return self._render(messages, tools)[0]
         except Exception:  # see render
@@ -218,21 +218,18 @@ def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
 
 
 def _num_common(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the common prefix length."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
-    """Return the marked parts of a range, or the range itself without marks."""
+    """Return the marked parts within a range, or the range itself without marks."""
     start, end = span
     return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
 
 
 def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
-    """Cut a text at character ranges.
-
-    `inside` is the training mark within the ranges; the rest gets the opposite mark.
-    """
+    """Cut a text at character ranges. `inside`: training mark within the ranges; the rest gets the opposite mark."""
     segments, position = Segments(), 0
     for start, end in spans:
         segments += [(text[position:start], not inside), (text[start:end], inside)]

@@ -1,4 +1,4 @@
-"""Batches by step number: the batch of a step is a pure function of data, settings and step."""
+"""Batches by step number: a pure function of data, settings and step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LEFT_OUT: Mapping[str, str] = {
         "It says where and by whom tokens are made, or refuses them.",
     ),
 }
-"""Arguments of `build_dataset` absent from the cache key of the tokens, each with the reason."""
+"""Arguments of `build_dataset` absent from the token cache key, each with the reason."""
 _EVAL_SEED = 0
 """Fixed shuffle seed for eval rows. The first few batches are a fair sample, equal in all runs."""
 
@@ -54,12 +54,12 @@ class Dataset:
     """Rows for training and evaluation, with their order.
 
     Every epoch is shuffled anew. Batches cross epoch borders: batch `step` holds positions [step * batch_size, (step +
-    1) * batch_size) of the endless row sequence. The first rows of the next epoch complete the last batch of an epoch,
-    and a data set smaller than one batch repeats within the batch.
+    1) * batch_size) in the endless row sequence. The last batch in an epoch is completed with rows from the next, and a
+    data set smaller than one batch repeats within the batch.
     """
 
     train: RowSet
-    """Training rows of one source, or a mixture of several sources."""
+    """Training rows from one source, or a mixture from several sources."""
     eval: RowSet
     """Rows held out from the training data."""
     tokenizer: Any
@@ -67,7 +67,7 @@ class Dataset:
     batch_size: int
     """Rows per step; a preference pair counts as two."""
     seed: int
-    """Seed of the row order."""
+    """Seed for the row order."""
     notes: tuple[str, ...] = ()
     """Messages for the user, e.g. about skipped texts or truncated tokens."""
     sources: tuple[SourceFacts, ...] = ()
@@ -75,18 +75,18 @@ class Dataset:
     eval_sources: tuple[SourceFacts, ...] = ()
     """Properties of the eval sources (without the held-out rows)."""
     named_evals: Mapping[str, RowSet] = field(default_factory=dict)
-    """Rows of the eval sources, by source name."""
+    """Eval source rows, by source name."""
     source_rows: tuple[SourceRows, ...] = ()
-    """Rows of each training source."""
+    """Rows from each training source."""
     pad_id: int = 0
     """Padding token id."""
     batching: Batching = field(default_factory=Mixed)
-    """Assignment of rows to batches."""
+    """Assigns rows to batches."""
     pictures: PictureInputs | None = None
-    """Builder of picture tensors. None: text only."""
+    """Builds picture tensors. None: text only."""
     values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    """Extra batch values per row, as {row set: {batch key: fp32 [rows]}} with the keys of `row_sets`. A batch holds the
-    numbers in the first column of a zero tensor [rows, sequence_length].
+    """Extra batch values per row: {row set: {batch key: fp32 [rows]}}, with row sets named as in `row_sets`. A batch
+    holds the numbers in the first column, within a zero tensor [rows, sequence_length].
     """
 
     @property
@@ -139,27 +139,27 @@ class Dataset:
         return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
 
     def num_steps(self, epochs: float) -> int:
-        """Return the number of batches in `epochs` passes over the training rows.
+        """Return the batch count for `epochs` passes over the training rows.
 
         The last batch may extend into the next pass.
         """
         return -int(-epochs * self.num_train_rows // self.batch_size)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return the contiguous share (see `share`) of `rank` in the batch of `step` (from 0).
+        """Return the contiguous share (see `share`) for `rank` in the batch for `step` (from 0).
 
-        `input_ids` and `labels` are int64 [rows, sequence_length]; with batching by length, the width follows the
-        longest row of the whole batch. Labels are unshifted, and -100 marks untrained tokens. `attention_mask` (same
-        shape) is present only if some row of the whole batch is padded, so all ranks get the same keys. Rows of
-        isolated documents have `position_ids` instead. Rows with pictures also have the tensors of the processor.
-        Raises ConfigError for more ranks than rows, and for a picture changed since preparation.
+        `input_ids` and `labels` are int64 [rows, sequence_length]; with batching by length, the longest row in the
+        whole batch decides the width. Labels are unshifted, and -100 marks untrained tokens. `attention_mask` (same
+        shape) is present only if some row in the whole batch is padded, so all ranks get the same keys. Isolated
+        documents have `position_ids` instead. Rows with pictures also have the processor tensors. Raises ConfigError
+        for more ranks than rows, and for a picture changed since preparation.
         """
         if self.batch_size // self.group < world_size:
             raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
         return self._read("train", self.rows_of(step), rank, world_size)
 
     def rows_of(self, step: int) -> np.ndarray:
-        """Return the training row indices in the batch of `step` (from 0), int64 [batch_size]."""
+        """Return the training row indices for `step` (from 0), int64 [batch_size]."""
         return self.batching.at(self.train, step, self.batch_size, self.seed)
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
@@ -167,7 +167,7 @@ class Dataset:
         return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
 
     def num_tokens(self, step: int) -> int:
-        """Return the number of tokens in the batch of `step` (from 0), over all ranks, without padding."""
+        """Return the token count in the batch for `step` (from 0), over all ranks, without padding."""
         return int(self.train.lengths(self.rows_of(step)).sum())
 
     def eval_batches(
@@ -178,11 +178,10 @@ class Dataset:
         world_size: int = 1,
         name: str | None = None,
     ) -> Iterator[Batch]:
-        """Yield the eval batches of `rank` from one of `evals` (None: the first), each row once, in an order
-        independent of the seed.
+        """Yield this rank's eval batches, each row once, in a fixed order independent of the seed.
 
-        The last batch may be smaller. A rank with an empty share gets a row without targets (labels -100), so all ranks
-        have the same number of batches.
+        `name`: one of `evals`; None: the first. The last batch may be smaller. A rank with an empty share gets a row
+        without targets (labels -100), so all ranks have equally many batches.
         """
         if batch_size < 1:
             raise ConfigError(f"An eval batch of {batch_size} rows is none; it must have at least 1.")
@@ -196,17 +195,17 @@ class Dataset:
 
     @property
     def row_sets(self) -> dict[str, RowSet]:
-        """All row sets by the names in `values`: `train`, and one `eval NAME` for each of `evals`."""
+        """All row sets by the names in `values`: `train`, and `eval NAME` for each eval set."""
         return {"train": self.train, **{f"eval {name}": rows for name, rows in self.evals.items()}}
 
     def batch_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return the share of `rank` in rows [begin, end) of one of `row_sets`, in storage order."""
+        """Return this rank's share in rows [begin, end) from one of `row_sets`, in storage order."""
         return self._read(name, np.arange(begin, end), rank, world_size)
 
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read the share of `rank` in `indices`.
+        """Read this rank's share in `indices`.
 
-        Append rows without targets if the batch keys of this rank would differ.
+        Append rows without targets if the batch keys on this rank would differ.
         """
         import torch
 
@@ -232,8 +231,7 @@ class Dataset:
         return batch
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
-        """Return the UTF-8 bytes of text under the targets in the first `num_rows` rows of an eval set, in
-        `eval_batches` order.
+        """Return the UTF-8 bytes of text under the targets in the first `num_rows` eval rows, in `eval_batches` order.
 
         None: not known, because the data is token ids or the tokenizer is not a fast one.
         """
@@ -241,10 +239,7 @@ class Dataset:
         return found.num_bytes(found.at(0, num_rows, _EVAL_SEED))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings by which a checkpoint recognizes the data.
-
-        The position is the step number.
-        """
+        """Return plain numbers and strings by which a checkpoint recognizes the data. The position is the step."""
         settings: dict[str, Any] = {
             "tokens": self.train.identity,
             "sequence_length": self.sequence_length,
@@ -252,7 +247,7 @@ class Dataset:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        if self.batching.by_length:  # absent in checkpoints of earlier versions
+        if self.batching.by_length:  # absent in checkpoints from earlier versions
             settings["group_by_length"] = True
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
@@ -308,24 +303,24 @@ def build_dataset(
     Args:
         sources: Training sources.
         eval_sources: Evaluation sources, each evaluated under a separate name.
-        tokenizer: Folder, or name of a model in the local hub cache. None: the tokenizer in `model_path`; if absent,
-            a new one of at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
+        tokenizer: Folder, or model name in the local hub cache. None: the tokenizer in `model_path`; if absent, a new
+            one with at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
             embeddings belong to another vocabulary).
-        model_path: Folder or hub name of the model.
+        model_path: Model folder or hub name.
         is_pretrained: The model starts from pretrained weights.
         vocab_size: Vocabulary size of the model.
         sequence_length: Tokens per row.
         packing: Pack several documents into a row.
         isolated: Separate packed documents from each other. None: only for data with conversations.
-        pairs: The data are preferences. A batch has `batch_size` pairs of rows.
-        group_by_length: Build batches from rows of similar length. Applies to rows of one document each.
+        pairs: The data are preferences. A batch has `batch_size` row pairs.
+        group_by_length: Build batches from rows with similar length. Applies to rows with one document each.
         train_on_prompt: Train on prompts too.
         eval_share: Share of each training source held out for evaluation, in [0, 1).
         on_bad_row: `error` or `skip`.
         stopping_strategy: See `mixture.quotas`.
         batch_size: Rows (or pairs) per step.
-        seed: Seed of the row order.
-        cache_dir: Folder of the token cache. None: the default folder.
+        seed: Seed for the row order.
+        cache_dir: Token cache folder. None: the default folder.
         num_workers: Processes for tokenization. None: as many as save time. 0: this process only.
         no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
             each document is a row for any `packing`.
@@ -405,7 +400,7 @@ def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
 
 
 def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
-    """Raise ConfigError if a file is in both training and evaluation, under any of the file's names."""
+    """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
     trained: dict[Mark, tuple[Found, SourceFile]] = {}
     for each in found:
         for file in each.files:
@@ -428,7 +423,7 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
 
 
 def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
-    """Raise ConfigError if a source is not of preferences for `pairs`, or is of preferences without `pairs`."""
+    """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
     other = next((each for each in found if (each.formats == {"preference"}) != pairs), None)
     if other is not None:
         formats, asked = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
@@ -439,6 +434,6 @@ def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
 
 
 def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
-    """Return the rows of `rank` as a slice. Shares are contiguous and differ by at most one group of rows."""
+    """Return this rank's rows as a slice. Shares are contiguous and differ by at most one row group."""
     number = num_rows // group
     return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

@@ -1,4 +1,4 @@
-"""`builtin:stdlib-chat`: questions and answers from the docstrings of the Python standard library."""
+"""`builtin:stdlib-chat`: questions and answers from Python standard library docstrings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _QUESTIONS = (
 
 
 def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Yield (line, messages) for every documented function, class and method of a module, in file order.
+    """Yield (line, messages) for every documented function, class and method in a module, in file order.
 
-    `file_name` is the path inside the standard library, e.g. `asyncio/tasks.py`. A hash of the name selects the wording
-    of the question, so the same Python version gives the same chats.
+    `file_name` is the path inside the standard library, e.g. `asyncio/tasks.py`. A hash of the name selects the
+    question wording, so the same Python version gives the same chats.
     """
     parts = PurePosixPath(file_name).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

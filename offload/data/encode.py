@@ -18,7 +18,7 @@ from offload.data.rows import BadRow, BadRows
 from offload.data.workers import Maker, made_ahead
 from offload.errors import ConfigError, shorten
 
-_BATCH_CHARS = 2 << 20  # three batches are in memory, one of them with several hundred bytes per token
+_BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
 _BATCH_RECORDS = 4096
 
 
@@ -27,17 +27,17 @@ Measured = Literal["none", "held out", "all"]
 
 
 class Tokenized(NamedTuple):
-    """Tokens of a document or of a piece."""
+    """Tokens in a document or a piece."""
 
     ids: np.ndarray
     """Token ids, int64 [n]."""
     trained: np.ndarray | None
     """Training mask, bool [n]. None: all tokens are trained."""
     num_bytes: np.ndarray | None = None
-    """UTF-8 bytes of text for each token, int64 [n]. None: not counted."""
+    """UTF-8 bytes per token, int64 [n]. None: not counted."""
 
     def framed(self, before: Sequence[int], after: Sequence[int]) -> Tokenized:
-        """Return the tokens between `before` and `after`, special tokens of zero bytes.
+        """Return the tokens between `before` and `after`, special tokens without text bytes.
 
         `before` is trained if all tokens are trained, `after` if the last token is.
         """
@@ -54,10 +54,10 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids [n] of a document or of a piece.
+    """A document or a piece as token ids [n].
 
     `trained` bool [n], None: all tokens are trained. `num_bytes`: as in `Tokenized`. `closes`: the document ends here.
-    `pictured`: the rendered text and pictures of a document with pictures.
+    `pictured`: rendered text and pictures, for a document with pictures.
     """
 
     where: str
@@ -74,7 +74,7 @@ class Asked(NamedTuple):
 
     record: Record
     in_eval: bool
-    measured: bool  # count the bytes of the tokens
+    measured: bool  # count UTF-8 bytes per token
 
 
 @dataclass
@@ -83,10 +83,10 @@ class _Draft:
     in_eval: bool
     measured: bool
     segments: Segments
-    framed: bool  # add the first and last special tokens of the tokenizer; a chat template writes the tokens itself
+    framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
     opens: bool = True
     closes: bool = True
-    may_be_empty: bool = False  # for one of the two documents of a preference, which stay side by side
+    may_be_empty: bool = False  # for a preference: both documents must stay side by side
 
     @property
     def text(self) -> str:
@@ -104,7 +104,7 @@ class _Draft:
 
 @dataclass
 class Made:
-    """Result of encoding a batch of records."""
+    """Encoded batch."""
 
     parts: list[Encoded | BadRow]
     """Documents in order, with a `BadRow` in place of each refused record."""
@@ -117,9 +117,9 @@ class Made:
 class Encoder:
     """Encodes records with one tokenizer.
 
-    Plain text gets the special tokens of the tokenizer around a sequence (e.g. a BOS), then an EOS. A conversation gets
-    the chat template, and an EOS unless the template has just written one. Pieces of a long document are framed only at
-    the two ends of the document.
+    Plain text gets the tokenizer's special tokens around a sequence (e.g. a BOS), then an EOS. A conversation gets the
+    chat template, and an EOS unless the template has just written one. A long document in pieces is framed only at its
+    two ends.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class Encoder:
         """Conversations split into several documents."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
-        """Yield the encoding of each (in_eval, record) in order. Documents without a token are counted and skipped.
+        """Yield the encoded documents for each (in_eval, record) in order.
+
+        Documents without a token are counted and skipped.
 
         Later batches are tokenized while the caller consumes earlier ones.
         """
@@ -162,7 +164,7 @@ class Encoder:
                         yield part
 
     def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[Asked]]:
-        """Cut records into batches of similar size."""
+        """Cut records into batches with similar size."""
         batch: list[Asked] = []
         num_chars = 0
         for in_eval, record in records:
@@ -179,7 +181,7 @@ class Encoder:
 
 
 class _Maker:
-    """Encodes batches of text records, in this process or in a worker."""
+    """Encodes text records in batches, in this process or in a worker."""
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
         self._tokenizer = tokenizer
@@ -189,7 +191,7 @@ class _Maker:
         self._eos: int | None = tokenizer.eos_token_id
 
     def make(self, batch: list[Asked]) -> Made:
-        """Encode the records of a batch."""
+        """Encode one batch."""
         made, found = Made([]), list[tuple[Asked, list[Encoded | _Draft] | BadRow]]()
         for asked in batch:
             try:
@@ -234,7 +236,7 @@ class _Maker:
         return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
 
     def _answer(self, asked: Asked, record: Chat | Pair) -> _Draft:
-        """Return one of the two documents of a preference. Raises BadRow."""
+        """Return one document (answer) for a preference. Raises BadRow."""
         if isinstance(record, Pair):
             segments, framed = [(record.prompt, False), (record.completion, True)], True
         else:
@@ -267,7 +269,7 @@ class _Maker:
     def _documents(
         self, record: Record, begun: list[Encoded | _Draft], tokenized: Iterator[Tokenized | BadRow]
     ) -> list[Encoded | None] | BadRow:
-        """Return the documents of a record, with None for a document without a token.
+        """Return the documents for a record, with None for a document without a token.
 
         If the tokenizer refuses one document, the result is a `BadRow` for the whole record, because a preference is
         two documents. Raises ConfigError for a refused piece of a text file, which is not a row.
@@ -288,9 +290,9 @@ class _Maker:
         return done
 
     def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
-        """Yield the tokens of each draft, or a `BadRow` with the tokenizer error.
+        """Yield the tokens per draft, or a `BadRow` with the tokenizer error.
 
-        Tokenizes at most about `_BATCH_CHARS` at once to bound memory.
+        Tokenizes about `_BATCH_CHARS` at once, to bound memory.
         """
         some: list[_Draft] = []
         num_chars = 0
@@ -303,7 +305,7 @@ class _Maker:
         yield from self._tokenize_each(some)
 
     def _tokenize_each(self, drafts: list[_Draft]) -> list[Tokenized | BadRow]:
-        """Return the tokens of each draft, or a `BadRow` with the tokenizer error."""
+        """Return the tokens per draft, or a `BadRow` with the tokenizer error."""
         try:
             return [*self._tokenize(drafts)]
         except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
@@ -313,7 +315,7 @@ class _Maker:
             return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_shown(drafts[0].text)}: {said}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
-        """Return the tokens of each draft."""
+        """Return the tokens per draft."""
         if not self._tokenizer.is_fast:
             return [self._tokenize_by_segment(draft.segments) for draft in drafts]
         texts: dict[bool, list[str]] = {False: [], True: []}  # by `needs_offsets`, because offsets take time
@@ -327,7 +329,7 @@ class _Maker:
         return [_tokens(next(found[draft.needs_offsets]), draft) for draft in drafts]
 
     def _tokenize_by_segment(self, segments: Segments) -> Tokenized:
-        """Encode segment by segment: without offsets, this alone gives the segment of each token."""
+        """Encode segment by segment: without offsets, the only way to know the segment for each token."""
         ids: list[int] = []
         mask: list[bool] = []
         for text, trained in segments:
@@ -364,11 +366,11 @@ def _tokens(encoding: Any, draft: _Draft) -> Tokenized:
 
 
 def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
-    """Return bool [tokens]: True if a token covers a character of a trained segment.
+    """Return bool [tokens]: True if a token covers a character in a trained segment.
 
-    `offsets` are character ranges in the joined text. A token across the border of prompt and answer is trained, so no
-    answer character is lost. Two sorts of ranges are empty. Trimmed blanks: the token then covers the gap after the
-    previous range. Later bytes of a multi-token character: the token then shares the range of the character.
+    `offsets` are character ranges in the joined text. A token across the border between prompt and answer is trained,
+    so no answer character is lost. Two sorts of tokens have an empty range. Trimmed blanks: the token covers the gap
+    after the previous range. Later bytes of a multi-token character: the token shares the character's range.
     """
     trained = np.concatenate([np.full(len(text), mark) for text, mark in segments])
     before = np.concatenate([[0], np.cumsum(trained)])
@@ -383,8 +385,8 @@ def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.nda
 def _byte_counts(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
     """Return the UTF-8 bytes of text for each token, int64 [tokens].
 
-    `offsets` are character ranges. A token counts all bytes since the end of the previous token, so the sum is the byte
-    count of the text. A character of several tokens counts for the first one.
+    `offsets` are character ranges. A token counts all bytes since the previous token, so the sum is the text size. In a
+    multi-token character, all bytes count for the first token.
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     before = np.concatenate([[0], np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))])

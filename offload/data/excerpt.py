@@ -1,4 +1,4 @@
-"""A short excerpt of a row, a prompt with the reference answer, for comparison with generated text."""
+"""A short excerpt from a row, a prompt with the reference answer, for comparison with generated text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Excerpt(NamedTuple):
 
 
 def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
-    """Return an excerpt of the row `index`. None: all prompts are too long."""
+    """Return an excerpt from the row `index`. None: all prompts are too long."""
     indices = np.array([index])
     ids, labels = rows.read(indices)
     length = int(rows.lengths(indices)[0])
@@ -34,7 +34,7 @@ def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
 def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:
     """Cut an excerpt from the ids and labels (int64 [n]) of a row with documents at `starts`.
 
-    A conversation gives everything up to the first answer, a plain text the first tokens. The first document of a row
+    A conversation gives everything up to the first answer, a plain text the first tokens. The first document in a row
     may have begun in an earlier row, so this document is tried last.
     """
     ends = [*starts[1:], len(ids)]

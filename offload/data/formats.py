@@ -1,4 +1,4 @@
-"""Readers of all data formats: each row or file becomes one of five record types; errors name file and line.
+"""Readers for all data formats: each row or file becomes one of five record types; errors name file and line.
 
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
@@ -6,18 +6,18 @@ jsonl               {"text": "..."}
 messages            {"messages": [{"role": "user", "content": "..."}, ...]}; a content may be a
                     list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures in a
                     column "images" (paths, or bytes as in `datasets`) replace <image> in texts, and
-                    parts of type image without a path
+                    image parts without a path
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "images"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}
-prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two lists of messages
+prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two message lists
 preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without a prompt,
                     the common prefix of both answers; the prompt may be called "messages"
 tokens              {"input_ids": [...]}, optionally with "labels" (-100 for untrained tokens) and masks;
                     .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
                     (uint32 for vocabularies above 65536), or the same after an llm.c header
 
-Module `row_keys` lists the other keys of rows and messages. Module `rows` reads the files of rows. Tables of strings,
-e.g. csv, hold lists as JSON.
+Module `row_keys` lists the other keys in rows and messages. Module `rows` reads the row files. String tables, e.g. csv,
+hold lists as JSON.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ Record = Text | Chat | Pair | Preference | Ids
 
 
 def texts_of(record: Record) -> list[str]:
-    """Return the texts of a record in order. Empty for token ids."""
+    """Return the texts in a record, in order. Empty for token ids."""
     if isinstance(record, Text):
         return [record.text]
     if isinstance(record, Pair):
@@ -161,13 +161,12 @@ def texts_of(record: Record) -> list[str]:
 
 
 def picture_bytes(record: Record) -> int:
-    """Return the number of picture bytes stored inside a record."""
+    """Return the picture bytes stored inside a record."""
     return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
 
 
 def detect_format(file: SourceFile) -> str:
-    """Return the format of `file`: the configured one, or for `auto` from the file ending, the columns or the keys of
-    the first row.
+    """Return the format for `file`: the configured one, or for `auto` by file ending, columns or first row keys.
 
     Raises ConfigError, also for a table without a required column.
     """
@@ -197,7 +196,7 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     """Return the one format with all keys in `names`. Raises ConfigError."""
     there = {*names, *(key for key, own in columns.items() if own in names)}
     fitting = [name for name, keys in _KEYS.items() if all(key in there for key in keys)]
-    if len(fitting) > 1 and "preference" in fitting:  # train.method asks for them explicitly
+    if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
         fitting.remove("preference")
     if columns and len(fitting) > 1:  # the format of the renamed columns
         fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *columns_for(name)}] or fitting
@@ -229,7 +228,7 @@ def _known() -> str:
 
 
 def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping[str, str]) -> None:
-    """Raise ConfigError if a table lacks a column of the format."""
+    """Raise ConfigError if a table lacks a column for the format."""
     missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
     if missing:
         raise ConfigError(
@@ -240,9 +239,9 @@ def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping
 
 
 def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]:
-    """Yield the records of `file` in order, with a `BadRow` in place of each bad row.
+    """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
 
-    `vocab_size` decides the width of the ids in a .bin file without header.
+    `vocab_size` decides the id width in a .bin file without header.
     """
     if file.container == "ids":
         yield from _read_tokens(file, vocab_size)
@@ -296,7 +295,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Yield a text in pieces like those of a text file. A text up to 2 Mi characters stays whole."""
+    """Yield a text in pieces like those from a text file. A text up to 2 Mi characters stays whole."""
     begin = 0
     while len(text) - begin > _LONG_CHARS:
         end = _cut(text, begin + _PIECE_CHARS, begin)
@@ -359,7 +358,7 @@ def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **
 
 
 def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a row and the variables for the chat template. Raises BadRow."""
+    """Return the tools and the chat template variables in a row. Raises BadRow."""
     tools = _structured(record.get("tools") or None, where) or None
     options = _structured(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
     if tools is not None and not isinstance(tools, list):
@@ -371,7 +370,7 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
 
 
 def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the turns of `history`, [[question, answer], ...], followed by the turn of the row. Raises BadRow."""
+    """Return the `history` turns, [[question, answer], ...], followed by the row's own turn. Raises BadRow."""
     history = _structured(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
@@ -386,7 +385,7 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
-    """Return a prompt and a completion as texts, or as one conversation for lists of messages. Raises BadRow."""
+    """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
     if all(isinstance(record[key], list) for key in ("prompt", "completion")):
         prompt, completion = (_said(record[key], f"{where}, {key!r}") for key in ("prompt", "completion"))
         return _chat(record, where, [*prompt, *completion], num_given=len(prompt))
@@ -399,7 +398,7 @@ def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
 
 
 def _preference(record: dict[str, Any], where: str) -> Preference:
-    """Turn a row into a pair of texts, or of conversations if any part is a conversation. Raises BadRow."""
+    """Turn a row into two texts, or into two conversations if any part is a conversation. Raises BadRow."""
     if record.get("images"):
         raise BadRow(f"{where} {_NO_PICTURES}")
     own: dict[str, Any] = {
@@ -429,10 +428,7 @@ def _preference(record: dict[str, Any], where: str) -> Preference:
 
 
 def _said(value: Any, where: str) -> Any:
-    """Return a text or checked messages, from a text, a message, a list, or a JSON list (tables of strings).
-
-    Raises BadRow.
-    """
+    """Return a text, or checked messages from a message, a list, or a JSON list (string tables). Raises BadRow."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         value = _structured(value, where)
     if value is None or isinstance(value, str):
@@ -447,12 +443,12 @@ def _said(value: Any, where: str) -> Any:
 
 
 def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two texts or conversations."""
+    """Return the common prefix length for two texts or conversations."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _structured(value: Any, where: str) -> Any:
-    """Parse JSON if the value is a text, as in tables of strings. Raises BadRow."""
+    """Parse JSON if the value is a text, as in string tables. Raises BadRow."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -464,7 +460,7 @@ def _structured(value: Any, where: str) -> Any:
 
 
 def _listed(value: Any, where: str) -> Any:
-    """Parse a JSON list (tables of strings). Return any other value unchanged, None for an empty one."""
+    """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
     return _structured(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
 
 
@@ -577,7 +573,7 @@ def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
             )
         return tokens
     header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
-    is_llmc = header[0] == _LLMC_MAGIC  # header of 256 int32; version 1 holds uint16 ids
+    is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 header values; version 1 holds uint16 ids
     wide = vocab_size > 65536
     offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
     if (file.num_bytes - offset) % dtype.itemsize:

@@ -1,4 +1,4 @@
-"""Assignment of rows to batches, and the batch width: padded rows join rows of similar length.
+"""Assigns rows to batches and decides the batch width: padded rows join rows with similar length.
 
 As for `group_by_length` in transformers, megabatches from the shuffled epoch are sorted by length. Here a batch remains
 a function of the step number.
@@ -16,7 +16,7 @@ from offload.data.order import shuffled
 
 _MOST_BATCHES = 50
 _FEWEST_GROUPS = 4
-"""Minimum number of megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
+"""Minimum megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
 _MULTIPLE = 8
 _PER_DOUBLING = 4
 _SEED = 1 << 48
@@ -31,7 +31,7 @@ class Batching(Protocol):
         """True if the rows in a batch have similar length."""
 
     def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
-        """Return the rows in the batch of `step` (from 0), int64 [batch_size]."""
+        """Return the rows for `step` (from 0), int64 [batch_size]."""
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
         """Return the padded width in tokens for rows with these lengths [n]."""
@@ -54,7 +54,7 @@ class Mixed:
 class ByLength:
     """Batches with rows of similar length, padded to the longest.
 
-    An epoch still has each row once. A batch across an epoch border has the longest rows from both sides, within its
+    An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
     megabatch.
     """
 
@@ -79,7 +79,7 @@ class ByLength:
         return found[place * batch_size :][:batch_size]
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
-        """Round up to few distinct widths, four per doubling and multiples of 8: each width costs cached memory and
+        """Round up to few distinct widths, four per doubling and all divisible by 8: each width costs cached memory and
         kernel selection.
         """
         longest = int(lengths.max())

@@ -119,7 +119,7 @@ class Found:
         return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
 
     def holds_out(self, file: SourceFile) -> bool | str:
-        """Return the hold-out rule for a file: True or False for a whole file, or the name that seeds the row sampling."""
+        """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
         return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
 
     def records(self, bad: BadRows) -> Iterator[tuple[bool, str, Record]]:

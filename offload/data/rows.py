@@ -55,7 +55,7 @@ class BadRows:
 
 
 def columns_of(file: SourceFile) -> list[str] | None:
-    """Return the column names of a table. None: each row has separate keys (JSON). Raises ConfigError."""
+    """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
     if file.container in ("csv", "tsv"):
         with _csv_reader(file) as reader:
             return _header(file, reader)
@@ -67,7 +67,7 @@ def columns_of(file: SourceFile) -> list[str] | None:
 
 
 def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file in order. `columns`: table columns to read; None: all. Raises ConfigError."""
+    """Yield the rows in a file in order. `columns`: table columns to read; None: all. Raises ConfigError."""
     if file.container == "json":
         return _json_rows(file)
     if file.container in ("csv", "tsv"):
@@ -107,12 +107,12 @@ def _parsed(data: bytes, where: str) -> Any:
 
 
 def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
-    """Yield the elements of a JSON array. The array may be larger than memory."""
+    """Yield the elements in a JSON array. The array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
     held, at, number = "", 0, 0
 
     def refill() -> bool:
-        """Read on; the block doubles for each retry of an incomplete element."""
+        """Read on; the block doubles for each retry on an incomplete element."""
         nonlocal held, at
         try:
             block = text.read(max(_BLOCK_CHARS, len(held) - at))
@@ -125,7 +125,7 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
         return bool(block)
 
     def next_sign() -> str:
-        """Return the next character after blanks, or an empty string at the end of the file."""
+        """Return the next character after blanks, or an empty string at the file end."""
         nonlocal at
         while True:
             at = _BLANK.match(held, at).end()  # type: ignore[union-attr]
@@ -276,7 +276,7 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
 
 
 def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file (IPC file or stream format)."""
+    """Return the schema and the record batches in an Arrow file (IPC file or stream format)."""
     arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
     try:
         source = arrow.memory_map(str(place.path)) if isinstance(place, LocalFile) else arrow.PythonFile(place.open())
@@ -322,7 +322,7 @@ def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
 
 
 def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
-    """Yield the rows of a pyarrow.Table or RecordBatch, numbered from 0 as in `datasets`."""
+    """Yield the rows in a pyarrow.Table or RecordBatch, numbered from 0 as in `datasets`."""
     step = _piece_rows(table.nbytes, table.num_rows)
     for begin in range(0, table.num_rows, step):
         for index, row in enumerate(table.slice(begin, step).to_pylist(), first + begin):
@@ -339,5 +339,5 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _piece_rows(num_bytes: int, num_rows: int) -> int:
-    """Return the number of rows to decode at once."""
+    """Return the row count per decoded piece."""
     return min(max(_PIECE_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_PIECE_ROWS)

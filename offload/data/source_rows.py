@@ -54,7 +54,7 @@ class SourceRows:
     def of(
         cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, layout: Layout, pad_id: int
     ) -> SourceRows:
-        """Lay out the rows of a source. Raises ConfigError if no row has a target."""
+        """Lay out one source as rows. Raises ConfigError if no row has a target."""
         if tokens.streams and layout is not True:
             setting, what = ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
             raise ConfigError(
@@ -124,7 +124,7 @@ class SourceRows:
         return SourceFacts(self.name, self._contents(), targets / self.num_tokens, tuple(more))
 
     def _contents(self) -> str:
-        """Return the amount of data, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+        """Return the contents in words, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.found.files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
         pairs, chats = self.found.holds_pairs, self.found.holds_chats

@@ -42,11 +42,11 @@ STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
 FORMATS: tuple[str, ...] = get_args(Format)
 
-# Tests and tables carry little information per byte. The last three are not part of the standard library.
+# Tests and tables carry little information per byte. The last three do not belong to the standard library.
 _STDLIB_LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 )
-_HASH_WHOLE_BYTES = 1 << 30  # above this size, files are hashed by size and time instead of content
+_HASH_WHOLE_BYTES = 1 << 30  # above this size, files are hashed by size and time, not content
 LEFT_OUT: Mapping[str, str] = {
     "place": "The contents are hashed in its stead.",
     "setting": "It is for errors alone.",
@@ -65,7 +65,7 @@ class Source:
     format: str = "auto"
     """One of FORMATS."""
     split: str | None = None
-    """Split of a data set, or of a folder with files for several splits. None: no split selected."""
+    """Split to read: a data set split, or files by name in a folder with several splits. None: not selected."""
     name: str | None = None
     """Configuration name for a hub data set."""
     revision: str | None = None
@@ -324,7 +324,7 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
 
 
 def hash_files(files: Sequence[SourceFile]) -> str:
-    """Return a hash of all file fields except `LEFT_OUT`, and of the contents.
+    """Return a hash over all file fields except `LEFT_OUT`, and over the contents.
 
     Above 1 GiB, sizes and times replace the contents; for remote data, the server's metadata.
     """

@@ -107,7 +107,7 @@ class RemoteFile:
 
     @property
     def stamp(self) -> str:
-        """URL and server metadata (size, time, ETag), without the redirect target, which may be signed anew each time."""
+        """URL and server metadata (size, time, ETag), without the redirect target, which may change each time."""
         said = {key: value for key, value in self.system.info(self.url).items() if key != "url"}
         return f"{self.url}\0{sorted(said.items())}"
 

@@ -45,7 +45,7 @@ class TokenStore:
         self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
         self._bytes = _open(folder / "bytes.npy", self.num_tokens) if meta["has_bytes"] else None
         self.pictured = PicturedStore(folder, self.num_documents, meta["pictured"]) if meta["pictured"] else None
-        """Texts and pictures of documents. None: text only."""
+        """Document texts and pictures. None: text only."""
 
     def trained_bytes(self, begin: int, end: int) -> int | None:
         """Return the UTF-8 bytes of text under the trained tokens in [begin, end). None: not known."""
@@ -56,7 +56,7 @@ class TokenStore:
 
 
 class PicturedStore:
-    """Texts and pictures of documents, memory-mapped."""
+    """Document texts and pictures, memory-mapped."""
 
     def __init__(self, folder: Path, num_documents: int, meta: dict[str, Any]) -> None:
         """Open `folder`. Raises as `TokenStore` does."""
@@ -67,7 +67,7 @@ class PicturedStore:
         self._data = _open(folder / "pictures.npy", meta["num_data_bytes"])
 
     def at(self, document: int) -> Pictured:
-        """Return the text and the pictures of a document."""
+        """Return the text and the pictures for a document."""
         begin, end = self._starts[document : document + 2]
         text, pictures = json.loads(self._lines[begin:end].tobytes())
         return Pictured(text, tuple(self._picture(*each) for each in pictures))
@@ -107,7 +107,7 @@ class TokenWriter:
         """Append ids [n] to the current document. `closes` ends the document.
 
         `trained`: mask [n]; None: all trained. `num_bytes`: text bytes per token [n]; None: not known, and then dropped
-        for the whole folder. `pictured`: text and pictures of a whole document.
+        for the whole folder. `pictured`: text and pictures for a whole document.
         """
         if self._pictured is not None and pictured is not None:
             self._pictured.append(pictured)
@@ -151,7 +151,7 @@ class TokenWriter:
 
 
 class _PicturedWriter:
-    """Appends texts and pictures of documents."""
+    """Appends document texts and pictures."""
 
     def __init__(self, folder: Path) -> None:
         self._lines, self._data = (

@@ -1,4 +1,4 @@
-"""Data preview: sources, document lengths, and rows of the first steps with their targets."""
+"""Data preview: sources, document lengths, and rows in the first steps with their targets."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Targets(Protocol):
     name: str
 
     def shown(self, batch: dict[str, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's input tokens for the batch of a step, and a target mask, both [rows, tokens]."""
+        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
 
     def share(self, labelled: float) -> float:
-        """Return the approximate target share of all tokens, given the labelled share in the data."""
+        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind."""
+    """Neighbouring tokens with one kind."""
 
     text: str
     """Tokens as text; special tokens by name."""
@@ -51,7 +51,7 @@ class Piece:
     begins_document: bool
     """True if another document begins here in the row."""
     num_tokens: int
-    """Number of tokens."""
+    """Token count."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Sample:
     source: str
     """Source name."""
     num_trained: int
-    """Number of targets."""
+    """Target count."""
     num_padding: int
-    """Number of padding tokens."""
+    """Padding token count."""
     num_documents: int
-    """Number of documents with a part in the row."""
+    """Documents with a part in the row."""
     pictures: tuple[str, ...]
     """Picture names in order."""
     pieces: tuple[Piece, ...]
@@ -108,7 +108,7 @@ class SourceView:
     num_tokens: int
     """Tokens in all documents."""
     trained_share: float
-    """Approximate target share of all tokens."""
+    """Approximate share of targets among all tokens."""
     num_bad_rows: int
     """Skipped unreadable rows."""
     num_empty: int
@@ -122,23 +122,23 @@ class SourceView:
     num_cut_off: int
     """Tokens cut off from these documents."""
     histogram: tuple[tuple[int, int], ...]
-    """Documents by length: (upper bin limit in tokens, number of documents). One limit is the row length."""
+    """Documents by length: (upper bin limit in tokens, document count). One limit is the row length."""
 
 
 @dataclass(frozen=True)
 class DataView:
-    """Preview of the data of a run."""
+    """Data preview for a run."""
 
     sources: tuple[SourceView, ...]
     """Training sources."""
     told: tuple[str, ...]
-    """Data messages of a run: notes, one line per source, rows."""
+    """Messages about the data: notes, one line per source, rows."""
     packing: bool | Literal["isolated"]
     """Row layout: as `data.packing`, or isolated."""
     layout: str
     """Row layout, in words."""
     objective: str
-    """Name of the training objective."""
+    """Training objective by name."""
     sequence_length: int
     """Tokens per row."""
     batch_size: int
@@ -150,7 +150,7 @@ class DataView:
     num_eval_rows: int
     """Rows to evaluate."""
     padding_share: float
-    """Padding share in the rows of an epoch."""
+    """Padding share in one epoch's rows."""
     num_steps: int
     """Steps in the run."""
     epochs: float
@@ -189,7 +189,7 @@ class DataView:
         )
 
     def cut(self, source: SourceView) -> str:
-        """Describe the treatment of documents longer than a row."""
+        """Describe how documents longer than a row are treated."""
         if not source.num_longer:
             return "no document is longer than a row"
         longer = f"{source.num_longer:,} of {source.num_documents:,} longer than a row"
@@ -200,7 +200,7 @@ class DataView:
 
 
 def told_rows(view: DataView) -> str:
-    """Return the number of steps and epochs, and the padding share, in words."""
+    """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
     often = f"{ratio(view.epochs)} times the data"
     return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {told_padding(view.padding_share)}"
@@ -284,7 +284,7 @@ def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[
 
 
 def _pieces(tokenizer: Any, ids: np.ndarray, kinds: np.ndarray, borders: np.ndarray) -> list[Piece]:
-    """Cut a row [tokens] at changes of kind, at special tokens, and at document starts."""
+    """Cut a row [tokens] where the kind changes, at special tokens, and at document starts."""
     special = np.isin(ids, _special(tokenizer)) | (ids >= _num_tokens(tokenizer))
     changes = np.flatnonzero(np.diff(2 * kinds + (special & (kinds < 2)))) + 1
     cuts = np.unique(np.concatenate([[0], changes, borders, [len(ids)]]))

@@ -209,9 +209,9 @@ class BatchForm:
         return len(self.axes) == len(batch) and not any(self.axes.values())
 
     def alike(self, batch: Batch, keys: Iterable[str]) -> set[str]:
-        """Return the subset of `keys` with the same value in every row.
+        """Return the subset of `keys` with equal values in all rows.
 
-        A few rows alone cannot show whether it is one per row.
+        An equal value may belong to the whole batch; only differing values prove a row axis.
         """
         return {key for key in keys if key in self.axes and _is_alike(batch[key], self.axes[key])}
 

@@ -1,4 +1,4 @@
-"""Agreement between ranks before a pass, so that all ranks run the same pass, and the facts of a pass."""
+"""Agreement between ranks before a pass, so that all ranks run the same pass; and the properties of a pass."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class BatchFacts:
         return self.plan.num_targets(self.rule)
 
     def of_sample(self, sample: Batch, micro_rows: int | None = None) -> BatchFacts:
-        """Return the facts for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
+        """Return the `BatchFacts` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
         told = self.plan.ranks[0]
         plan = PassPlan([_told(told.operation, sample, micro_rows, told.has_loss_function)], 0)
         return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)

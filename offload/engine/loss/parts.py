@@ -113,7 +113,7 @@ class Losses:
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
         size = max(1, chunk_bytes // (facts.head.num_logits * 4))
-        if facts.shared is not None:  # the targets go to the head alone
+        if facts.shared is not None:  # only the head receives the shared targets
             return size
         most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
         shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
@@ -179,7 +179,7 @@ def _share(facts: BatchFacts) -> float:
 
 
 def _scaled(loss: torch.Tensor, share: float, facts: BatchFacts) -> torch.Tensor:
-    """Scale a loss part to the rank's share, and keep the metrics of a counted group loss."""
+    """Scale a loss part by `share`. A group loss with a nonzero share keeps the metrics."""
     if share and isinstance(facts.loss_fn, GroupLoss):
         facts.loss_fn.keep()
     return loss * share if share != 1.0 else loss

@@ -290,7 +290,7 @@ class Recording:
                 )
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
-        """Raise ConfigError if `tensors` depend on another unit's interior, or on another border outside the arguments."""
+        """Raise ConfigError if `tensors` depend on another unit's interior, or on a border other than the arguments."""
         for leaf in _graph_leaves(tensors):
             found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
             if found is not None and id(leaf) not in own:
@@ -312,8 +312,9 @@ def _warn_of_writes(unit: Unit) -> None:
 
 
 class _Uses(WatchingMode):
-    """Detects operations on offloaded parameters and writes to weights on the device; counts `set_` of a tensor to
-    itself.
+    """Detects operations on offloaded parameters and writes to weights on the device.
+
+    Counts tensors set to themselves.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sample rows for recording and equivalence checks: a few rows of a batch, equal on all ranks."""
+"""Sample rows for recording and equivalence checks: a few rows, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Made = TypeVar("_Made")
 
 
 class Samples:
-    """Takes samples from batches. `rows`: configured row axes of the batch values, or None."""
+    """Takes samples from batches. `rows`: configured row axes, or None."""
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state, self._rows = state, rows

@@ -16,7 +16,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.hf.models import in_eval_mode
 
 _ROUNDING_OF_ONE = 4
-"""Allowed ratio between the error of one token position and the mean error. A router may send a token elsewhere."""
+"""Allowed ratio between the error at one token position and the mean error. A router may send a token elsewhere."""
 
 
 def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> None:
@@ -57,12 +57,12 @@ def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> 
             found = found[:, : wanted.shape[1]]
             if wanted.numel():
                 of_tokens = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
-                # A lost neighbour token affects only the first tokens of a rank; rounding affects any token.
+                # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
                 apart = float(max(of_tokens.mean(), of_tokens.mean(0).max() / _ROUNDING_OF_ONE))
             told = "" if apart <= bound else f"tokens differ by {apart:.1g} of their size, on rank {state.comm.rank}"
         except (OffloadError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # same error on all ranks of the group, after equal exchanges
+        except Exception as error:  # same error on all ranks in the group, after equal exchanges
             state.runner.fail(False)
             told = f"{type(error).__name__}: {error}".splitlines()[0]
     told = next(filter(None, state.comm.gather_objects(told, "whether sequences may be shared")), "")

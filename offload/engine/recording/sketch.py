@@ -21,10 +21,10 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """Sums of tensor elements with random signs, float64 (count sketch, Charikar et al. 2002).
+    """Signed sums over tensor elements, float64 (count sketch, Charikar et al. 2002).
 
-    Equal tensors have equal sketches. The norm of a sketch difference is within about 10 % of the norm of the tensor
-    difference, unless differences repeat with the signs (period: 64,256 elements).
+    Equal tensors have equal sketches. The distance between two sketches is within about 10 % of the distance between
+    the tensors, unless differences repeat with the signs (period: 64,256 elements).
     """
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class Sketch:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Sketch:
-        """Return the sketch of a tensor with any dtype and device."""
+        """Return the sketch for a tensor with any dtype and device."""
         flat = tensor.detach()
         flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
         signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
@@ -50,7 +50,7 @@ class Sketch:
 
     @property
     def norm(self) -> float:
-        """Approximate norm of the tensor."""
+        """Approximate tensor norm."""
         return float(self.sums.norm())
 
     def is_as(self, other: Sketch) -> bool:
@@ -58,7 +58,7 @@ class Sketch:
         return self.shape == other.shape and bool(torch.equal(self.sums.nan_to_num(), other.sums.nan_to_num()))
 
     def distance(self, other: Sketch) -> float:
-        """Return the approximate norm of the difference; infinite for different shapes or if only one is finite."""
+        """Return the approximate distance; infinite for different shapes or if only one tensor is finite."""
         if self.shape != other.shape:
             return math.inf
         apart = float((self.sums - other.sums).norm())

@@ -1,4 +1,4 @@
-"""Snapshot of the state before a trial run, to leave no trace of the trial."""
+"""Snapshot before a trial run, so that the trial leaves no trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.engine.units.drawn import Drawn
 
 
 class Start:
-    """State of random generators and of all objects within reach of `roots` (the model, a batch, a loss function)."""
+    """State of random generators and of all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
 
     def __init__(self, state: EngineState, roots: Mapping[str, Any]) -> None:
         self._state, self._roots = state, roots
@@ -22,7 +22,7 @@ class Start:
         self._belongings = self.belongings_now()
 
     def belongings_now(self) -> Belongings:
-        """Return the current state of the roots."""
+        """Return the current state behind the roots."""
         return Belongings(self._roots, self._state.runner.is_weight, gradients=True)
 
     @property
@@ -44,9 +44,9 @@ class Start:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within the context, the engine calls the model for internal runs. Restores all state afterwards.
+        """Within the context, the engine calls the model for internal runs.
 
-        Includes resident weights changed by model code.
+        Restores all state afterwards, also resident weights changed by model code.
         """
         state = self._state
         versions = state.slots.versions()

@@ -11,18 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode under which compiled functions run eagerly.
+    """A dispatch mode with compiled functions forced to eager execution.
 
-    Otherwise dynamo would permanently give up a function first called under a mode.
+    Otherwise dynamo permanently gives up each function first called under a mode.
     """
 
     _stance: AbstractContextManager[Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the dynamo wrapper around the handler, which doubles the time per operation.
-
-        Nothing is compiled here.
+        """Skip the dynamo wrapper around the handler: the wrapper doubles the time per operation, and nothing is
+        compiled here.
         """
         return False
 
