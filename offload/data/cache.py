@@ -1,5 +1,6 @@
-"""Cached folders: one process builds a folder under a temporary name and renames the complete folder; later calls only
-read.
+"""Folders that are built once, by one process at a time, and then only read.
+
+A folder is built under a temporary name and renamed when complete.
 """
 
 from __future__ import annotations

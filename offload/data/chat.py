@@ -181,7 +181,7 @@ class Template:
 
 
 def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
-    """Render up to and including message `index`. Return (first character of the message, text, marks)."""
+    """Render up to and including message `index`. Return (start of the message in characters, text, marks)."""
     text, marks = template.render(chat, index + 1)
     if index == 0:
         return 0, text, marks

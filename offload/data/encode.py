@@ -149,9 +149,8 @@ class Encoder:
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
         """Yield the encoded documents for each (in_eval, record) in order.
 
-        Documents without a token are counted and skipped.
-
-        Later batches are tokenized while the caller consumes earlier ones.
+        Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
+        ones.
         """
         with closing(made_ahead(self._maker, self._batches(records), self._num_workers)) as batches:
             for made in batches:
@@ -346,8 +345,9 @@ def _shown(text: str) -> str:
 
 
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids a tokenizer puts before and after every sequence, from a letter encoded with and without special
-    tokens.
+    """Return the special token ids before and after every sequence of a tokenizer.
+
+    Found by encoding one letter with and without special tokens.
     """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]

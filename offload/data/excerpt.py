@@ -24,7 +24,7 @@ class Excerpt(NamedTuple):
 
 
 def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
-    """Return an excerpt from the row `index`. None: all prompts are too long."""
+    """Return an excerpt of row `index`. None: all prompts are too long."""
     indices = np.array([index])
     ids, labels = rows.read(indices)
     length = int(rows.lengths(indices)[0])

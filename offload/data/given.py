@@ -21,10 +21,9 @@ from offload.files.user_cache import default_cache_dir
 def as_file(rows: Any, name: str) -> str:
     """Write rows as JSON lines into the cache, in a folder named by their hash.
 
-    Return the path. A path is returned unchanged.
-
-    A row is a text, or a mapping as in `formats`; values may be arrays and tensors. `rows`: an iterable, or a data set
-    with length and index access; read once. `name`: argument name, for errors. Raises ConfigError.
+    Return the path. A path is returned unchanged. A row is a text, or a mapping as in `formats`; values may be arrays
+    and tensors. `rows`: an iterable, or a data set with length and index access; read once. `name`: argument name, for
+    errors. Raises ConfigError.
     """
     if isinstance(rows, str | Path):
         return str(rows)

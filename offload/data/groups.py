@@ -79,8 +79,9 @@ class ByLength:
         return found[place * batch_size :][:batch_size]
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
-        """Round up to few distinct widths, four per doubling and all divisible by 8: each width costs cached memory and
-        kernel selection.
+        """Round up to one of few distinct widths: four per doubling, all divisible by 8.
+
+        Each distinct width costs cached memory and a kernel selection.
         """
         longest = int(lengths.max())
         exponent = np.floor(_PER_DOUBLING * np.log2(sequence_length / longest) + 1e-9)

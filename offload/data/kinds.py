@@ -178,9 +178,7 @@ def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -
 def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source") -> list[PurePath]:
     """Return the files in one split, by file or folder names.
 
-    Without `split`: all files, unless there are several splits.
-
-    Raises ConfigError.
+    Without `split`: all files, unless there are several splits. Raises ConfigError.
     """
     splits: dict[str, list[PurePath]] = {}
     for path in paths:

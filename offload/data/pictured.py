@@ -179,8 +179,9 @@ class PictureInputs:
 
 
 def processed(processor: Any, texts: list[str], images: list[list[Any]], **options: Any) -> Any:
-    """Run a processor on rendered conversations with pictures; special tokens as in the processor's
-    `apply_chat_template`.
+    """Run a processor on rendered conversations with pictures.
+
+    Special tokens are added as in the processor's `apply_chat_template`.
     """
     bos = processor.tokenizer.bos_token
     if bos is not None and texts[0].startswith(bos):

@@ -1,7 +1,7 @@
-"""Row and message keys that change the training, in the formats of OpenAI, mistral, axolotl, open-instruct,
-LLaMA-Factory and TRL.
+"""Row and message keys that change the training.
 
-Each key is honoured, or refused by name. Other keys, e.g. `id` and `source`, are ignored.
+They come from the formats of OpenAI, mistral, axolotl, open-instruct, LLaMA-Factory and TRL. Each key is honoured, or
+refused by name. Other keys, e.g. `id` and `source`, are ignored.
 """
 
 from __future__ import annotations

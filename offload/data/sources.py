@@ -110,10 +110,9 @@ class SourceFile:
 def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFile]:
     """Return the files of a source, sorted within each path.
 
-    A file listed twice (by another path or a link) is read once.
-
-    Folders are searched recursively without hidden names; in globs, `**` crosses folders. `notes` receives messages
-    about skipped and repeated files. Raises ConfigError if a path matches nothing, is unreadable or is ambiguous.
+    A file listed twice (by another path or a link) is read once. Folders are searched recursively without hidden names;
+    in globs, `**` crosses folders. `notes` receives messages about skipped and repeated files. Raises ConfigError if a
+    path matches nothing, is unreadable or is ambiguous.
     """
     if source.format not in FORMATS:
         allowed = ", ".join(FORMATS)

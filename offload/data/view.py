@@ -40,7 +40,7 @@ class Targets(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens with one kind."""
+    """Neighbouring tokens with the same kind."""
 
     text: str
     """Tokens as text; special tokens by name."""

@@ -54,9 +54,7 @@ def has_equal_rows(batch: Batch, rows: int) -> bool:
 
 
 def is_token_batch(batch: Batch, rows: int) -> bool:
-    """True if all values are tensors [rows, tokens, ...] with the shape of the labels, and the token count differs from
-    the row count.
-    """
+    """True if all values are tensors [rows, tokens, ...] like the labels, and token count and row count differ."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
         return False
@@ -120,7 +118,8 @@ class BatchForm:
     """Row axes of a batch. A value without rows goes whole to every micro-batch.
 
     axes: row axis for each value with rows (0 for a list).
-    owners: owners of entries for values with several entries per row, as in `Rows`.
+    owners: for values with several entries per row: the name of a size tensor [rows, ...] (the product per row is the
+      entry count), or a function (batch, row numbers) that selects the entries.
     obstacle: reason why the model cannot run on a few rows alone, for error messages; "" if it can.
     """
 
@@ -130,7 +129,7 @@ class BatchForm:
 
     @classmethod
     def of(cls, batch: Batch, named: Rows | None = None) -> BatchForm:
-        """Return the form of a batch: per `named`, else rows along axis 0 if the size matches.
+        """Return the form of a batch: as in `named`, else rows along axis 0 if the size matches the row count.
 
         Raises ConfigError for a name, axis or row count that contradicts the batch.
         """
@@ -178,7 +177,7 @@ class BatchForm:
         return taken | {key: self.owned(batch, key, order) for key in self.owners}
 
     def owned(self, batch: Batch, key: str, order: torch.Tensor) -> Any:
-        """Return the entries for the selected rows from value `key` in `owners`. Raises ConfigError."""
+        """Return the entries of value `key` (in `owners`) for the rows in `order`. Raises ConfigError."""
         owner, value = self.owners[key], batch[key]
         if not isinstance(owner, str):
             return owner(batch, order)

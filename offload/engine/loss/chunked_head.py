@@ -47,11 +47,10 @@ class Chunk:
 def chunks_of(
     targets: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Chunk]:
-    """Return chunks with `size` tokens from the positions where `targets` (`next_labels` [rows, tokens], on the host)
-    are set.
+    """Return the target positions in chunks with `size` tokens.
 
-    Empty chunks (no counted token) in front pad the list to `num_chunks`, because all ranks run equally many chunks.
-    `bring_up` copies positions to the device.
+    `targets`: `next_labels` [rows, tokens], on the host. Empty chunks (no counted token) in front pad the list to
+    `num_chunks`, because all ranks run equally many chunks. `bring_up` copies positions to the device.
     """
     all_places = bring_up((targets.flatten() != IGNORED).nonzero()[:, 0])
     found = []
@@ -119,9 +118,7 @@ class ChunkedHead:
     def _runs(
         self, output: Any, batch: Batch, chunks: Iterable[Chunk]
     ) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield per chunk: a function that runs the model, the hidden state leaf, the targets [tokens], and the counted
-        positions.
-        """
+        """Yield (function that runs the model, hidden state leaf, targets [tokens], counted positions) per chunk."""
         hidden = output["last_hidden_state"]
         states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), next_labels(batch).flatten()
         for chunk in chunks:

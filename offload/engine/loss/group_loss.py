@@ -58,7 +58,7 @@ class GroupLoss(ABC):
         return {name: torch.cat([part[name] for part in self._parts]).cpu() for name in names}
 
     def _mean(self, losses: torch.Tensor, batch: Batch, **measured: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the counted groups from losses [groups]. Store `measured` for these groups."""
+        """Return the mean of losses [groups] over the counted groups. Store `measured` for these groups."""
         counts = has_target(batch["labels"]).view(-1, self.group).all(1).to(losses.device)
         self._newest = {name: value.detach().float()[counts] for name, value in measured.items()}
         return losses.masked_fill(~counts, 0.0).sum() / counts.sum()

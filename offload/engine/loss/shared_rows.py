@@ -95,9 +95,7 @@ def over_whole_rows(
 ) -> Iterator[tuple[Batch, Batch]]:
     """Within the context, attention covers all tokens of `shared` rows.
 
-    Yield (model batch, head batch with shifted labels).
-
-    `bring_up` copies a tensor to the device.
+    Yield (model batch, head batch with shifted labels). `bring_up` copies a tensor to the device.
     """
     if shared is None:
         yield batch, batch

@@ -19,8 +19,7 @@ _Saved = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...
 
 
 class PlainPass:
-    """Runs the modules' own forwards with one autograd graph from end to end: no split, no recomputation, no engine
-    function.
+    """Runs the modules' own forwards with one autograd graph: no split, no recomputation, no engine function.
 
     Weights saved in the graph are copied to the device again for the backward. All other saved tensors stay.
     """

@@ -202,9 +202,9 @@ class Recording:
         return outputs
 
     def _reads_weights(self, unit: Unit, result: Arguments, leaves: Sequence[torch.Tensor]) -> bool:
-        """True if a backward reads weights of the unit.
+        """True if a backward reads unit weights.
 
-        Tried out, because a checkpoint may read weights without saving any.
+        Measured by a trial backward, because a checkpoint may read weights without saving any.
         """
         roots, wanted = ([t for t in some if t.requires_grad] for some in (result.tensors, leaves))
         if not roots or not wanted:

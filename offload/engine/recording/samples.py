@@ -117,8 +117,9 @@ class Samples:
         return variants
 
     def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
-        """Return samples for checking a call in the caller's own loop: a few argument rows if the arguments look like a
-        batch, then the whole call.
+        """Return samples of a call in the caller's own loop, for recording and equivalence check.
+
+        A few argument rows if the arguments look like a batch; last, the whole call.
         """
         whole = args, kwargs
         try:

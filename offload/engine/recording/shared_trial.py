@@ -22,10 +22,8 @@ _ROUNDING_OF_ONE = 4
 def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> None:
     """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
 
-    Collective.
-
-    Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the transformers
-    interface, or if the loss is not a mean over tokens.
+    Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
+    transformers interface, or if the loss is not a mean over tokens.
     """
     head, comm = facts.head, state.attention.comm
     name = type(state.model).__name__

@@ -14,7 +14,7 @@ from offload.engine.units.drawn import Drawn
 
 
 class Start:
-    """State of random generators and of all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
+    """State of random generators and all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
 
     def __init__(self, state: EngineState, roots: Mapping[str, Any]) -> None:
         self._state, self._roots = state, roots

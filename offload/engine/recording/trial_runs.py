@@ -246,11 +246,10 @@ class TrialRuns:
         return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """True if this call in the caller's own loop is not recorded yet, or has a new value for an int with few
-        values.
+        """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
 
-        Such an int may select a branch in the model. Ints with many values are lengths and counts (`logits_to_keep`,
-        `max_length_q`) and may be new in every call.
+        An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
+        and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
         """
         return self._is_new(self._signature_of_call(args, kwargs), _ints(args, kwargs))
 
@@ -294,8 +293,9 @@ class TrialRuns:
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
-        """Discard recordings from another mode (eval mode has no dropout and no moving statistics) or other frozen
-        parameters.
+        """Discard recordings from another training mode or with other frozen parameters.
+
+        Eval mode, for example, has no dropout and no moving statistics.
         """
         if self._note_modes():
             self._found.clear()

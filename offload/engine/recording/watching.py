@@ -20,8 +20,9 @@ class WatchingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the dynamo wrapper around the handler: the wrapper doubles the time per operation, and nothing is
-        compiled here.
+        """Return False to omit the torch wrapper that hides the handler from dynamo.
+
+        The wrapper doubles the time per operation, and nothing is compiled here.
         """
         return False
 
