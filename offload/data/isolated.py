@@ -20,7 +20,7 @@ from offload.data.store import TokenStore
 
 @dataclass(frozen=True)
 class IsolatedRows:
-    """Rows [sequence_length] over a store, each with several pieces side by side."""
+    """`mixture.RowSet` over a store, with rows [sequence_length] from several pieces side by side."""
 
     store: TokenStore
     """Token store."""
@@ -45,7 +45,6 @@ class IsolatedRows:
     packing: ClassVar[Layout] = "isolated"
     """Layout name, as stored in checkpoints."""
     group: ClassVar[int] = 1
-    """Neighbouring rows that stay side by side."""
     first: int = 0
     """For a part: first row in the whole layout."""
 
@@ -80,12 +79,10 @@ class IsolatedRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch."""
         return len(self.borders) - 1
 
     @property
     def num_different(self) -> int:
-        """Distinct rows."""
         return self.num_rows
 
     def part(self, begin: int, end: int) -> IsolatedRows:
@@ -98,19 +95,14 @@ class IsolatedRows:
         return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
         return rows_at(np.arange(start, start + count), self.num_rows, seed)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of tokens without padding per row, int64 [n]."""
         spans = [slice(self.borders[row], self.borders[row + 1]) for row in rows]
         return np.asarray([(self.ends[span] - self.starts[span]).sum() for span in spans], np.int64)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n].
-
-        The first token in a document is not a target.
-        """
+        """Return input ids and labels as `RowSet.read` does. The first token in a document is not a target."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
         for place, begin, end in self._placed(rows):
@@ -121,7 +113,6 @@ class IsolatedRows:
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return the UTF-8 bytes of text under the targets in these rows. None: not known."""
         return total_bytes(self.store.trained_bytes(begin + 1, end) for _, begin, end in self._placed(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:

@@ -37,7 +37,10 @@ def total_bytes(parts: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [sequence_length] over a store. `kept` int64 [num_rows]: remaining layout rows. None: all."""
+    """`mixture.RowSet` over a store, with rows [sequence_length].
+
+    `kept` int64 [num_rows]: remaining layout rows. None: all.
+    """
 
     store: TokenStore
     sequence_length: int
@@ -83,7 +86,6 @@ class Rows:
 
     @property
     def num_different(self) -> int:
-        """Distinct rows."""
         return self.num_rows
 
     def part(self, begin: int, end: int) -> Rows:
@@ -96,7 +98,6 @@ class Rows:
         return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
         return rows_at(np.arange(start, start + count), self.num_rows, seed, self.group)
 
     @property
@@ -108,12 +109,10 @@ class Rows:
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of tokens without padding per row, int64 [n]."""
         start, end, _ = self._spans(rows)
         return np.asarray(end - start)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
         store = self.store
@@ -125,7 +124,6 @@ class Rows:
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return the UTF-8 bytes of text under the targets in these rows. None: not known."""
         spans = zip(*self._spans(rows), strict=True)
         return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for start, end, fresh in spans)
 
@@ -133,14 +131,12 @@ class Rows:
         """Return None: each row is one sequence."""
 
     def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
-        """Return the rendered text and pictures of each row. None: no pictures."""
         if self.store.pictured is None:
             return None
         rows = self.first + rows
         return [self.store.pictured.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
         found = []
         for start, end, _ in zip(*self._spans(rows), strict=True):
             first, last = np.searchsorted(self.store.documents, [start + 1, end])

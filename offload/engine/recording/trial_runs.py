@@ -126,10 +126,7 @@ class TrialRuns:
         self.is_complete = True
 
     def take_sample(self, facts: BatchFacts) -> Batch:
-        """Return rows for an equivalence check, equal on all ranks: the last recorded ones if not yet taken.
-
-        Collective.
-        """
+        """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
         sample, self._sample_left = self._sample_left, None
         if sample is None:
             leader = self.samples.choose_leader(facts.batch, lambda: self.news(facts.batch, facts.loss_fn)[0], None)
@@ -234,10 +231,7 @@ class TrialRuns:
     def _keep_decision(
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
     ) -> tuple[LossRule, ChunkedHead | None]:
-        """Return the first decision about the model loss for this pattern.
-
-        The decision must not change between batches, nor after a resume from a checkpoint.
-        """
+        """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
         names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
@@ -274,10 +268,7 @@ class TrialRuns:
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find weights read from outside their units at the first inference call of a pattern. Collective.
-
-        An example is a loss over head weights. The run leaves no state behind.
-        """
+        """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._unseen():
@@ -293,10 +284,7 @@ class TrialRuns:
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
-        """Discard recordings from another training mode or with other frozen parameters.
-
-        Eval mode, for example, has no dropout and no moving statistics.
-        """
+        """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
         if self._note_modes():
             self._found.clear()
             self._choices.clear()
