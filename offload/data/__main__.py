@@ -1,4 +1,7 @@
-"""`python -m offload.data`: the command `data`, which is in `offload.look`, as its own name is the package's."""
+"""Runs the command `data` for `python -m offload.data`.
+
+The code is in `offload.look`, because the package has the name.
+"""
 
 from offload.config.command_line import run_command
 from offload.look import main

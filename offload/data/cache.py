@@ -1,5 +1,7 @@
-"""Folders that are made once and then only read: built under a temporary name, renamed when whole, made by one process
-at a time."""
+"""Folders that are built once, by one process at a time, and then only read.
+
+A folder is built under a temporary name and renamed when complete.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ T = TypeVar("T")
 
 
 def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """Return `load(root / name)`, after `build` has filled that folder if it was absent or `load` could not read it.
+    """Return `load(root / name)`. If the folder is absent or unreadable, `build` fills a new folder first.
 
-    `load` says that a folder is absent or damaged by raising OSError, ValueError or KeyError. Raises ConfigError when
-    the cache cannot be written.
+    `load` raises OSError, ValueError or KeyError for an absent or damaged folder. Raises ConfigError if the cache is
+    not writable.
     """
     with suppress(OSError, ValueError, KeyError):
         return load(root / name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a run arrive together: one builds, the others find it made
+            fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks arrive at once: one builds, the others wait and load
             with suppress(OSError, ValueError, KeyError):
                 return load(root / name)
             _build(root, name, build)
@@ -40,8 +42,10 @@ def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[
 
 
 def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Fill `root / name`. The caller holds the lock, so any temporary folder of this name was left by a process that
-    died."""
+    """Fill `root / name`.
+
+    The caller holds the lock, so a temporary folder with this name is left over from a dead process.
+    """
     for orphan in root.glob(f"{name}.tmp-*"):
         shutil.rmtree(orphan)
     folder, temporary = root / name, root / f"{name}.tmp-{os.getpid()}"

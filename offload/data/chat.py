@@ -1,7 +1,7 @@
-"""Conversations to text: a chat template rendered, and which parts of the result the assistant says.
+"""Conversations to text: render the chat template and locate the assistant's parts in the result.
 
-The template is the tokenizer's own; without one it is `BUILTIN_TEMPLATE`, in the manner of Zephyr: each
-message is its role's marker on a line, the content, and the end-of-text token, which is also what ends generation.
+The tokenizer supplies the template. Without one, `BUILTIN_TEMPLATE` writes each message in Zephyr style: a line with
+the role marker, the content, and the end-of-text token, which also ends generation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUILTIN_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
-# Some templates write today's date. Data must not depend on the day it was prepared, so their clock stands still.
+# Some templates write the current date. A fixed clock makes the tokens independent of the preparation day.
 _FIXED_CLOCK = (
     "{%- macro strftime_now(format) -%}"
     "{{ {'%d %b %Y': '01 Jan 2025', '%B %d, %Y': 'January 01, 2025'}.get(format, '2025-01-01') }}"
@@ -32,9 +32,9 @@ _FIXED_CLOCK = (
 )
 
 Segments = list[tuple[str, bool]]
-"""Texts and whether each is trained, in order; joined they are the document."""
+"""Consecutive (text, is trained) parts. The joined texts are the document."""
 Spans = Sequence[tuple[int, int]]
-"""Ranges of characters, in order."""
+"""Character ranges (start, end) in order."""
 
 _DEVELOPER = "developer"
 _PROBE = "probe7f3a"
@@ -42,17 +42,21 @@ _KEYED = {"k": _PROBE}
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's templates and finds the assistant's part.
+    """Renders conversations with the chat templates of one tokenizer and locates the trained parts.
 
-    Three ways, tried in this order: the template's own `{% generation %}` marks; the conversation rendered up to each
-    message, when every such rendering begins the next one; and, for templates that rewrite earlier turns (as reasoning
-    models do), one document for each answer, rendered as it stood when the answer was given, with only that answer
-    trained. Where a row marks single messages the second and third way find these, and of them the template's own marks
-    are trained. A completion beside its prompt is trained as a whole.
+    Three methods, tried in this order:
+
+    1. The `{% generation %}` marks of the template.
+    2. Prefixes: render the conversation up to each message, if every rendering is a prefix of the next one.
+    3. One document per answer, for templates that rewrite earlier turns (reasoning models). The document ends with
+       the answer, and only this answer is trained.
+
+    For rows with marks on single messages, methods 2 and 3 locate the messages, and the template's `{% generation %}`
+    marks restrict the trained characters. The completion in a prompt-completion row is trained as a whole.
     """
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
-        """Raises ConfigError for templates with names, none of which is `default`."""
+        """Raises ConfigError for named templates without a `default`."""
         named = tokenizer.chat_template or BUILTIN_TEMPLATE
         named = named if isinstance(named, dict) else {"default": named}
         if "default" not in named:
@@ -65,8 +69,9 @@ class ChatRenderer:
         self._train_on_prompt = train_on_prompt
 
     def documents(self, chat: Chat) -> list[Segments]:
-        """Return the conversation as documents; more than one only when the template rewrites earlier turns. Raises
-        BadRow, and ConfigError where answers cannot be found.
+        """Return the documents of a conversation: several only if the template rewrites earlier turns.
+
+        Raises BadRow. Raises ConfigError if the answers cannot be located.
         """
         template = self._tool_use if chat.tools else self._default
         chat = template.checked(chat)
@@ -83,7 +88,7 @@ class ChatRenderer:
 
 
 class Template:
-    """A chat template with a record of the keys found in the text."""
+    """A chat template, with a record of the message keys present in the output."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
@@ -92,21 +97,23 @@ class Template:
         self._written: dict[str, bool] = {}
 
     def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
-        """Return the text of the first messages of a conversation and the ranges of characters inside of `generation`
-        marks, None for a template without marks. Raises BadRow.
+        """Return the text of the first messages and the character ranges inside `generation` marks.
+
+        The ranges are None for a template without marks. Raises BadRow.
         """
         messages = chat.messages[:num_messages]
         try:
             return self._render(messages, chat.tools, add_generation_prompt=add_generation_prompt, **chat.options)
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # templates raise any exception
             roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
             raise BadRow(
                 f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
 
     def checked(self, chat: Chat) -> Chat:
-        """Return a conversation with the arguments of tool calls in the template's form. Raises BadRow for a key absent
-        from the template.
+        """Return the conversation with tool call arguments in the form the template expects.
+
+        Raises BadRow for a key that the template does not write.
         """
         said = {"tools": "'tools'"} if chat.tools else {}
         for number, message in enumerate(chat.messages, 1):
@@ -124,8 +131,9 @@ class Template:
         return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
 
     def _writes(self, key: str) -> bool:
-        """Return True where a trial conversation with a text under this key, or with this role, comes back with the
-        text. An error of the template counts as True: the rendering of the actual row decides.
+        """Return True if the template writes a probe text under this key (or a message with this role).
+
+        A template error counts as True: rendering the actual row decides.
         """
         if key not in self._written:
             shown = self._try_out(*_probe(key))
@@ -134,16 +142,14 @@ class Template:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True where the arguments of a tool call must be a text: the template raises an error for an object, or writes
-        Python's notation of a dict.
-        """
+        """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
         messages, _ = _probe("tool_calls")
         shown = self._try_out(messages)
         messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
         return (shown is None or str(_KEYED) in shown) and self._try_out(messages) is not None
 
     def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        """Return a message with the arguments of tool calls as a text or an object, by `_takes_text`. Raises BadRow."""
+        """Return a message with tool call arguments as a text or an object, per `_takes_text`. Raises BadRow."""
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else None
@@ -156,10 +162,10 @@ class Template:
         return {**message, "tool_calls": calls} if calls else message
 
     def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
-        """Return the text of a conversation, None where the template raises an error."""
+        """Return the rendered text, or None after a template error."""
         try:
             return self._render(messages, tools)[0]
-        except Exception:  # as in render
+        except Exception:  # see render
             return None
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Spans | None]:
@@ -168,14 +174,14 @@ class Template:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, **given)), None
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        named = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # of a processor, too
+        named = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # also from a processor
         given = {"chat_template": self._text, "return_assistant_tokens_mask": True, **named, **options}
         (text,), (spans,) = render_jinja_template([messages], tools, **given)
         return str(text), spans
 
 
 def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
-    """Render up to and with the message at `index`; return the message's first character, the text and the marks."""
+    """Render up to and including message `index`. Return (start of the message in characters, text, marks)."""
     text, marks = template.render(chat, index + 1)
     if index == 0:
         return 0, text, marks
@@ -184,7 +190,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
     if text.startswith(prompt):
         return len(prompt), text, marks
     before, _ = template.render(chat, index)
-    if text.startswith(before):  # the generation prompt says more than the template keeps, such as "<think>"
+    if text.startswith(before):  # the generation prompt adds text that the template drops later, e.g. "<think>"
         if chat.options and prompt != template.render(replace(chat, options={}), index, is_answer)[0]:
             raise BadRow(
                 f"{chat.where}: with {dict(chat.options)} of 'chat_template_kwargs' the chat template begins an answer "
@@ -201,7 +207,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
 
 
 def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
-    """Return the ranges of the messages marked as not trained. Raises BadRow."""
+    """Return the ranges of messages marked as not trained. Raises BadRow."""
     parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
     if not all(whole.startswith(text) for _, text, _ in parts):
         raise BadRow(
@@ -212,18 +218,18 @@ def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
 
 
 def _num_common(a: str, b: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the common prefix length."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
-    """Return the marked parts of a range, or the range itself without marks."""
+    """Return the marked parts within a range, or the range itself without marks."""
     start, end = span
     return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
 
 
 def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
-    """Cut a text at ranges of characters. `inside` is the training mark within them; the rest has the opposite."""
+    """Cut a text at character ranges. `inside`: training mark within the ranges; the rest gets the opposite mark."""
     segments, position = Segments(), 0
     for start, end in spans:
         segments += [(text[position:start], not inside), (text[start:end], inside)]
@@ -233,7 +239,7 @@ def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
 
 
 def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return a trial conversation and tools with the probe text at one place."""
+    """Return a trial conversation and tools with the probe text in one place."""
     turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     if key == "tools":
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
@@ -244,7 +250,7 @@ def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
 
 
 def _arguments(given: Any, as_text: bool, where: str) -> Any:
-    """Return the arguments of a tool call as a JSON text, or as an object. Raises BadRow."""
+    """Return tool call arguments as JSON text or as an object. Raises BadRow."""
     if as_text:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:

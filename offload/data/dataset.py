@@ -1,4 +1,4 @@
-"""Batches by step number: what a step trains on is a pure function of the data, the settings and the step."""
+"""Batches by step number: a pure function of data, settings and step."""
 
 from __future__ import annotations
 
@@ -44,49 +44,49 @@ LEFT_OUT: Mapping[str, str] = {
         "It says where and by whom tokens are made, or refuses them.",
     ),
 }
-"""Arguments of `build_dataset` that are not in the key of kept tokens, each with the reason."""
+"""Arguments of `build_dataset` absent from the token cache key, each with the reason."""
 _EVAL_SEED = 0
-"""Eval rows stand in one fixed mixed order, so that the first few batches are a fair sample, equal for all runs."""
+"""Fixed shuffle seed for eval rows. The first few batches are a fair sample, equal in all runs."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows for training and evaluation, and the order they come in.
+    """Rows for training and evaluation, with their order.
 
-    Epoch after epoch is shuffled anew, and batches run on across the borders of epochs: batch `step` holds positions
-    [step * batch_size, (step + 1) * batch_size) of the endless sequence, so the last batch of an epoch is completed by
-    the first rows of the next, and data of fewer rows than a batch repeats within it.
+    Every epoch is shuffled anew. Batches cross epoch borders: batch `step` holds positions [step * batch_size, (step +
+    1) * batch_size) in the endless row sequence. The last batch in an epoch is completed with rows from the next, and a
+    data set smaller than one batch repeats within the batch.
     """
 
     train: RowSet
-    """Of one source, or the mixture of several."""
+    """Training rows from one source, or a mixture from several sources."""
     eval: RowSet
-    """Held out of the training data."""
+    """Rows held out from the training data."""
     tokenizer: Any
-    """None of data that is token ids."""
+    """Tokenizer. None: the data is token ids."""
     batch_size: int
-    """Rows a step, those of pairs counted one by one."""
+    """Rows per step; a preference pair counts as two."""
     seed: int
-    """Of the order."""
+    """Seed for the row order."""
     notes: tuple[str, ...] = ()
-    """What the user should know: text left out, tokens cut off."""
+    """Messages for the user, e.g. about skipped texts or truncated tokens."""
     sources: tuple[SourceFacts, ...] = ()
-    """What is trained on."""
+    """Properties of the training sources."""
     eval_sources: tuple[SourceFacts, ...] = ()
-    """What is evaluated on beside what is held out."""
+    """Properties of the eval sources (without the held-out rows)."""
     named_evals: Mapping[str, RowSet] = field(default_factory=dict)
-    """Rows of the eval sources, by their names."""
+    """Eval source rows, by source name."""
     source_rows: tuple[SourceRows, ...] = ()
-    """The rows of each source that is trained on."""
+    """Rows from each training source."""
     pad_id: int = 0
-    """The token of padding."""
+    """Padding token id."""
     batching: Batching = field(default_factory=Mixed)
-    """Which rows are a batch."""
+    """Assigns rows to batches."""
     pictures: PictureInputs | None = None
-    """What makes tensors of pictures; None of text alone."""
+    """Builds picture tensors. None: text only."""
     values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    """Of each of `row_sets`, what batches have beside tokens, by name: a number for each row, fp32 [rows], which stands
-    in the first column of a tensor [rows, sequence_length] of zeros.
+    """Extra batch values per row: {row set: {batch key: fp32 [rows]}}, with row sets named as in `row_sets`. A batch
+    holds the numbers in the first column, within a zero tensor [rows, sequence_length].
     """
 
     @property
@@ -99,12 +99,12 @@ class Dataset:
 
     @property
     def group(self) -> int:
-        """Neighbouring rows that belong together: 2 of a preference."""
+        """Neighbouring rows that stay together: 2 for preferences."""
         return self.train.group
 
     @property
     def evals(self) -> dict[str, RowSet]:
-        """All that is evaluated on, by name: what is held out has none."""
+        """All eval row sets by name. The held-out rows have the empty name."""
         held_out: dict[str, RowSet] = {"": self.eval} if self.eval.num_rows else {}
         return {**held_out, **self.named_evals}
 
@@ -114,13 +114,13 @@ class Dataset:
 
     @property
     def one_picture_a_row(self) -> bool:
-        """Whether each row to train on or to evaluate has one picture."""
+        """True if each training and eval row has exactly one picture."""
         stores = [each for rows in self.source_rows for each in (rows.tokens.train, rows.tokens.eval)]
         return all(store.pictured is not None and store.pictured.one_each for store in stores)
 
     @property
     def rows(self) -> str:
-        """How many rows there are, and how they are cut, in words."""
+        """Row counts and row layout, in words."""
         group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
         return (
             f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
@@ -129,7 +129,7 @@ class Dataset:
 
     @property
     def layout(self) -> str:
-        """How rows are cut, in words."""
+        """Row layout, in words."""
         if self.train.packing == "isolated":
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
@@ -139,34 +139,35 @@ class Dataset:
         return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
 
     def num_steps(self, epochs: float) -> int:
-        """Return how many batches cover `epochs` passes over the training rows; the last one may run into the next
-        pass."""
+        """Return the batch count for `epochs` passes over the training rows.
+
+        The last batch may extend into the next pass.
+        """
         return -int(-epochs * self.num_train_rows // self.batch_size)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return rank's contiguous share of the batch of `step` (from 0), see `share`.
+        """Return the contiguous share (see `share`) for `rank` in the batch for `step` (from 0).
 
-        `input_ids` and `labels` are int64 [rows, sequence_length], or as wide as the longest row of the whole batch
-        needs where batches are made by length; labels are unshifted, with -100 where nothing is trained.
-        `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
-        keys; in its place `position_ids` where documents of a row are apart. Rows of documents with pictures have all
-        that the processor makes of them beside. Raises ConfigError where there are more ranks than rows, and where a
-        picture is not what it was.
+        `input_ids` and `labels` are int64 [rows, sequence_length]; with batching by length, the longest row in the
+        whole batch decides the width. Labels are unshifted, and -100 marks untrained tokens. `attention_mask` (same
+        shape) is present only if some row in the whole batch is padded, so all ranks get the same keys. Isolated
+        documents have `position_ids` instead. Rows with pictures also have the processor tensors. Raises ConfigError
+        for more ranks than rows, and for a picture changed since preparation.
         """
         if self.batch_size // self.group < world_size:
             raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
         return self._read("train", self.rows_of(step), rank, world_size)
 
     def rows_of(self, step: int) -> np.ndarray:
-        """Return which rows to train on are the batch of `step` (from 0), int64 [batch_size]."""
+        """Return the training row indices for `step` (from 0), int64 [batch_size]."""
         return self.batching.at(self.train, step, self.batch_size, self.seed)
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
-        """Return of which of `sources` each of these rows to train on is, int64 [n]."""
+        """Return the index in `sources` for each training row, int64 [n]."""
         return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
 
     def num_tokens(self, step: int) -> int:
-        """Return how many tokens the batch of `step` (from 0) has, over all ranks, without padding."""
+        """Return the token count in the batch for `step` (from 0), over all ranks, without padding."""
         return int(self.train.lengths(self.rows_of(step)).sum())
 
     def eval_batches(
@@ -177,11 +178,10 @@ class Dataset:
         world_size: int = 1,
         name: str | None = None,
     ) -> Iterator[Batch]:
-        """Yield rank's shares of the eval rows of one of `evals` (None: the first), each row once, in an order that no
-        seed changes.
+        """Yield this rank's eval batches, each row once, in a fixed order independent of the seed.
 
-        The last batch may be smaller. A rank whose share of it is empty gets a row without targets (labels -100), so
-        that all ranks have the same number of batches.
+        `name`: one of `evals`; None: the first. The last batch may be smaller. A rank with an empty share gets a row
+        without targets (labels -100), so all ranks have equally many batches.
         """
         if batch_size < 1:
             raise ConfigError(f"An eval batch of {batch_size} rows is none; it must have at least 1.")
@@ -195,15 +195,18 @@ class Dataset:
 
     @property
     def row_sets(self) -> dict[str, RowSet]:
-        """All rows, by what `values` calls them: those to train on, and those of `evals`."""
+        """All row sets by the names in `values`: `train`, and `eval NAME` for each eval set."""
         return {"train": self.train, **{f"eval {name}": rows for name, rows in self.evals.items()}}
 
     def batch_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return rank's share of the rows [begin, end) of one of `row_sets`, as they are numbered there."""
+        """Return this rank's share in rows [begin, end) from one of `row_sets`, in storage order."""
         return self._read(name, np.arange(begin, end), rank, world_size)
 
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-        """Read rank's share of `indices`, and behind it rows without targets where ranks would have other keys."""
+        """Read this rank's share in `indices`.
+
+        Append rows without targets if the batch keys on this rank would differ.
+        """
         import torch
 
         rows = self.row_sets[name]
@@ -228,15 +231,15 @@ class Dataset:
         return batch
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
-        """Return how many bytes of text the targets are of in the first rows of one of `evals`, in the order of
-        `eval_batches`; None where that is not known: of token ids, and without a fast tokenizer.
+        """Return the UTF-8 bytes of text under the targets in the first `num_rows` eval rows, in `eval_batches` order.
+
+        None: not known, because the data is token ids or the tokenizer is not a fast one.
         """
         found = self.evals[name]
         return found.num_bytes(found.at(0, num_rows, _EVAL_SEED))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps to recognize this data; plain numbers and strings. The position is the step
-        number."""
+        """Return plain numbers and strings by which a checkpoint recognizes the data. The position is the step."""
         settings: dict[str, Any] = {
             "tokens": self.train.identity,
             "sequence_length": self.sequence_length,
@@ -244,12 +247,12 @@ class Dataset:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        if self.batching.by_length:  # of runs of earlier versions there is nothing to be told
+        if self.batching.by_length:  # absent in checkpoints from earlier versions
             settings["group_by_length"] = True
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError when `state`, of a `state_dict`, belongs to other batches than these."""
+        """Raise ConfigError if `state` (from a `state_dict`) describes other batches."""
         keys = {"sequence_length": "data", "packing": "data", "group_by_length": "data"}
         keys |= {"batch_size": "train", "seed": "run"}
         own, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
@@ -293,20 +296,36 @@ def build_dataset(
     no_answers: str = "",
     progress: Callable[[str, float], None] | None = None,
 ) -> Dataset:
-    """Prepare the data (once; later calls find it in the cache) and return its batches.
+    """Prepare the data (once; later calls read the cache) and return the batches.
 
-    `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
-    there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
-    whose embeddings mean other tokens. `isolated`: whether packed documents are apart; None for those of data with
-    conversations. `pairs`: the data are preferences, and a batch has `batch_size` pairs of rows. `group_by_length`:
-    whether batches are made of rows of about one length, where a row is a document and has no other beside it.
-    `eval_share` of each source is held out; `eval_sources` are evaluated each by its name. `on_bad_row` is error or
-    skip, `stopping_strategy` as in `mixture.quotas`. `num_workers`: processes that tokenize, None for as many as pay, 0
-    for none but this. `no_pictures`: why rows with pictures cannot be trained on, and what to change; empty where they
-    can: each is a row then, whatever `packing` says. `no_answers`: the same of rows that tell a prompt from an answer.
-    `progress` is called with (stage, fraction done) while there is
-    something to prepare. Raises ConfigError for every setting or file that cannot be used, and for a source of which
-    nothing would be trained on.
+    Raises ConfigError for an unusable setting or file, and for a source without a trainable row.
+
+    Args:
+        sources: Training sources.
+        eval_sources: Evaluation sources, each evaluated under a separate name.
+        tokenizer: Folder, or model name in the local hub cache. None: the tokenizer in `model_path`; if absent, a new
+            one with at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
+            embeddings belong to another vocabulary).
+        model_path: Model folder or hub name.
+        is_pretrained: The model starts from pretrained weights.
+        vocab_size: Vocabulary size of the model.
+        sequence_length: Tokens per row.
+        packing: Pack several documents into a row.
+        isolated: Separate packed documents from each other. None: only for data with conversations.
+        pairs: The data are preferences. A batch has `batch_size` row pairs.
+        group_by_length: Build batches from rows with similar length. Applies to rows with one document each.
+        train_on_prompt: Train on prompts too.
+        eval_share: Share of each training source held out for evaluation, in [0, 1).
+        on_bad_row: `error` or `skip`.
+        stopping_strategy: See `mixture.quotas`.
+        batch_size: Rows (or pairs) per step.
+        seed: Seed for the row order.
+        cache_dir: Token cache folder. None: the default folder.
+        num_workers: Processes for tokenization. None: as many as save time. 0: this process only.
+        no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
+            each document is a row for any `packing`.
+        no_answers: The same for rows that separate a prompt from an answer.
+        progress: Called with (stage, fraction done) during preparation.
     """
     asked = {name: value for name, value in locals().items() if name not in LEFT_OUT}
     if sequence_length < 2:
@@ -369,8 +388,10 @@ def build_dataset(
 
 
 def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
-    """Return which rows of a batch a rank gets beside its `own`, int64 [n]: some where it has none, and one with a
-    picture where others have pictures and its own rows have none.
+    """Return filler rows for a rank, int64 [n], in addition to the rows in slice `own`.
+
+    A rank without rows gets one group. A rank without pictures gets one row with a picture if other ranks have
+    pictures.
     """
     shows = np.asarray([bool(each.pictures) for each in rows.pictured(indices) or ()], bool)
     if shows.any() and not shows[own].any():
@@ -379,7 +400,7 @@ def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
 
 
 def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
-    """Raise ConfigError where a file is trained on and evaluated on, by any of its names."""
+    """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
     trained: dict[Mark, tuple[Found, SourceFile]] = {}
     for each in found:
         for file in each.files:
@@ -402,7 +423,7 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
 
 
 def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
-    """Raise ConfigError where a source is not of preferences, or is, as it should not be."""
+    """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
     other = next((each for each in found if (each.formats == {"preference"}) != pairs), None)
     if other is not None:
         formats, asked = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
@@ -413,6 +434,6 @@ def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
 
 
 def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
-    """Return which of `num_rows` rows are rank's: shares are contiguous and differ by one group of rows at most."""
+    """Return this rank's rows as a slice. Shares are contiguous and differ by at most one row group."""
     number = num_rows // group
     return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

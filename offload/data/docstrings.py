@@ -1,4 +1,4 @@
-"""`builtin:stdlib-chat`: questions and answers that are made from docstrings."""
+"""`builtin:stdlib-chat`: questions and answers from Python standard library docstrings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _QUESTIONS = (
 
 
 def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Yield (line, messages) for every documented function, class and method of a module, in the order of the file.
+    """Yield (line, messages) for every documented function, class and method in a module, in file order.
 
-    `file_name` is the path inside the standard library, such as `asyncio/tasks.py`. The wording of a question is chosen
-    by a hash of the name, so the same Python gives the same chats.
+    `file_name` is the path inside the standard library, e.g. `asyncio/tasks.py`. A hash of the name selects the
+    question wording, so the same Python version gives the same chats.
     """
     parts = PurePosixPath(file_name).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old modules are not this run's business
+        warnings.simplefilter("ignore")  # invalid escapes in old modules
         tree = ast.parse(source)
     for node, qualified, kind in _documented(tree.body, f"{module}.", "function"):
         wording = _QUESTIONS[xxhash.xxh3_64_intdigest(qualified.encode()) % len(_QUESTIONS)]

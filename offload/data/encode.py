@@ -1,4 +1,4 @@
-"""Records to token ids, in batches, with the mask of what is trained."""
+"""Records to token ids in batches, with the training mask."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from offload.data.rows import BadRow, BadRows
 from offload.data.workers import Maker, made_ahead
 from offload.errors import ConfigError, shorten
 
-_BATCH_CHARS = 2 << 20  # of which three are in memory, one of them with some hundred bytes a token
+_BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
 _BATCH_RECORDS = 4096
 
 
 Measured = Literal["none", "held out", "all"]
-"""Of which documents the bytes of each token are counted. Of all takes twice as long, since it needs offsets."""
+"""Documents with a byte count for each token. `all` takes twice the time, because byte counts need offsets."""
 
 
 class Tokenized(NamedTuple):
-    """The tokens of a document, or a piece of one."""
+    """Tokens in a document or a piece."""
 
     ids: np.ndarray
-    """int64 [n]."""
+    """Token ids, int64 [n]."""
     trained: np.ndarray | None
-    """Which of them are trained, bool [n]; None where all are."""
+    """Training mask, bool [n]. None: all tokens are trained."""
     num_bytes: np.ndarray | None = None
-    """Of how many bytes of the text each is, in UTF-8, int64 [n]; None where that is not counted."""
+    """UTF-8 bytes per token, int64 [n]. None: not counted."""
 
     def framed(self, before: Sequence[int], after: Sequence[int]) -> Tokenized:
-        """Return it between tokens that stand for no text: those before it are trained where all of it is, those after
-        it where its last token is.
+        """Return the tokens between `before` and `after`, special tokens without text bytes.
+
+        `before` is trained if all tokens are trained, `after` if the last token is.
         """
         ids, trained, num_bytes = self
         if trained is not None:
@@ -53,8 +54,11 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids [n] of a document or a piece of one; `trained` bool [n], None where all are; `num_bytes`: as
-    `Tokenized`. `closes`: the document ends here. `pictured`: what a document with pictures was made of."""
+    """A document or a piece as token ids [n].
+
+    `trained` bool [n], None: all tokens are trained. `num_bytes`: as in `Tokenized`. `closes`: the document ends here.
+    `pictured`: rendered text and pictures, for a document with pictures.
+    """
 
     where: str
     in_eval: bool
@@ -66,11 +70,11 @@ class Encoded:
 
 
 class Asked(NamedTuple):
-    """What is to become of a record."""
+    """Request to encode one record."""
 
     record: Record
     in_eval: bool
-    measured: bool  # the bytes of its tokens are counted
+    measured: bool  # count UTF-8 bytes per token
 
 
 @dataclass
@@ -79,10 +83,10 @@ class _Draft:
     in_eval: bool
     measured: bool
     segments: Segments
-    framed: bool  # the tokenizer's own first and last tokens are added; a chat template writes its own
+    framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
     opens: bool = True
     closes: bool = True
-    may_be_empty: bool = False  # as one of two documents, which stay side by side
+    may_be_empty: bool = False  # for a preference: both documents must stay side by side
 
     @property
     def text(self) -> str:
@@ -90,7 +94,7 @@ class _Draft:
 
     @property
     def masked(self) -> bool:
-        """Whether some of it is not trained."""
+        """True if some segment is not trained."""
         return any(not trained for _, trained in self.segments)
 
     @property
@@ -100,22 +104,22 @@ class _Draft:
 
 @dataclass
 class Made:
-    """What a batch of records has become."""
+    """Encoded batch."""
 
     parts: list[Encoded | BadRow]
-    """Documents in order, and in its place what the chat template refuses."""
+    """Documents in order, with a `BadRow` in place of each refused record."""
     num_empty: int = 0
-    """Documents without a token, which are left out."""
+    """Skipped documents without a token."""
     num_split: int = 0
-    """Conversations that became several documents."""
+    """Conversations split into several documents."""
 
 
 class Encoder:
     """Encodes records with one tokenizer.
 
-    Plain text gets what the tokenizer itself puts around a sequence (such as a BOS) and then ends in EOS. A
-    conversation gets its chat template, and an EOS unless the template has just written one. Pieces of one long
-    document are framed only at its two ends.
+    Plain text gets the tokenizer's special tokens around a sequence (e.g. a BOS), then an EOS. A conversation gets the
+    chat template, and an EOS unless the template has just written one. A long document in pieces is framed only at its
+    two ends.
     """
 
     def __init__(
@@ -127,24 +131,26 @@ class Encoder:
         num_workers: int = 0,
         maker: Maker[list[Asked], Made] | None = None,
     ) -> None:
-        """`bad` takes conversations that the chat template refuses; without it the first one is an error. `measured`:
-        whose bytes are counted; until there is a document that is held out, those of the others are, from whose rows
-        some are taken where there is none. `num_workers`: processes that encode, 0 for this one with the threads of
-        `tokenizers`. `maker`: what encodes in place of the tokenizer alone.
+        """`bad` receives refused conversations; without `bad` the first one is an error.
+
+        `measured`: documents with byte counts. For `held out`, training documents also get byte counts until the first
+        held-out document, because without one, eval rows are taken from the training rows. `num_workers`: encoding
+        processes; 0: this process with the threads of `tokenizers`. `maker`: encoder in place of the text encoder.
         """
         self._maker = maker or _Maker(tokenizer, train_on_prompt)
         self._measured, self._holds_out = measured, False
         self._bad = bad or BadRows("error")
         self._num_workers = num_workers
         self.num_empty = 0
-        """Documents that held no token."""
+        """Skipped documents without a token."""
         self.num_split = 0
-        """Conversations that became several documents."""
+        """Conversations split into several documents."""
 
     def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
-        """Yield the encoding of each (in_eval, record), in order. One without any token is counted and left out.
+        """Yield the encoded documents for each (in_eval, record) in order.
 
-        Batches are tokenized while those before them are taken on from here.
+        Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
+        ones.
         """
         with closing(made_ahead(self._maker, self._batches(records), self._num_workers)) as batches:
             for made in batches:
@@ -157,7 +163,7 @@ class Encoder:
                         yield part
 
     def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[Asked]]:
-        """Cut records into batches of about one size."""
+        """Cut records into batches with similar size."""
         batch: list[Asked] = []
         num_chars = 0
         for in_eval, record in records:
@@ -174,17 +180,17 @@ class Encoder:
 
 
 class _Maker:
-    """Encodes a batch, by whichever process."""
+    """Encodes text records in batches, in this process or in a worker."""
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = frame_of(tokenizer)  # after which nothing is cut off or padded
+        self._prefix, self._suffix = frame_of(tokenizer)  # also switches truncation and padding off
         self._eos: int | None = tokenizer.eos_token_id
 
     def make(self, batch: list[Asked]) -> Made:
-        """Encode the records of a batch."""
+        """Encode one batch."""
         made, found = Made([]), list[tuple[Asked, list[Encoded | _Draft] | BadRow]]()
         for asked in batch:
             try:
@@ -204,7 +210,7 @@ class _Maker:
         return made
 
     def _begun(self, asked: Asked) -> list[Encoded | _Draft]:
-        """Return what is encoded already, or what is to be. Raises BadRow."""
+        """Return finished documents for token ids, drafts for texts. Raises BadRow."""
         record = asked.record
         if isinstance(record, Ids):
             trained = None if self._train_on_prompt else record.trained
@@ -229,7 +235,7 @@ class _Maker:
         return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
 
     def _answer(self, asked: Asked, record: Chat | Pair) -> _Draft:
-        """Return one of the two documents of a preference. Raises BadRow."""
+        """Return one document (answer) for a preference. Raises BadRow."""
         if isinstance(record, Pair):
             segments, framed = [(record.prompt, False), (record.completion, True)], True
         else:
@@ -242,7 +248,7 @@ class _Maker:
         return _Draft(record.where, asked.in_eval, asked.measured, segments, framed, may_be_empty=True)
 
     def _finished(self, draft: _Draft, made: Tokenized) -> Encoded | None:
-        """Return a document, None for one without a token."""
+        """Return a document, or None for a document without a token."""
         if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
             return None
         if draft.framed and draft.opens and self._prefix:
@@ -252,9 +258,9 @@ class _Maker:
         return Encoded(draft.where, draft.in_eval, made.ids, made.trained, draft.closes, made.num_bytes)
 
     def _close(self, made: Tokenized, framed: bool) -> Tokenized:
-        """Append what ends a document. It is trained when the token before it is."""
+        """Append the end tokens of a document. They are trained if the last token is."""
         closing = list(self._suffix) if framed else []
-        # A template may write a line end after its EOS.
+        # A template may write a line end after the EOS.
         if self._eos is not None and self._eos not in [*made.ids[-2:].tolist(), *closing][-2:]:
             closing.append(self._eos)
         return made.framed((), closing)
@@ -262,9 +268,10 @@ class _Maker:
     def _documents(
         self, record: Record, begun: list[Encoded | _Draft], tokenized: Iterator[Tokenized | BadRow]
     ) -> list[Encoded | None] | BadRow:
-        """Return the documents of a record, None for one without a token. Where the tokenizer refuses one of them, the
-        record goes as a whole, since a preference is two documents. Raises ConfigError for a piece of a text file,
-        which is no row.
+        """Return the documents for a record, with None for a document without a token.
+
+        If the tokenizer refuses one document, the result is a `BadRow` for the whole record, because a preference is
+        two documents. Raises ConfigError for a refused piece of a text file, which is not a row.
         """
         made = [part if isinstance(part, Encoded) else (part, next(tokenized)) for part in begun]
         done: list[Encoded | None] = []
@@ -282,8 +289,9 @@ class _Maker:
         return done
 
     def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
-        """Yield the tokens of each, made of so many at a time as the memory is meant for, or what the tokenizer says of
-        a text that it refuses.
+        """Yield the tokens per draft, or a `BadRow` with the tokenizer error.
+
+        Tokenizes about `_BATCH_CHARS` at once, to bound memory.
         """
         some: list[_Draft] = []
         num_chars = 0
@@ -296,20 +304,20 @@ class _Maker:
         yield from self._tokenize_each(some)
 
     def _tokenize_each(self, drafts: list[_Draft]) -> list[Tokenized | BadRow]:
-        """Return the tokens of each, or what the tokenizer says of it."""
+        """Return the tokens per draft, or a `BadRow` with the tokenizer error."""
         try:
             return [*self._tokenize(drafts)]
-        except Exception as error:  # whatever a tokenizer raises, such as of half a surrogate pair
+        except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
             if len(drafts) != 1:
                 return [made for draft in drafts for made in self._tokenize_each([draft])]
             said = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
             return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_shown(drafts[0].text)}: {said}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
-        """Return the tokens of each document, or piece of one."""
+        """Return the tokens per draft."""
         if not self._tokenizer.is_fast:
             return [self._tokenize_by_segment(draft.segments) for draft in drafts]
-        texts: dict[bool, list[str]] = {False: [], True: []}  # by whether offsets are needed, which take time
+        texts: dict[bool, list[str]] = {False: [], True: []}  # by `needs_offsets`, because offsets take time
         for draft in drafts:
             texts[draft.needs_offsets].append(draft.text)
         rules = self._tokenizer.backend_tokenizer
@@ -320,7 +328,7 @@ class _Maker:
         return [_tokens(next(found[draft.needs_offsets]), draft) for draft in drafts]
 
     def _tokenize_by_segment(self, segments: Segments) -> Tokenized:
-        """Without offsets, a token's place is known only if prompt and answer are encoded one after the other."""
+        """Encode segment by segment: without offsets, the only way to know the segment for each token."""
         ids: list[int] = []
         mask: list[bool] = []
         for text, trained in segments:
@@ -331,14 +339,16 @@ class _Maker:
 
 
 def _shown(text: str) -> str:
-    """Return the name of a text in an error: where it holds half a surrogate pair, that."""
+    """Return a name for a text in an error message: half a surrogate pair with the position, else "the text"."""
     lone = re.search("[\ud800-\udfff]", text)
     return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
 
 
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids a tokenizer puts before and after every sequence, found by encoding a letter with and without
-    them."""
+    """Return the special token ids before and after every sequence of a tokenizer.
+
+    Found by encoding one letter with and without special tokens.
+    """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]
     for start in range(len(special) - len(plain) + 1):
@@ -356,12 +366,11 @@ def _tokens(encoding: Any, draft: _Draft) -> Tokenized:
 
 
 def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
-    """Return bool [tokens]: whether a token covers a character of a trained segment.
+    """Return bool [tokens]: True if a token covers a character in a trained segment.
 
-    `offsets` are character ranges in the joined text. A token on the border of prompt and answer is trained, so that no
-    character of an answer is lost. Two shapes of range are empty: blanks that the tokenizer trims from its ranges (they
-    fill the gap to the range before) and the later bytes of a character that takes several tokens (they share its
-    range).
+    `offsets` are character ranges in the joined text. A token across the border between prompt and answer is trained,
+    so no answer character is lost. Two sorts of tokens have an empty range. Trimmed blanks: the token covers the gap
+    after the previous range. Later bytes of a multi-token character: the token shares the character's range.
     """
     trained = np.concatenate([np.full(len(text), mark) for text, mark in segments])
     before = np.concatenate([[0], np.cumsum(trained)])
@@ -374,10 +383,10 @@ def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.nda
 
 
 def _byte_counts(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
-    """Return of how many bytes of a text each token is, in UTF-8, int64 [tokens]: of all since the token before, so
-    that the bytes of a text are those of its tokens. A character of several tokens counts with the first of them.
+    """Return the UTF-8 bytes of text for each token, int64 [tokens].
 
-    `offsets` are ranges in characters.
+    `offsets` are character ranges. A token counts all bytes since the previous token, so the sum is the text size. In a
+    multi-token character, all bytes count for the first token.
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     before = np.concatenate([[0], np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))])

@@ -1,4 +1,4 @@
-"""A short piece of a row, with which the text of a model is compared: a prompt, and the answer that the data have."""
+"""A short excerpt from a row, a prompt with the reference answer, for comparison with generated text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TEXT_TOKENS = 16
 
 
 class Excerpt(NamedTuple):
-    """The prompt and the answer are int64 [n]; a text that trains whole has no answer."""
+    """Prompt and answer tokens, int64 [n]. `answer` is None for a text without a separate prompt."""
 
     prompt: np.ndarray
     answer: np.ndarray | None
 
 
 def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
-    """Return an excerpt of the row with an index; None where all of its prompts are long."""
+    """Return an excerpt of row `index`. None: all prompts are too long."""
     indices = np.array([index])
     ids, labels = rows.read(indices)
     length = int(rows.lengths(indices)[0])
@@ -32,9 +32,10 @@ def excerpt_of(rows: RowSet, index: int) -> Excerpt | None:
 
 
 def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:
-    """Return an excerpt of the ids and labels, int64 [n], of a row whose documents begin at `starts`: of a conversation
-    all up to the first answer, of a text the first words. The first document of a row may have begun in another row,
-    and comes last.
+    """Cut an excerpt from the ids and labels (int64 [n]) of a row with documents at `starts`.
+
+    A conversation gives everything up to the first answer, a plain text the first tokens. The first document in a row
+    may have begun in an earlier row, so this document is tried last.
     """
     ends = [*starts[1:], len(ids)]
     documents = list(zip(starts, ends, strict=True))
@@ -42,7 +43,7 @@ def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> E
     asked = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
     for begin, end in asked:
         is_answer = labels[begin:end] != IGNORE
-        is_answer[0] = False  # nothing comes before it
+        is_answer[0] = False  # the first token has no context
         first = int(is_answer.argmax())
         behind = ~is_answer[first:]
         num_tokens = int(behind.argmax()) if behind.any() else len(behind)

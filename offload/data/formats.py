@@ -1,23 +1,23 @@
-"""What a row or a file says: every format read into one of five records, with errors that name the file and the line.
+"""Readers for all data formats: each row or file becomes one of five record types; errors name file and line.
 
 format              one record
 text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
 jsonl               {"text": "..."}
 messages            {"messages": [{"role": "user", "content": "..."}, ...]}; a content may be a
-                    list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures of a
-                    column "images" (paths, or bytes as `datasets` has them) take the places of <image> in texts, and
-                    of parts of type image without a path
+                    list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures in a
+                    column "images" (paths, or bytes as in `datasets`) replace <image> in texts, and
+                    image parts without a path
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "images"
 alpaca              {"instruction": "...", "input": "...", "output": "..."}
-prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two lists of messages
-preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without the prompt
-                    what both begin with; the prompt may be called "messages"
-tokens              {"input_ids": [...]}, optionally with "labels" (-100 where nothing is trained) and masks;
+prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two message lists
+preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without a prompt,
+                    the common prefix of both answers; the prompt may be called "messages"
+tokens              {"input_ids": [...]}, optionally with "labels" (-100 for untrained tokens) and masks;
                     .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
-                    (uint32 for vocabularies above 65536), or the same after llm.c's header
+                    (uint32 for vocabularies above 65536), or the same after an llm.c header
 
-The other keys of rows and messages are in `row_keys`. Records are rows of any of the files that `rows` reads. In a
-table of strings, as csv is, lists are written as JSON.
+Module `row_keys` lists the other keys in rows and messages. Module `rows` reads the row files. String tables, e.g. csv,
+hold lists as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from offload.data.storage import LocalFile, first_bad_byte, opened
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
-_LONG_CHARS = 1 << 21  # of a row's text, which is no more than others have for a batch
+_LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
 _PIECE_TOKENS = 1 << 20
 _LLMC_MAGIC = 20240520
 
@@ -59,9 +59,9 @@ _USUAL_NAMES = {
     "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
     "completion": ("completion", "answer", "response", "output", "solution", "target", "reply"),
 }
-"""What other data sets call the columns of the format prompt."""
+"""Usual column names for prompt and completion in other data sets."""
 _NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
-_NUM_FIRST = 10  # rows that are looked at for the first that can be read
+_NUM_FIRST = 10  # rows searched for a readable one
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -73,13 +73,13 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }
 RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})
-"""Of which each row is a `Chat`."""
+"""Formats with one `Chat` per row."""
 CHAT_FORMATS = RENDERED_FORMATS | {"prompt-completion", "preference"}
 
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text: a document, or a piece of one that does not open or close it."""
+    """Plain text: a document, or a piece. A middle piece neither opens nor closes the document."""
 
     where: str
     text: str
@@ -89,10 +89,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the messages format. The assistant's messages are trained, from message `num_given` on where a
-    row tells the prompt from the answer. `marks` overrule that for single messages, by their number from 0. `options`
-    are variables for the chat template. `pictures`: those that stand in it, in order, of which the messages have the
-    places."""
+    """A conversation in the messages format.
+
+    Assistant messages are trained, from message `num_given` on if the row separates prompt and answer. `marks` override
+    this for single messages, by index from 0. `options` are variables for the chat template. `pictures`: the pictures
+    in order; the messages hold the placeholders.
+    """
 
     where: str
     messages: list[dict[str, Any]]
@@ -103,7 +105,7 @@ class Chat:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def trains(self, index: int) -> bool:
-        """Tell whether a message is trained."""
+        """Return True if a message is trained."""
         by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_given or 0)
         return self.marks.get(index, by_role)
 
@@ -119,7 +121,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, of which the first is preferred."""
+    """Two answers to one prompt, the first preferred."""
 
     where: str
     chosen: Chat | Pair
@@ -128,8 +130,10 @@ class Preference:
 
 @dataclass(frozen=True)
 class Ids:
-    """Token ids [n] that are used as they are; `stream` when they come from a file that marks no documents. `trained`
-    bool [n], None where all are."""
+    """Token ids [n], used without change.
+
+    `stream`: the file does not mark documents. `trained` bool [n], None: all tokens.
+    """
 
     where: str
     ids: np.ndarray
@@ -142,7 +146,7 @@ Record = Text | Chat | Pair | Preference | Ids
 
 
 def texts_of(record: Record) -> list[str]:
-    """Return the texts in a record, in order; of token ids there are none."""
+    """Return the texts in a record, in order. Empty for token ids."""
     if isinstance(record, Text):
         return [record.text]
     if isinstance(record, Pair):
@@ -157,13 +161,14 @@ def texts_of(record: Record) -> list[str]:
 
 
 def picture_bytes(record: Record) -> int:
-    """Return how many bytes of pictures a record holds, of those that are in no file."""
+    """Return the picture bytes stored inside a record."""
     return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
 
 
 def detect_format(file: SourceFile) -> str:
-    """Return the format of `file`: the one asked for, or by its ending, its columns or its first row's keys under
-    `auto`. Raises ConfigError, also where a table lacks a column that its format needs.
+    """Return the format for `file`: the configured one, or for `auto` by file ending, columns or first row keys.
+
+    Raises ConfigError, also for a table without a required column.
     """
     if file.is_whole:
         return file.format if file.format != "auto" else "tokens" if file.container == "ids" else "text"
@@ -175,7 +180,7 @@ def detect_format(file: SourceFile) -> str:
     if names is None:
         first = next((each for each in islice(read_rows(file), _NUM_FIRST) if not isinstance(each[1], BadRow)), None)
         if first is None:
-            return "jsonl"  # nothing in it: any format reads nothing from it, and what is there, reading tells
+            return "jsonl"  # no rows: every format reads nothing. Bad rows: the later read reports the error
         where, row = first
         if not isinstance(row, dict):
             raise ConfigError(f"{where} has a value of type {type(row).__name__}, which is no known format. {_known()}")
@@ -188,12 +193,12 @@ def detect_format(file: SourceFile) -> str:
 
 
 def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
-    """Return the one format whose keys are there. Raises ConfigError."""
+    """Return the one format with all keys in `names`. Raises ConfigError."""
     there = {*names, *(key for key, own in columns.items() if own in names)}
     fitting = [name for name, keys in _KEYS.items() if all(key in there for key in keys)]
-    if len(fitting) > 1 and "preference" in fitting:  # is asked for by train.method, and taken for what else it is
+    if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
         fitting.remove("preference")
-    if columns and len(fitting) > 1:  # the one that was meant when its columns were named
+    if columns and len(fitting) > 1:  # the format of the renamed columns
         fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *columns_for(name)}] or fitting
     if len(fitting) == 1:
         return fitting[0]
@@ -210,7 +215,7 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
 
 
 def _renaming(names: list[str]) -> str:
-    """Return a value for data.columns: for columns with usual names of prompts and answers, these."""
+    """Return an example value for data.columns, with usual prompt and answer columns if present."""
     found = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
     if None in found.values():
         return "{text: NAME}"
@@ -223,7 +228,7 @@ def _known() -> str:
 
 
 def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping[str, str]) -> None:
-    """Raise ConfigError unless a table has all columns that a format needs."""
+    """Raise ConfigError if a table lacks a column for the format."""
     missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
     if missing:
         raise ConfigError(
@@ -234,8 +239,9 @@ def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping
 
 
 def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]:
-    """Yield the records of `file` in order, and in its place what a bad row says. `vocab_size` decides the width of the
-    ids in a headerless .bin file.
+    """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
+
+    `vocab_size` decides the id width in a .bin file without header.
     """
     if file.container == "ids":
         yield from _read_tokens(file, vocab_size)
@@ -250,7 +256,7 @@ def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]
 
 
 def _columns_to_read(file: SourceFile) -> list[str] | None:
-    """Return the columns of a table that its format takes; None of what is no table."""
+    """Return the table columns that the format reads. None: not a table."""
     names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
     if names is None:
         return None
@@ -275,7 +281,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
         with opened(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
             held, opens = "", True
             while block := text.read(_PIECE_CHARS):
-                if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last
+                if len(held) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
                     cut = _cut(held, len(held))
                     yield Text(where, held[:cut], opens, closes=False)
                     held, opens = held[cut:], False
@@ -289,7 +295,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Yield a text in pieces, as those of a file come: one that is not long as it is."""
+    """Yield a text in pieces like those from a text file. A text up to 2 Mi characters stays whole."""
     begin = 0
     while len(text) - begin > _LONG_CHARS:
         end = _cut(text, begin + _PIECE_CHARS, begin)
@@ -299,12 +305,12 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, end: int, begin: int = 0) -> int:
-    """Return where to cut a piece that begins there, at `end` or before it: behind a line end, if there is one."""
+    """Return a cut position: after the last line end in [begin, end), or `end` without one."""
     return text.rfind("\n", begin, end) + 1 or end
 
 
 def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Record:
-    """Turn one JSON value into a record, or say what it lacks; `folder`: where the paths of pictures begin."""
+    """Turn one JSON value into a record. `folder`: base of relative picture paths. Raises BadRow."""
     if not isinstance(record, dict):
         raise BadRow(
             f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
@@ -352,7 +358,7 @@ def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **
 
 
 def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a row and the variables for the chat template. Raises BadRow."""
+    """Return the tools and the chat template variables in a row. Raises BadRow."""
     tools = _structured(record.get("tools") or None, where) or None
     options = _structured(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
     if tools is not None and not isinstance(tools, list):
@@ -364,7 +370,7 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
 
 
 def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the turns of `history`, [[question, answer], ...], followed by the turn of the row. Raises BadRow."""
+    """Return the `history` turns, [[question, answer], ...], followed by the row's own turn. Raises BadRow."""
     history = _structured(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
@@ -379,7 +385,7 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
-    """Return a prompt and a completion as texts, or as one conversation for lists of messages. Raises BadRow."""
+    """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
     if all(isinstance(record[key], list) for key in ("prompt", "completion")):
         prompt, completion = (_said(record[key], f"{where}, {key!r}") for key in ("prompt", "completion"))
         return _chat(record, where, [*prompt, *completion], num_given=len(prompt))
@@ -392,7 +398,7 @@ def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
 
 
 def _preference(record: dict[str, Any], where: str) -> Preference:
-    """Turn a row into a pair of texts, or of conversations where any part of it is one."""
+    """Turn a row into two texts, or into two conversations if any part is a conversation. Raises BadRow."""
     if record.get("images"):
         raise BadRow(f"{where} {_NO_PICTURES}")
     own: dict[str, Any] = {
@@ -422,7 +428,7 @@ def _preference(record: dict[str, Any], where: str) -> Preference:
 
 
 def _said(value: Any, where: str) -> Any:
-    """Return a text, or checked messages, also of one message and of a list that a table of strings has as JSON."""
+    """Return a text, or checked messages from a message, a list, or a JSON list (string tables). Raises BadRow."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         value = _structured(value, where)
     if value is None or isinstance(value, str):
@@ -437,12 +443,12 @@ def _said(value: Any, where: str) -> Any:
 
 
 def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how much two texts, or conversations, have in common at their beginning."""
+    """Return the common prefix length for two texts or conversations."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _structured(value: Any, where: str) -> Any:
-    """Return a list, which a table of strings has as JSON."""
+    """Parse JSON if the value is a text, as in string tables. Raises BadRow."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -454,13 +460,14 @@ def _structured(value: Any, where: str) -> Any:
 
 
 def _listed(value: Any, where: str) -> Any:
-    """Return a list, which a table of strings has as JSON, or what a column has that is no list."""
+    """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
     return _structured(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
 
 
 def _ids(record: dict[str, Any], where: str) -> Ids:
-    """Return token ids that were made elsewhere. Labels are unshifted, as transformers has them; masks of completions
-    and answers leave out of the training what they leave out.
+    """Return ready-made token ids.
+
+    Labels are unshifted, as in transformers. Completion and answer masks exclude tokens from training. Raises BadRow.
     """
     arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record}
     ids = arrays["input_ids"]
@@ -502,8 +509,9 @@ def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[
 
 
 def _checked_message(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
-    """Return a message whose content is a string, of parts of type text joined, or a list of parts where pictures are
-    among them, which go to `places`; without it they are refused.
+    """Return a message with string content (text parts are joined), or with a list of parts if pictures are present.
+
+    The pictures go to `places`; without `places` a picture raises BadRow.
     """
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
@@ -565,7 +573,7 @@ def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
             )
         return tokens
     header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
-    is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 of header; its version 1 holds uint16 ids
+    is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 header values; version 1 holds uint16 ids
     wide = vocab_size > 65536
     offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
     if (file.num_bytes - offset) % dtype.itemsize:

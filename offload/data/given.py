@@ -1,5 +1,7 @@
-"""Rows that are given in Python, as a file that is read like any other: in pieces, as often as need be, by its place in
-errors, and recognised by its content when a run goes on.
+"""Rows passed from Python, stored as a JSON lines file.
+
+The reader then treats them like any other file: in pieces, repeatedly, with line numbers in errors, and a resumed run
+recognizes the content by hash.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from offload.files.user_cache import default_cache_dir
 
 
 def as_file(rows: Any, name: str) -> str:
-    """Write rows as lines of JSON into the cache, in a folder of their hash, and return the path; a path stays what it
-    is.
+    """Write rows as JSON lines into the cache, in a folder named by their hash.
 
-    A row is a text, or a mapping as in `formats`, whose values may be arrays and tensors. `rows`: an iterable, or a
-    data set with a length and numbered rows, which is read once; `name`: of the argument. Raises ConfigError.
+    Return the path. A path is returned unchanged. A row is a text, or a mapping as in `formats`; values may be arrays
+    and tensors. `rows`: an iterable, or a data set with length and index access; read once. `name`: argument name, for
+    errors. Raises ConfigError.
     """
     if isinstance(rows, str | Path):
         return str(rows)
@@ -36,7 +38,7 @@ def as_file(rows: Any, name: str) -> str:
                 stream.write(line)
         if not number:
             raise ConfigError(f"{name} has no rows; give at least one.")
-        path = folder / digest.hexdigest() / f"{name}.jsonl"  # by which evaluations call it
+        path = folder / digest.hexdigest() / f"{name}.jsonl"  # evaluations show this file name
         path.parent.mkdir(exist_ok=True)
         temporary.replace(path)
     except OSError as error:
@@ -76,7 +78,7 @@ def _line(row: Any, where: str) -> bytes:
 
 
 def _as_list(value: Any) -> Any:
-    """Take arrays and tensors as the numbers in them."""
+    """Convert arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it holds a {type(value).__name__}")

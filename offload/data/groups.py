@@ -1,7 +1,7 @@
-"""Which rows are a batch, and how wide it is: rows that are padded stand beside others of about their length.
+"""Assigns rows to batches and decides the batch width: padded rows join rows with similar length.
 
-Groups are made as transformers makes them for `group_by_length`: of the mixed order of an epoch, so many batches at a
-time are sorted by length. Here a batch is still a function of its number.
+As for `group_by_length` in transformers, megabatches from the shuffled epoch are sorted by length. Here a batch remains
+a function of the step number.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from offload.data.order import shuffled
 
 _MOST_BATCHES = 50
 _FEWEST_GROUPS = 4
-"""Of an epoch: sorted as a whole, each epoch would have the same batches."""
+"""Minimum megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
 _MULTIPLE = 8
 _PER_DOUBLING = 4
 _SEED = 1 << 48
-"""What sets the order of batches apart from those of rows."""
+"""Seed offset: separates the batch order from the row order."""
 
 
 class Batching(Protocol):
-    """How the endless sequence of rows is cut into batches."""
+    """Cuts the endless row sequence into batches."""
 
     @property
     def by_length(self) -> bool:
-        """Whether rows of a batch have about one length."""
+        """True if the rows in a batch have similar length."""
 
     def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
-        """Return the rows of the batch of `step` (from 0), int64 [batch_size]."""
+        """Return the rows for `step` (from 0), int64 [batch_size]."""
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
-        """Return to how many tokens rows of these lengths [n] are padded."""
+        """Return the padded width in tokens for rows with these lengths [n]."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Batches in the mixed order of an epoch, all of one width."""
+    """Batches in shuffled order, all with the same width."""
 
     by_length = False
 
@@ -52,10 +52,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Batches of rows of about one length, padded to the longest of them.
+    """Batches with rows of similar length, padded to the longest.
 
-    An epoch has each row once, as before. A batch over the border of two epochs has the longest rows of the group that
-    ends there, and of the one that begins.
+    An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
+    megabatch.
     """
 
     by_length = True
@@ -79,7 +79,10 @@ class ByLength:
         return found[place * batch_size :][:batch_size]
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
-        """Of few widths, as memory is kept, and kernels are chosen, for each: four in a doubling, as multiples of 8."""
+        """Round up to one of few distinct widths: four per doubling, all divisible by 8.
+
+        Each distinct width costs cached memory and a kernel selection.
+        """
         longest = int(lengths.max())
         exponent = np.floor(_PER_DOUBLING * np.log2(sequence_length / longest) + 1e-9)
         width = np.ceil(sequence_length / 2 ** (exponent / _PER_DOUBLING) / _MULTIPLE - 1e-9) * _MULTIPLE

@@ -1,7 +1,6 @@
-"""What kind of data a file is, by its name and its first bytes; and the refusal of what cannot be read, or be meant.
+"""File types by name and first bytes, and the refusal of unreadable or ambiguous files.
 
-Reading the wrong files trains well and says nothing. So a folder is only taken for data where it leaves no choice, and
-what is not read is named.
+Training on the wrong files succeeds silently. Therefore a folder must be unambiguous, and skipped files are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONTAINERS = {
     "parquet": frozenset({".parquet"}),
     "arrow": frozenset({".arrow", ".feather"}),
 }
-"""Files of rows, by their endings."""
+"""File endings for each row container."""
 ROW_SUFFIXES = frozenset[str]().union(*CONTAINERS.values())
 TOKEN_SUFFIXES = frozenset({".npy", ".bin"})
 TEXT_SUFFIXES = frozenset(
@@ -59,7 +58,7 @@ _DOCUMENTS = {
     b"SQLite format": "a database: export its rows first, as .csv or .jsonl",
     b"GGUF": "a model, and no text",
 }
-"""What is taken for text by mistake, by its first bytes."""
+"""Files often mistaken for text, by their first bytes."""
 _NUM_FIRST = max(map(len, (*_FIRST_BYTES, *_DOCUMENTS, FIRST_BYTES)))
 _OFFICE = {".docx", ".xlsx", ".pptx", ".odt", ".epub"}
 _UNPACK = (
@@ -72,12 +71,12 @@ _NUM_NAMED = 3
 
 
 def suffix_of(path: PurePath) -> str:
-    """Return the ending that tells the kind, in small letters: of a.jsonl.gz it is .jsonl."""
+    """Return the lower-case ending that decides the type, e.g. .jsonl for a.jsonl.gz."""
     return unpacked(path).suffix.lower()
 
 
 def container_of(path: PurePath) -> str:
-    """Return what holds the rows of a file: one of CONTAINERS, `ids` for files of token ids, else `text`."""
+    """Return the row container: a key in CONTAINERS, `ids` for token id files, else `text`."""
     suffix = suffix_of(path)
     if suffix in TOKEN_SUFFIXES:
         return "ids"
@@ -85,7 +84,7 @@ def container_of(path: PurePath) -> str:
 
 
 def check_file(place: Place, data_format: str, setting: str = "data.source") -> None:
-    """Raise ConfigError for a file that cannot be read in that format, or would be read as what it is not."""
+    """Raise ConfigError for a file that is unreadable in this format or has another type than the name says."""
     kind, suffix = _kind(place.name), place.name.suffix.lower()
     named = f"{setting}: {place}"
     if kind == _PACKED:
@@ -95,7 +94,7 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             f"{named} is a packed file of {kind}, which is read from any place in it: unpack it first "
             f"({PACKINGS[suffix]} {place}), and give what was in it."
         )
-    with place.open() as stream:  # once: of a URL each time is a request
+    with place.open() as stream:  # once: each open of a URL is a request
         start = stream.read(_NUM_FIRST)
     if start.startswith(FIRST_BYTES):
         raise pointer_error(named, "the folder of this file")
@@ -134,9 +133,9 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
 
 
 def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
-    """Raise ConfigError unless files that were found, and not named one by one, are of one kind.
+    """Raise ConfigError unless the files from a folder or glob have one type.
 
-    A folder must not be a data set with files of its own either.
+    A folder must also not be an internal folder of the `datasets` library.
     """
     own = sorted(path for path in paths if path.name in _DATA_SET_FILES)
     if is_folder and own:
@@ -149,7 +148,7 @@ def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, set
     for path in paths:
         kinds.setdefault(_kind(path), []).append(path)
     if is_folder:
-        kinds.pop("", None)  # what has none of the endings is left out, and a note says so
+        kinds.pop("", None)  # other endings are skipped with a note
     if len(kinds) > 1:
         listed = "; ".join(f"{_counted(kind, found)}" for kind, found in sorted(kinds.items()))
         most = max(kinds, key=lambda kind: (kind != "text", len(kinds[kind])))
@@ -164,7 +163,7 @@ def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, set
 
 
 def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
-    """Return a note about the files of a folder that have none of these endings; None where all have one."""
+    """Return a note about folder files with other endings. None: no other files."""
     found = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
     if not found:
         return None
@@ -177,8 +176,9 @@ def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -
 
 
 def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source") -> list[PurePath]:
-    """Return the files of one split, by their names or those of their folders; without `split` all, unless there are
-    several splits. Raises ConfigError.
+    """Return the files in one split, by file or folder names.
+
+    Without `split`: all files, unless there are several splits. Raises ConfigError.
     """
     splits: dict[str, list[PurePath]] = {}
     for path in paths:
@@ -204,7 +204,7 @@ def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting:
 
 
 def check_split(source: str, split: str | None, setting: str) -> None:
-    """Raise ConfigError for the split of files that have none: they are what others call `train`."""
+    """Raise ConfigError for a split other than `train` on files without splits."""
     if split not in (None, "train"):
         raise ConfigError(
             f"{setting}: {source!r} has no split {split!r}: files have none, unless their names or folders say train, "
@@ -213,13 +213,13 @@ def check_split(source: str, split: str | None, setting: str) -> None:
 
 
 def is_saved(paths: Sequence[PurePath], folder: PurePath) -> bool:
-    """Tell whether a folder is one that datasets' `save_to_disk` has written."""
+    """Return True for a folder written by `save_to_disk` from `datasets`."""
     own = {path.name for path in paths if path.parent == folder}
     return "dataset_dict.json" in own or {"dataset_info.json", "state.json"} <= own
 
 
 def _kind(path: PurePath) -> str:
-    """Return the kind that a file's ending tells, or an empty string."""
+    """Return the file type for the ending, or an empty string."""
     suffix = suffix_of(path)
     return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "")
 
@@ -235,7 +235,7 @@ def _document(place: Place, start: bytes) -> str | None:
 
 
 def _by_first_bytes(start: bytes) -> str | None:
-    unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # which letters of Latin scripts are
+    unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # zero bytes of Latin letters
     kind = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
     return kind or next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)
 

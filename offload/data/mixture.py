@@ -1,9 +1,8 @@
-"""Rows of several sources as one sequence: by weight, each epoch drawn anew, and still a function of the position.
+"""Rows from several sources as one sequence, by weight; the row remains a function of the position.
 
-An epoch of a mixture has a fixed number of rows of each part, its quota, in one shuffled order. A part whose quota is
-not its number of rows has an order of its own, too: a large part shows other rows from epoch to epoch for as long as
-there are enough others, and never one twice in an epoch; a small one comes around in each epoch as often as its quota
-says, each row as often as the others but for one.
+An epoch has a fixed number of rows from each part, the quota, in one shuffled order. If the quota differs from the row
+count, the part also has a separate order. A large part then continues with unseen rows from epoch to epoch, and never
+repeats a row within an epoch. A small part repeats within an epoch, and row counts differ by at most one.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
 
 class RowSet(Protocol):
-    """What a dataset reads rows from: `Rows` of one source, or a `Mixture`."""
+    """Row source for a data set: `Rows` from one source, or a `Mixture`."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """Rows per epoch."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
 
     @property
     def packing(self) -> Layout:
-        """How the rows are cut."""
+        """Row layout."""
 
     @property
     def group(self) -> int:
@@ -43,45 +42,48 @@ class RowSet(Protocol):
 
     @property
     def num_different(self) -> int:
-        """Rows that there are, however often an epoch has each."""
+        """Distinct rows, regardless of repetition within an epoch."""
 
     @property
     def identity(self) -> str:
-        """A text that is the same for the same rows alone."""
+        """A text equal only for the same rows."""
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
+        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each row are real, int64 [n]; the rest is padding."""
+        """Return the number of tokens without padding per row, int64 [n]."""
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
+        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return how many bytes of text the targets of these rows are of; None where that is not known."""
+        """Return the UTF-8 bytes of text under the targets in these rows. None: not known."""
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the position of each token in its document, int64 [n, sequence_length]; None where a row is one."""
+        """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""
 
     def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
-        """Return what each of these rows was made of; None where no row has pictures."""
+        """Return the rendered text and pictures of each row. None: no pictures."""
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""
+        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows of several parts. Row r of part i has the index (rows of the parts before it) + r."""
+    """Rows from several parts. Row r in part i has the index (total rows in earlier parts) + r."""
 
     parts: tuple[RowSet, ...]
     quotas: tuple[int, ...]
-    """How many rows of each part an epoch has."""
+    """Rows per epoch from each part."""
 
     @classmethod
     def of(cls, parts: Sequence[RowSet], quotas: Sequence[int] | None = None) -> RowSet:
-        """Return the parts as one; `quotas` None takes each row of each part once. One part stays what it is."""
+        """Return the parts as one row set; a single part is returned unchanged.
+
+        `quotas` None: each row once per epoch.
+        """
         if len(parts) == 1:
             return parts[0]
         return cls(tuple(parts), tuple(part.num_rows for part in parts) if quotas is None else tuple(quotas))
@@ -118,7 +120,7 @@ class Mixture:
         for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
             here = (slots >= end - quota) & (slots < end)
             own = slots[here] - (end - quota)
-            if quota != part.num_rows:  # else the order of the epoch has each of its rows once
+            if quota != part.num_rows:  # otherwise the shared epoch order already has each row once
                 begin = _begin(epochs[here], quota, part.num_rows)
                 own = rows_at(begin + own, part.num_rows, seed + (index + 1 << 32), self.group)
             rows[here] = first + own
@@ -144,7 +146,7 @@ class Mixture:
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         positions = np.empty((len(rows), self.sequence_length), np.int64)
         for part, here, own in self._by_part(rows):
-            if (found := part.positions(own)) is None:  # all parts are cut alike
+            if (found := part.positions(own)) is None:  # all parts have the same layout
                 return None
             positions[here] = found
         return positions
@@ -152,7 +154,7 @@ class Mixture:
     def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
         found = dict[int, Pictured]()
         for part, here, own in self._by_part(rows):
-            if (pictured := part.pictured(own)) is None:  # all parts are prepared alike
+            if (pictured := part.pictured(own)) is None:  # all parts have the same preparation
                 return None
             found |= zip(np.flatnonzero(here).tolist(), pictured, strict=True)
         return [found[index] for index in range(len(rows))]
@@ -164,11 +166,11 @@ class Mixture:
         return [found[index] for index in range(len(rows))]
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
-        """Return of which part each of these rows is, int64 [n]."""
+        """Return the part index of each row, int64 [n]."""
         return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
 
     def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
-        """Return for each part that has some of these rows: which of them, bool [n], and their indices in it."""
+        """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""
         ends = np.cumsum([part.num_rows for part in self.parts])
         owners = self.owners(rows)
         here = [owners == index for index in range(len(self.parts))]
@@ -180,8 +182,9 @@ class Mixture:
 
 
 def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
-    """Return at which position of a part's own endless sequence each of `epochs` [n] begins to read it: such that an
-    epoch takes whole passes over the part first, or is one of those that share a pass.
+    """Return the start position of each epoch [n] in the endless sequence of one part.
+
+    Above one pass, an epoch starts with whole passes over the part. Below, consecutive epochs share a pass.
     """
     if quota > num_rows:
         return epochs * (-(-quota // num_rows) * num_rows)
@@ -190,15 +193,16 @@ def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
 
 
 def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: StoppingStrategy) -> list[int]:
-    """Return how many rows of each source an epoch has: in the proportion of the weights (all or none is None), such
-    that every source is used up, or that none comes twice; without weights each row once.
+    """Return the rows per epoch from each source, in proportion to the weights (all or none are None).
+
+    Without weights: each row once. `all_exhausted`: every source is used up. `first_exhausted`: no row comes twice.
     """
     given = [weight for weight in weights if weight is not None]
     if not given:
         return list(num_rows)
     shares = [weight / sum(given) for weight in given]
     lengths = [rows / share for rows, share in zip(num_rows, shares, strict=True)]
-    slack = 1e-9  # of products that are whole numbers but for their rounding
+    slack = 1e-9  # for products that differ from whole numbers only by rounding
     if strategy == "all_exhausted":
         return [max(1, math.ceil(max(lengths) * share - slack)) for share in shares]
     return [max(1, math.floor(min(lengths) * share + slack)) for share in shares]

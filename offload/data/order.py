@@ -1,19 +1,17 @@
-"""Which row stands where: each epoch is a permutation of the rows, computed entry by entry, so that a position needs no
-memory and no history.
-"""
+"""Row order: each epoch is a permutation computed per position, without memory or history."""
 
 from __future__ import annotations
 
 import numpy as np
 
-_NUM_ROUNDS = 8  # of the network that orders rows
+_NUM_ROUNDS = 8  # Feistel rounds
 
 
 def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return which row stands at each of `positions` [n] (0 <= position < num_rows) in this epoch, int64 [n].
+    """Return the row at each position [n] (0 <= position < num_rows) in this epoch, int64 [n].
 
-    A Feistel network over the next even power of two is a permutation of it; walking on while the result is outside [0,
-    num_rows) makes it one of the rows [Black and Rogaway 2002, "Ciphers with arbitrary finite domains"].
+    A Feistel network permutes the next even power of two. Repeating it while the result lies outside [0, num_rows)
+    gives a permutation of the rows (cycle walking) [Black and Rogaway 2002, "Ciphers with arbitrary finite domains"].
     """
     half_bits = np.uint64(max((int(num_rows - 1).bit_length() + 1) // 2, 2))
     mask = np.uint64((1 << int(half_bits)) - 1)
@@ -30,8 +28,9 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.
 
 
 def rows_at(positions: np.ndarray, num_rows: int, seed: int, group: int = 1) -> np.ndarray:
-    """Return the rows at `positions` [n] of the endless sequence of epochs, int64 [n]; `group` neighbouring rows stay
-    side by side.
+    """Return the rows at `positions` [n] in the endless epoch sequence, int64 [n].
+
+    `group` neighbouring rows stay together.
     """
     if group > 1:
         return rows_at(positions // group, num_rows // group, seed) * group + positions % group
@@ -49,7 +48,7 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 [Steele, Lea and Flood 2014]; uint64 arithmetic wraps."""
+    """Finalizer from splitmix64 [Steele, Lea and Flood 2014]; uint64 arithmetic wraps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(value ^ (value >> np.uint64(31)))

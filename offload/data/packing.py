@@ -1,14 +1,14 @@
-"""Rows of a fixed length, cut from stored documents without copying them: a row is computed when it is read.
+"""Rows with a fixed length, computed on read from stored documents, without a copy.
 
-Packed, the documents form one stream, each ended by its EOS, and row r is tokens [r * L, (r + 1) * L) of it. Where the
-stream does not divide, the last row begins early enough to be full; what the row before it already trained is context
-only (labels -100). Only a stream shorter than one row is padded. As labels are unshifted, a row's first token has no
-context and is no target: those, and nothing else, are lost. Rows attend across the documents in them.
+Packed: the documents form one stream, each ended by an EOS, and row r is tokens [r * L, (r + 1) * L). If L does not
+divide the stream, the last row starts earlier to be full; tokens already trained in the previous row are context only
+(labels -100). Only a stream shorter than one row is padded. Labels are unshifted, so the first token in a row has no
+context and is lost as a target; nothing else is lost. Rows attend across document borders.
 
-Unpacked, a row is one document, cut off at L tokens or padded to L. Of documents with pictures, of which some of the
-tokens are, those that are longer are left out.
+Unpacked: a row is one document, cut off at L tokens or padded to L. Documents with pictures are skipped if longer,
+because picture tokens must not be cut.
 
-A row without any target would make a loss of 0/0 and is left out.
+A row without targets would make a loss of 0/0 and is skipped.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from offload.data.pictures import Pictured
 from offload.data.store import TokenStore
 
 Layout = bool | Literal["isolated"]
-"""How rows are cut: from the stream of all documents (True), a document each (False), or of several that are apart."""
-IGNORE = -100  # the label that torch's and transformers' losses leave out
+"""Row layout: packed stream (True), one document per row (False), or packed documents isolated from each other."""
+IGNORE = -100  # ignored label in torch and transformers losses
 _GROUP_TOKENS = 1 << 22
 
 
 def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Return the sum of what parts have; None where one is not known."""
+    """Return the sum. None if any part is None (not known)."""
     known = list(parts)
     return None if None in known else sum(each or 0 for each in known)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [sequence_length] over a store. `kept` int64 [num_rows]: which rows of the layout remain; None means all."""
+    """`mixture.RowSet` over a store, with rows [sequence_length].
+
+    `kept` int64 [num_rows]: remaining layout rows. None: all.
+    """
 
     store: TokenStore
     sequence_length: int
@@ -49,13 +52,13 @@ class Rows:
     kept: np.ndarray | None
     first: int = 0
     group: int = 1
-    """Neighbouring rows that stay side by side, and remain where all of them have a target (unpacked only)."""
+    """Neighbouring rows that stay side by side. A group remains only if each row has a target (unpacked only)."""
     num_too_long: int = 0
-    """Documents with pictures that were left out, since they are longer than a row."""
+    """Skipped documents with pictures, longer than a row."""
 
     @classmethod
     def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int, group: int = 1) -> Rows:
-        """Lay out all rows of `store`, once, counting their targets."""
+        """Lay out all rows in `store` and count the targets."""
         layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None, group=group)
         num_rows = -(-store.num_tokens // sequence_length) if packing else store.num_documents
         kept, num_targets, num_too_long, begin = [], 0, 0, 0
@@ -83,37 +86,33 @@ class Rows:
 
     @property
     def num_different(self) -> int:
-        """Rows that there are."""
         return self.num_rows
 
     def part(self, begin: int, end: int) -> Rows:
-        """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
+        """Return rows [begin, end) as a separate set. The target counts still describe the whole."""
         return replace(self, first=self.first + begin, num_rows=end - begin)
 
     @property
     def identity(self) -> str:
-        """A text that is the same for the same tokens and the same part of them alone."""
+        """A text equal only for the same tokens and the same row range."""
         return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
 
     def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return which rows stand at positions [start, start + count) of the endless sequence, int64 [count]."""
         return rows_at(np.arange(start, start + count), self.num_rows, seed, self.group)
 
     @property
     def num_truncated_tokens(self) -> int:
-        """Tokens of the whole store that lie beyond the end of a row (unpacked only)."""
+        """Tokens cut off beyond the row end, in the whole store (unpacked only)."""
         if self.packing or not self.num_rows or self.store.pictured is not None:
             return 0
         lengths = np.diff(self.store.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each row are real, int64 [n]; the rest is padding."""
         start, end, _ = self._spans(rows)
         return np.asarray(end - start)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
         store = self.store
@@ -125,22 +124,19 @@ class Rows:
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return how many bytes of text the targets of these rows are of; None where that is not known."""
         spans = zip(*self._spans(rows), strict=True)
         return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for start, end, fresh in spans)
 
     def positions(self, rows: np.ndarray) -> None:
-        """A row is one sequence."""
+        """Return None: each row is one sequence."""
 
     def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
-        """Return what each of these rows was made of; None where no row has pictures."""
         if self.store.pictured is None:
             return None
         rows = self.first + rows
         return [self.store.pictured.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return for each of these rows where in it a document begins or goes on, int64 [documents]: first is 0."""
         found = []
         for start, end, _ in zip(*self._spans(rows), strict=True):
             first, last = np.searchsorted(self.store.documents, [start + 1, end])
@@ -152,7 +148,7 @@ class Rows:
         return self._layout_spans(rows if self.kept is None else self.kept[rows])
 
     def _layout_spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where in the store each row starts, ends, and begins to be trained; int64 [n] each."""
+        """Return (row start, row end, first trained token) in the store, int64 [n] each."""
         length, num_tokens = self.sequence_length, self.store.num_tokens
         if self.packing:
             fresh = rows * length
@@ -162,7 +158,7 @@ class Rows:
         return start, np.minimum(end, start + length), start
 
     def _count_targets(self, rows: np.ndarray) -> np.ndarray:
-        """Return int64 [n], the trained tokens of each layout row that have a token before them."""
+        """Return the trained tokens with a token before them, per layout row, int64 [n]."""
         start, end, fresh = self._layout_spans(rows)
         first = np.minimum(np.maximum(start + 1, fresh), end)
         if self.store.trained is None:
@@ -172,7 +168,7 @@ class Rows:
         return np.asarray(before[end - begin] - before[first - begin])
 
     def _group_end(self, begin: int, num_rows: int) -> int:
-        """Return where a group of rows that starts at `begin` ends, so that it covers about _GROUP_TOKENS tokens."""
+        """Return the end of a row block from `begin` with about _GROUP_TOKENS tokens."""
         if self.packing:
             return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
         documents = self.store.documents

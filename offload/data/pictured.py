@@ -1,8 +1,8 @@
-"""Conversations with pictures to tokens and tensors, by the processor of the model's folder.
+"""Conversations with pictures to tokens and tensors, with the processor from the model folder.
 
-A processor writes many tokens in the place of a picture, as many as its size asks for, and perhaps others around them.
-What it makes of a whole conversation is taken as it is; by the ranges of characters that its tokens cover, in a text
-that is longer by what it has written, they are told from those of the answers.
+A processor replaces each picture by many tokens, depending on the picture size, and may add others around them. The
+processor output for a whole conversation is used unchanged. Token character ranges, in the text with the inserted
+characters, then separate answer tokens from the rest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 def load_processor(path: str | None) -> Any:
-    """Load the processor of a model's folder, or of a hub name that was downloaded before. Raises ConfigError, and
-    MissingLibraryError where transformers lacks one for it.
+    """Load the processor from a model folder or a downloaded hub name.
+
+    Raises ConfigError. Raises MissingLibraryError if transformers lacks a library for the processor.
     """
     from transformers import AutoProcessor
 
@@ -40,7 +41,7 @@ def load_processor(path: str | None) -> Any:
         made: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except ImportError as error:
         raise MissingLibraryError(f"{needs}that of {path} cannot be loaded: {shorten(_line(error))}") from error
-    except Exception as error:  # transformers raises many kinds for a folder without a processor
+    except Exception as error:  # transformers raises many exception types for a folder without a processor
         raise ConfigError(f"{needs}none can be loaded from {path}: {shorten(_line(error))}") from error
     if getattr(made, "image_processor", None) is None or not isinstance(getattr(made, "image_token", None), str):
         raise ConfigError(
@@ -55,12 +56,12 @@ def load_processor(path: str | None) -> Any:
             f"{needs}that of {path} has no chat template, which says where in a text a picture stands: put one into "
             "chat_template.jinja there."
         )
-    made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # rows of a batch are padded
+    made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # batch rows are padded
     return made
 
 
 class PicturedMaker:
-    """Encodes conversations with pictures, by whichever process."""
+    """Encodes conversations with pictures, in this process or in a worker."""
 
     def __init__(self, processor: Any, train_on_prompt: bool) -> None:
         self._processor = processor
@@ -69,7 +70,7 @@ class PicturedMaker:
         self._eos: str = processor.tokenizer.eos_token or ""
 
     def make(self, batch: list[Asked]) -> Made:
-        """Encode the records of a batch, each a `Chat`."""
+        """Encode a batch of records, each a `Chat`."""
         parts, num_split = list[Encoded | BadRow](), 0
         for asked in batch:
             try:
@@ -82,7 +83,7 @@ class PicturedMaker:
         return Made(parts, num_split=num_split)
 
     def _documents(self, asked: Asked) -> list[Encoded]:
-        """Return the documents of a conversation. Raises BadRow."""
+        """Return the documents for a conversation. Raises BadRow."""
         chat = asked.record
         assert isinstance(chat, Chat)
         pictures, images = [], []
@@ -99,8 +100,9 @@ class PicturedMaker:
     def _document(
         self, asked: Asked, where: str, segments: Segments, pictures: list[Picture], images: list[Any], is_part: bool
     ) -> Encoded:
-        """Return a document, and what it was made of; one that `is_part` of a conversation ends before the last
-        pictures. Raises BadRow and ConfigError.
+        """Return a document with text and pictures. Raises BadRow and ConfigError.
+
+        `is_part`: one document out of several for a conversation, possibly ending before the last pictures.
         """
         if self._eos and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._eos):
             segments = [*segments, (self._eos, segments[-1][1])]
@@ -114,7 +116,7 @@ class PicturedMaker:
         try:
             made = processed(self._processor, [text], [images[:number]], return_offsets_mapping=True)
             widths = [self._width(image) for image in images[:number]]
-        except Exception as error:  # whatever a processor raises, such as of a picture of one pixel
+        except Exception as error:  # processors raise any exception, e.g. for a picture of one pixel
             raise BadRow(f"{where}: the processor refuses it: {shorten(_line(error))}") from error
         offsets: list[tuple[int, int]] = made["offset_mapping"][0]
         written = _with_widths(segments, self._place, widths)
@@ -129,8 +131,9 @@ class PicturedMaker:
         )
 
     def _width(self, image: Any) -> int:
-        """Return how many characters the processor writes in the place of a picture: those before a letter that stands
-        behind it, since ranges of tokens leave out blanks.
+        """Return the number of characters that the processor writes for a picture.
+
+        Measured by the position of a letter behind the picture, because token ranges exclude blanks.
         """
         made = self._processor(
             text=[f"{self._place}x"], images=[[image]], add_special_tokens=False, return_offsets_mapping=True
@@ -139,15 +142,17 @@ class PicturedMaker:
 
 
 class PictureInputs:
-    """What a model gets for rows beside their tokens: the processor called on texts and pictures."""
+    """Builds the model inputs for rows with pictures: runs the processor on texts and pictures."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        """transformers' processor, whose files go with the model."""
+        """The transformers processor, saved with the model."""
 
     def of(self, documents: Sequence[Pictured], ids: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return all that the processor makes of rows but their ids, int64 [rows, tokens], which are known. Raises
-        ConfigError where the ids that it makes are others, or a picture is.
+        """Return all processor outputs for these rows except the ids.
+
+        `ids`: int64 [rows, tokens], known from preparation. Raises ConfigError if the processor now makes other ids, or
+        if a picture changed.
         """
         try:
             images = [[_again(picture) for picture in document.pictures] for document in documents]
@@ -162,7 +167,7 @@ class PictureInputs:
             )
         except ConfigError:
             raise
-        except Exception as error:  # whatever a processor raises
+        except Exception as error:  # processors raise any exception
             raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(_line(error))}") from error
         inputs: dict[str, torch.Tensor] = dict(made)
         if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
@@ -174,8 +179,9 @@ class PictureInputs:
 
 
 def processed(processor: Any, texts: list[str], images: list[list[Any]], **options: Any) -> Any:
-    """Return what a processor makes of rendered conversations with their pictures, special tokens as its own
-    `apply_chat_template` has them.
+    """Run a processor on rendered conversations with pictures.
+
+    Special tokens are added as in the processor's `apply_chat_template`.
     """
     bos = processor.tokenizer.bos_token
     if bos is not None and texts[0].startswith(bos):
@@ -184,7 +190,7 @@ def processed(processor: Any, texts: list[str], images: list[list[Any]], **optio
 
 
 def _again(picture: Picture) -> Any:
-    """Return a picture that was prepared. Raises ConfigError."""
+    """Return a prepared picture. Raises ConfigError if the file changed."""
     data = picture.read()
     if digest_of(data) != picture.digest:
         raise ConfigError(
@@ -195,13 +201,13 @@ def _again(picture: Picture) -> Any:
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as templates of models with pictures expect it, also where it has none."""
+    """Return a message with a list of parts, the form that templates for picture models expect."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
 
 def _with_widths(segments: Segments, place: str, widths: Sequence[int]) -> Segments:
-    """Return a text with so many characters in its places for pictures, none of which is trained."""
+    """Return the text with `widths` untrained blanks in place of the pictures."""
     left, written = iter(widths), Segments()
     for text, trained in segments:
         for number, piece in enumerate(text.split(place)):

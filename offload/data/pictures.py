@@ -1,4 +1,4 @@
-"""Pictures of a conversation: where their bytes are, and in which order they stand in its text."""
+"""Pictures in a conversation: byte source and text order."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from offload.data.storage import library
 from offload.errors import errno_text
 
 PLACE = "<image>"
-"""What stands for a picture in a message that is a text, beside a column of pictures."""
+"""Placeholder for a picture in a text message, with a separate picture column."""
 _TYPES = ("image", "image_url")
-"""Of parts of a message that are pictures."""
+"""Types of picture parts in a message."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that a row names or holds."""
+    """A picture named or stored in a row."""
 
     name: str
-    """What people call the picture."""
+    """Display name."""
     path: Path | None
-    """The file; None where the row holds the bytes."""
+    """File path. None: the row holds the bytes."""
     data: bytes | None = None
-    """The bytes, where the row holds them."""
+    """Bytes stored in the row, or None."""
     digest: str = ""
-    """The hash of the bytes, once they were read."""
+    """Content hash, set after reading."""
 
     def read(self) -> bytes:
-        """Return the bytes, of a file in some format of pictures. Raises BadRow."""
+        """Return the encoded picture bytes. Raises BadRow."""
         if self.data is not None:
             return self.data
         assert self.path is not None
@@ -46,49 +46,52 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictured:
-    """What a document with pictures was made of."""
+    """Origin of a document with pictures."""
 
     text: str
-    """The conversation as its template writes it, with a placeholder for each picture."""
+    """Conversation as rendered by the template, with a placeholder per picture."""
     pictures: tuple[Picture, ...]
-    """The pictures, in the order of their placeholders."""
+    """Pictures in placeholder order."""
 
 
 def digest_of(data: bytes) -> str:
-    """Return the hash by which a picture is known again."""
+    """Return the content hash of a picture."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def decoded(data: bytes, name: str) -> Any:
-    """Return a picture as transformers loads one: a PIL.Image in RGB, turned as its EXIF says. Raises BadRow and
-    MissingLibraryError.
+    """Decode a picture as transformers does: a PIL.Image in RGB, rotated by EXIF.
+
+    Raises BadRow and MissingLibraryError.
     """
     pillow = library("PIL.Image", f"{name}, a picture,", extra="pictures", package="pillow")
     from transformers.image_utils import load_image
 
     try:
         return load_image(pillow.open(io.BytesIO(data)))
-    except Exception as error:  # Pillow's are OSErrors, ValueErrors, SyntaxErrors and others
+    except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError and others
         raise BadRow(f"the picture {name} is damaged, or no picture that Pillow reads: {error}.") from error
 
 
 class Places:
-    """The pictures of a row, by their places in its messages."""
+    """Matches the pictures in a row with the placeholders in the messages."""
 
     def __init__(self, column: Any, folder: Path | None, where: str) -> None:
-        """`column`: the row's pictures in order, None where messages name their own; `folder`: where relative paths
-        begin, None where there is none; `where`: the row, for errors.
+        """`column`: pictures in order.
+
+        None: the messages name the pictures. `folder`: base for relative paths, or None. `where`: row name for errors.
         """
         self._has_column = column is not None
         own = column if isinstance(column, list) else [] if column is None else [column]
         self._column, self._num_listed = deque(own), len(own)
         self._folder, self._where = folder, where
         self.found: list[Picture] = []
-        """The pictures in order, so far."""
+        """Pictures so far, in order."""
 
     def parts(self, content: Any, where: str) -> Any:
-        """Return a message's content as chat templates of models with pictures take it: a list of parts, or the text
-        where no picture is in it. `where`: the message, for errors. Raises BadRow.
+        """Return the message content as picture templates expect: a list of parts, or a text without pictures.
+
+        `where`: message name for errors. Raises BadRow.
         """
         if isinstance(content, str) and self._has_column:
             content = _split(content)
@@ -100,7 +103,7 @@ class Places:
         return parts
 
     def check(self) -> None:
-        """Raise BadRow where pictures are left that have no place."""
+        """Raise BadRow for pictures without a placeholder."""
         if self._column:
             raise BadRow(
                 f"{self._where} has {self._num_listed} images and places for {len(self.found)}: each has to stand in a "
@@ -127,7 +130,7 @@ class Places:
         return {"type": "image"}
 
     def _picture(self, value: Any, where: str) -> Picture:
-        """Return what a path is, or bytes with a path as `datasets` has them. Raises BadRow."""
+        """Return the picture for a path, or for bytes with a path as in `datasets`. Raises BadRow."""
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
             return Picture(str(value.get("path") or f"picture {len(self.found) + 1}"), None, value["bytes"])
         path = value.get("path") if isinstance(value, dict) else value
@@ -142,7 +145,7 @@ class Places:
 
 
 def _split(text: str) -> list[dict[str, str]]:
-    """Return a text as parts, with one of a picture for each place in it."""
+    """Split a text into parts, with a picture part for each placeholder."""
     parts: list[dict[str, str]] = []
     for number, piece in enumerate(text.split(PLACE)):
         parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": piece}] * bool(piece)

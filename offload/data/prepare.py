@@ -1,5 +1,4 @@
-"""The one pass over the data: each source to token stores for train and eval, kept in the cache under a hash of all
-that went in."""
+"""Preparation pass: each source becomes token stores for train and eval, cached under a hash of all inputs."""
 
 from __future__ import annotations
 
@@ -46,41 +45,41 @@ from offload.errors import ConfigError
 from offload.files.user_cache import code_hash
 from offload.machine.cores import usable_cores
 
-_BYTES_THAT_PAY = 32 << 20  # below, the seconds until processes run are more than they save
-_MOST_WORKERS = 16  # each holds 300 MB
-_NUM_LOOKED_AT = 1000  # rows, for one with a picture
+_BYTES_THAT_PAY = 32 << 20  # for smaller data, starting processes takes longer than they save
+_MOST_WORKERS = 16  # 300 MB each
+_NUM_LOOKED_AT = 1000  # rows searched for a picture
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """What a source has become, and what was met on the way."""
+    """Tokens from one source, with counts from the pass."""
 
     train: TokenStore
-    """Documents to train on."""
+    """Training documents."""
     eval: TokenStore
-    """Documents that are held out."""
+    """Held-out documents."""
     num_empty: int
-    """Documents without text."""
+    """Skipped documents without text."""
     num_split: int
-    """Conversations that became several documents."""
+    """Conversations split into several documents."""
     streams: bool
-    """Whether some tokens came from a file that marks no documents."""
+    """True if some tokens came from a file without document borders."""
     num_bad: int
-    """Rows that were left out, by `data.on_bad_row`."""
+    """Rows skipped due to `data.on_bad_row`."""
     bad: tuple[str, ...]
-    """What was wrong with the first of these."""
+    """Error messages for the first bad rows."""
 
 
 class Found:
-    """The files of one source, and their records."""
+    """The files and records in one source."""
 
     def __init__(
         self, source: Source, vocab_size: int, eval_share: float, on_bad_row: str, *, is_evaluated: bool = False
     ) -> None:
         self.source, self.eval_share, self.on_bad_row, self.is_evaluated = source, eval_share, on_bad_row, is_evaluated
-        self.notes: list[str] = []  # of what was found, for the user
+        self.notes: list[str] = []  # messages for the user
         self.files = [replace(file, format=detect_format(file)) for file in find_files(source, self.notes)]
         self.formats = {file.format for file in self.files}
         self.files_hash = hash_files(self.files)
@@ -90,17 +89,17 @@ class Found:
 
     @property
     def holds_chats(self) -> bool:
-        """Whether any file holds prompts and answers instead of plain text."""
+        """True if some file holds prompts and answers instead of plain text."""
         return bool(self.formats & CHAT_FORMATS)
 
     @property
     def holds_pairs(self) -> bool:
-        """Whether each record is two documents, of a chosen and of a rejected answer."""
+        """True if each record is two documents: chosen and rejected answer."""
         return "preference" in self.formats
 
     @property
     def renders(self) -> bool:
-        """Whether conversations are written by a chat template; of pairs and preferences the first one tells."""
+        """True if a chat template renders the rows. For prompt-completion and preference, the first record decides."""
         if not self.formats & {"prompt-completion", "preference"}:
             return bool(self.formats & RENDERED_FORMATS)
         first = next((record for _, _, record in self.records(BadRows("skip"))), None)
@@ -108,7 +107,7 @@ class Found:
 
     @cached_property
     def holds_pictures(self) -> bool:
-        """Whether one of the first conversations has a picture."""
+        """True if one of the first conversations has a picture."""
         if not self.formats & {"messages", "sharegpt"}:
             return False
         first = islice(self.records(BadRows("skip")), _NUM_LOOKED_AT)
@@ -116,17 +115,15 @@ class Found:
 
     @property
     def may_mask(self) -> bool:
-        """Whether some tokens may be untrained."""
+        """True if some tokens may be untrained."""
         return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
 
     def holds_out(self, file: SourceFile) -> bool | str:
-        """Return what decides about documents to hold out of a file: whether it is held out as a whole, or the name by
-        which its rows are drawn.
-        """
+        """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
         return file.name in self._held_out if file.is_whole or not self.eval_share else file.name
 
     def records(self, bad: BadRows) -> Iterator[tuple[bool, str, Record]]:
-        """Yield (in_eval, a name that is the same on every machine, record); bad rows go to `bad`."""
+        """Yield (in_eval, machine-independent name, record). Bad rows go to `bad`."""
         for file in self.files:
             for index, record in enumerate(read_records(file, self._vocab_size)):
                 if isinstance(record, BadRow):
@@ -138,7 +135,7 @@ class Found:
 
 
 class Preparation:
-    """Sources that have one tokenizer, and the tokens made of them."""
+    """Sources with a common tokenizer, and their tokens."""
 
     def __init__(
         self,
@@ -149,10 +146,13 @@ class Preparation:
         num_workers: int | None = None,
         asked: Mapping[str, Any] | None = None,
     ) -> None:
-        """`num_workers`: processes that tokenize, None for as many as pay. `asked`: what else decides about tokens."""
+        """`num_workers`: processes for tokenization; None: as many as save time.
+
+        `asked`: other settings in the cache key.
+        """
         self.notes = [note for each in found for note in each.notes]
         self.processor: Any = None
-        """The processor of the model, where a source has pictures, once there is a tokenizer."""
+        """The model's processor for pictures, set by `tokenizer`. None: no pictures."""
         self._found = found
         self._formats = set[str]().union(*(each.formats for each in found))
         self._num_bytes = sum(each.num_bytes for each in found)
@@ -163,9 +163,10 @@ class Preparation:
         self._asked = sorted((asked or {}).items())
 
     def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
-        """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
-        when the data is token ids and none was given. Where it has to render conversations and has no chat template,
-        it gets one.
+        """Load `tokenizer` or the model's tokenizer, or train one on the data for a model without pretrained weights.
+
+        Returns None for token id data without a tokenizer. A tokenizer without chat template gets the built-in one if
+        needed. Raises ConfigError.
         """
         path = tokenizer or tokenizer_folder(model_path)
         if any(each.holds_pictures for each in self._found):
@@ -175,7 +176,7 @@ class Preparation:
             loaded = load_tokenizer(path) if self.processor is None else self.processor.tokenizer
             check_vocabulary(loaded, self._vocab_size, path)
             if not loaded.chat_template and self.processor is None and any(each.renders for each in self._found):
-                loaded.chat_template = BUILTIN_TEMPLATE  # set, so that it is saved with the model
+                loaded.chat_template = BUILTIN_TEMPLATE  # set here, so it is saved with the model
                 self.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
                     f"{ROLE_MARKERS[2]} before the turns, and this template is saved with the model."
@@ -199,7 +200,7 @@ class Preparation:
         return trained_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
 
     def _check_pictured(self) -> None:
-        """Raise ConfigError where a source is not of conversations, and others have pictures."""
+        """Raise ConfigError if some source has pictures and another is not of conversations."""
         for each in self._found:
             if others := each.formats - RENDERED_FORMATS:
                 raise ConfigError(
@@ -208,7 +209,7 @@ class Preparation:
                 )
 
     def _check_ends(self, found: Found, tokenizer: Any) -> None:
-        """Raise ConfigError for pairs of texts that nothing would end, and note it of texts."""
+        """Raise ConfigError for text pairs without an end token; add a note for plain texts."""
         if tokenizer is None or tokenizer.eos_token_id is not None or frame_of(tokenizer)[1]:
             return
         named = f"{found.source.setting} {found.source}"
@@ -225,12 +226,10 @@ class Preparation:
             )
 
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
-        """Return the token stores of a source, from the cache when the same data was prepared before. Raises
-        ConfigError.
-        """
+        """Return the token stores for a source, from the cache if already prepared. Raises ConfigError."""
         self._check_ends(found, tokenizer)
         encodes, places = tokenizer if self.processor is None else self.processor, list[str]()
-        if self.processor is not None:  # where pictures are found from, wherever this is run
+        if self.processor is not None:  # absolute picture paths, independent of the working directory
             own = [file.place for file in found.files]
             places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in own]
         rules = None if encodes is None else hash_tokenizer(encodes)
@@ -250,7 +249,7 @@ class Preparation:
             for _, name, record in found.records(BadRows(found.on_bad_row)):
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
-                for text in texts_of(record):  # a row with half a surrogate pair is refused later, with its line
+                for text in texts_of(record):  # a row with half a surrogate pair is refused later, with the line
                     yield text.encode("utf-8", "ignore").decode()
 
     def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
@@ -269,7 +268,7 @@ class Preparation:
         streams = False
 
         def metered() -> Iterator[tuple[bool, Record]]:
-            """Yield the records; tell how far the pass is, by characters against the bytes of the files."""
+            """Yield the records and report progress: characters so far relative to file bytes."""
             nonlocal streams
             num_bytes, done, reported = max(found.num_bytes, 1), 0, 0
             for in_eval, _, record in found.records(bad):
@@ -307,8 +306,10 @@ class Preparation:
 
 
 def _that_pay(found: Found) -> int:
-    """Return how many processes tokenize a source faster than this one does with the threads of `tokenizers`: none, but
-    where Python does much for each record, and for longer than processes take to start.
+    """Return the number of worker processes that save time.
+
+    0: this process with the threads of `tokenizers` is faster. Workers help only with much Python work per record, and
+    only for long passes.
     """
     cores = len(usable_cores())
     pays = cores > 1 and found.holds_chats and found.num_bytes >= _BYTES_THAT_PAY

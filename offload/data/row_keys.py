@@ -1,5 +1,7 @@
-"""Keys of rows and messages that change the training, in the formats of OpenAI, mistral, axolotl, open-instruct,
-LLaMA-Factory and TRL. Each is honoured, or refused by name. Other keys, as `id` and `source`, are notes and ignored.
+"""Row and message keys that change the training.
+
+They come from the formats of OpenAI, mistral, axolotl, open-instruct, LLaMA-Factory and TRL. Each key is honoured, or
+refused by name. Other keys, e.g. `id` and `source`, are ignored.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_one_document(value: Any) -> bool:
-    """Return True for positions 0, 1, 2, ... of one document, and for a list with one length."""
+    """Return True for positions 0, 1, 2, ... in one document, and for a list with one length."""
     return _is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
 
 
 class RowKey(NamedTuple):
-    """A key of a row."""
+    """A row key."""
 
     name: str
     honoured: frozenset[str]
-    """Formats in which the key is read."""
+    """Formats that read the key."""
     refused: frozenset[str] = frozenset()
-    """Formats in which a row with a meaningful value is refused."""
+    """Formats that refuse a row with a meaningful value."""
     fix: str = ""
-    """The remedy in the refusal."""
+    """Remedy in the error message."""
     says_nothing: Callable[[Any], bool] = _is_empty
     """True for a value without effect on the training."""
 
@@ -83,7 +85,7 @@ ROW_KEYS = (
 )
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
-"""Keys of a message with 1 or true where the message is trained, 0 or false where not."""
+"""Message keys with 1 or true for a trained message, 0 or false for an untrained one."""
 _REFUSED_MARKS = {
     "train_detail": "a message is trained as a whole or not at all: cut it into messages",
     "loss_scale": "tokens that are trained have one weight: use 'weight' 0 or 1",
@@ -99,7 +101,7 @@ TEMPLATE_KEYS: Mapping[str, Callable[[str], Any]] = {
     "refusal": str,
     "audio": lambda text: {"id": text},
 }
-"""Keys of a message for the chat template alone. The function returns a value with a given text inside."""
+"""Message keys for the chat template alone. The function wraps a given text into a value for the key."""
 
 
 def columns_for(data_format: str) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ def check_row(data_format: str, row: Mapping[str, Any], where: str) -> None:
 
 
 def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
-    """Return True for a message marked as trained, False for one marked as not, None without a mark. Raises BadRow."""
+    """Return True for a message marked as trained, False for untrained, None without a mark. Raises BadRow."""
     for key, fix in _REFUSED_MARKS.items():
         if not _is_empty(message.get(key)):
             raise BadRow(f"{where} has {key!r}, which is not honoured: {fix}.")

@@ -1,8 +1,8 @@
-"""Files of rows, whatever holds them, as an iterator of records: JSON lines and arrays, csv, tsv, parquet, Arrow, and
-data sets of `datasets`. Each is read in pieces, so that memory does not grow with the file.
+"""Iterators over row files: JSON lines and arrays, csv, tsv, parquet, Arrow, and data sets from `datasets`.
 
-A row that cannot be read is handed on as a `BadRow`, in its place, and reading goes on behind it where the file says
-where the next row begins. Where it does not (a quote that never closes, a damaged row group), that is an error.
+Files are read in pieces, so memory use is independent of the file size. An unreadable row becomes a `BadRow` in the
+same place, and reading continues if the next row can be located. Otherwise (an open quote, a damaged row group) reading
+stops with an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from offload.data.storage import LocalFile, Place, first_bad_byte, library, open
 from offload.errors import ConfigError, counted
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
-"""Where a row stands, for messages, and what it holds."""
+"""(Row name for messages, row content)."""
 
 _MAX_ROW_BYTES = 64 << 20
-"""More is no row, but a file without line ends, or a quote that never closes."""
-_PIECE_BYTES = 8 << 20  # of a table that are decoded at once
+"""A larger row means a file without line ends, or a quote that never closes."""
+_PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
 _BLOCK_CHARS = 1 << 20
 _NUM_EXAMPLES = 3
@@ -32,18 +32,18 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(ConfigError):
-    """One row is not what its format says, and others may be."""
+    """One row violates the format; others may be valid."""
 
 
 class BadRows:
-    """What becomes of bad rows: the first one is an error, or each is counted and left out."""
+    """Policy for bad rows: raise the first one, or count and skip all."""
 
     def __init__(self, policy: str) -> None:
-        """`policy`: error or skip, as `data.on_bad_row`."""
+        """`policy`: `error` or `skip`, as in `data.on_bad_row`."""
         self._skips = policy == "skip"
         self.num = 0
         self.examples: list[str] = []
-        """What was wrong with the first ones."""
+        """Error messages for the first bad rows."""
 
     def met(self, bad: BadRow) -> None:
         """Count a bad row, or raise it."""
@@ -55,7 +55,7 @@ class BadRows:
 
 
 def columns_of(file: SourceFile) -> list[str] | None:
-    """Return the names of a table's columns; None where each row has keys of its own (JSON). Raises ConfigError."""
+    """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
     if file.container in ("csv", "tsv"):
         with _csv_reader(file) as reader:
             return _header(file, reader)
@@ -67,7 +67,7 @@ def columns_of(file: SourceFile) -> list[str] | None:
 
 
 def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file in order; of a table those `columns` alone, None for all. Raises ConfigError."""
+    """Yield the rows in a file in order. `columns`: table columns to read; None: all. Raises ConfigError."""
     if file.container == "json":
         return _json_rows(file)
     if file.container in ("csv", "tsv"):
@@ -107,12 +107,12 @@ def _parsed(data: bytes, where: str) -> Any:
 
 
 def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
-    """Yield the elements of an array that need not fit the memory."""
+    """Yield the elements in a JSON array. The array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
     held, at, number = "", 0, 0
 
     def refill() -> bool:
-        """Read on; twice as much each time that an element is not whole yet."""
+        """Read on; the block doubles for each retry on an incomplete element."""
         nonlocal held, at
         try:
             block = text.read(max(_BLOCK_CHARS, len(held) - at))
@@ -125,7 +125,7 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
         return bool(block)
 
     def next_sign() -> str:
-        """Return what comes next but blanks, an empty string at the end of the file."""
+        """Return the next character after blanks, or an empty string at the file end."""
         nonlocal at
         while True:
             at = _BLANK.match(held, at).end()  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
                 raise ConfigError(
                     f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
                 ) from error
-            if end < len(held) or not refill():  # a number may go on behind the end
+            if end < len(held) or not refill():  # a number may continue in the next block
                 break
         length, at = end - at, end
         yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
@@ -171,8 +171,8 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
 
 @contextmanager
 def _csv_reader(file: SourceFile) -> Iterator[Any]:
-    csv.field_size_limit(_MAX_ROW_BYTES)  # of the process: 131,072 characters would be no long document
-    # What is no UTF-8 becomes lone surrogates, so that the row that has them can be named.
+    csv.field_size_limit(_MAX_ROW_BYTES)  # process-wide; the default of 131,072 characters is too small
+    # Invalid UTF-8 becomes lone surrogates, so the error can name the row.
     how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with opened(file.place) as stream, io.TextIOWrapper(stream, **how) as text:
         yield csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
@@ -243,7 +243,7 @@ def _open_parquet(file: SourceFile) -> Any:
             buffer_size=1 << 20,
             page_checksum_verification=True,
         )
-    except Exception as error:  # pyarrow's are OSErrors, ValueErrors and others
+    except Exception as error:  # pyarrow raises OSError, ValueError and others
         raise ConfigError(f"{place} is no parquet file that can be read, or half of one: {error}.") from error
 
 
@@ -263,7 +263,7 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
         while True:
             try:
                 batch = next(batches, None)
-            except Exception as error:  # as above
+            except Exception as error:  # see _open_parquet
                 raise ConfigError(
                     f"{file.place}: row group {group} (rows {first:,} to {first + about.num_rows - 1:,}) is damaged, "
                     f"from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file anew, or leave it out."
@@ -276,7 +276,7 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
 
 
 def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file, in the IPC format of files or of streams."""
+    """Return the schema and the record batches in an Arrow file (IPC file or stream format)."""
     arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
     try:
         source = arrow.memory_map(str(place.path)) if isinstance(place, LocalFile) else arrow.PythonFile(place.open())
@@ -287,7 +287,7 @@ def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
             return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
         stream = arrow.ipc.open_stream(source)
         return stream.schema, iter(stream)
-    except Exception as error:  # as of parquet
+    except Exception as error:  # see _open_parquet
         raise ConfigError(
             f"{place} is no Arrow file (IPC, as a file or a stream) that can be read: {error}."
         ) from error
@@ -299,7 +299,7 @@ def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
     while True:
         try:
             batch = next(batches, None)
-        except Exception as error:  # as of parquet
+        except Exception as error:  # see _open_parquet
             raise ConfigError(
                 f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file "
                 "anew, or leave it out."
@@ -316,13 +316,13 @@ def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
     for first in range(0, len(rows), step):
         try:
             piece = rows[first : first + step]
-        except Exception as error:  # as of parquet
+        except Exception as error:  # see _open_parquet
             raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it anew.") from error
         yield from _rows_of(piece, str(file.place), first)
 
 
 def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
-    """Yield the rows of a pyarrow.Table or RecordBatch; they are counted from 0, as `datasets` does."""
+    """Yield the rows in a pyarrow.Table or RecordBatch, numbered from 0 as in `datasets`."""
     step = _piece_rows(table.nbytes, table.num_rows)
     for begin in range(0, table.num_rows, step):
         for index, row in enumerate(table.slice(begin, step).to_pylist(), first + begin):
@@ -330,7 +330,7 @@ def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out what is null: a column of messages gives each of them the keys of all."""
+    """Remove null values: in a message column, each message has the keys of all messages."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
@@ -339,5 +339,5 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _piece_rows(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows to decode at once."""
+    """Return the row count per decoded piece."""
     return min(max(_PIECE_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_PIECE_ROWS)

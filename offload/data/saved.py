@@ -1,6 +1,6 @@
-"""Data sets of the library `datasets`: folders that `save_to_disk` has written, and names on the hub.
+"""Data sets from the `datasets` library: `save_to_disk` folders and hub names.
 
-Only the library's loading is used, which maps files into memory; its `map` is not.
+Only loading is used, which maps files into memory. `map` is not used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
-    """Return a split of what `save_to_disk` has written. Raises ConfigError and MissingLibraryError."""
+    """Return one split from a `save_to_disk` folder. Raises ConfigError and MissingLibraryError."""
     datasets = library("datasets", f"{folder}, a data set that save_to_disk has written,")
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever a damaged folder leads to
+    except Exception as error:  # a damaged folder raises any exception
         raise ConfigError(
             f"{setting}: {folder} is a folder of save_to_disk that cannot be loaded: {type(error).__name__}: {error}. "
             "Save it anew."
@@ -33,17 +33,18 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
 
 
 def from_hub(path: str, name: str | None, revision: str | None, split: str | None, setting: str) -> DataSet:
-    """Return a split of a data set on the hub, which is downloaded by `datasets`, or was before. Raises ConfigError and
-    MissingLibraryError.
+    """Return one split from a hub data set, downloaded by `datasets` now or earlier.
+
+    Raises ConfigError and MissingLibraryError.
     """
     datasets = library("datasets", f"{setting}={path!r}, which is no file here, as the name of a data set on the hub,")
     at = f"{setting}={path!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         if not os.environ.get("HF_HUB_OFFLINE"):
             hub = library("huggingface_hub", at)
-            hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT_S)  # at once, where it cannot be
+            hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT_S)  # fail early if not reachable
         loaded = datasets.load_dataset(path, name, revision=revision, split=split)
-    except Exception as error:  # of the network, the hub and the library
+    except Exception as error:  # from the network, the hub or the library
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"{at} does not exist here (looked for {Path(path).absolute()}), and cannot be loaded from the hub: "
@@ -56,7 +57,7 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
 
 
 def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple[Any, str]:
-    """Return the rows of one split, and its name. Raises ConfigError unless it is clear which one is meant."""
+    """Return the rows and the name of one split. Raises ConfigError for an ambiguous or absent split."""
     if not isinstance(loaded, dict):
         own = str(loaded.split or "")
         if split is not None and own not in ("", split) and "[" not in split:

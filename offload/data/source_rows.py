@@ -1,4 +1,4 @@
-"""One source as rows, and what a run says of it: so that nothing is trained on by mistake, or left out in silence."""
+"""One source as rows, with the messages about used and skipped data."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _A_ROW = "makes a row of each document"
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What was read of one source, to be told."""
+    """Source summary for logs and reports."""
 
     name: str
-    """What logs call the source."""
+    """Source name in logs."""
     contents: str
-    """Format, source, how much: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+    """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
     target_share: float
-    """Of all tokens, those with a label; as the data have it, before an objective chooses."""
+    """Share of tokens with a label in the data, before an objective selects targets."""
     more: tuple[str, ...] = ()
-    """What was left out, and the part in an epoch."""
+    """Skipped data, and the share in an epoch."""
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """One source as rows, and what is to be said of it."""
+    """One source as rows, with counts."""
 
     name: str
-    """What logs call the source."""
+    """Source name in logs."""
     found: Found
     """Files and settings."""
     tokens: TokenizedData
-    """All of its tokens."""
+    """All tokens from the source."""
     train: Laid
-    """To train on; of an eval source, to evaluate on."""
+    """Training rows; for an eval source, the eval rows."""
     eval: Laid
-    """Held out."""
+    """Held-out rows."""
     layouts: tuple[Laid, Laid]
-    """As the documents to train on and to evaluate on gave them, before rows were held out of one of them."""
+    """Layouts of training and eval documents, before rows are held out from one layout."""
 
     @classmethod
     def of(
         cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, layout: Layout, pad_id: int
     ) -> SourceRows:
-        """Lay out a source's rows. Raises ConfigError where there are none with a target."""
+        """Lay out one source as rows. Raises ConfigError if no row has a target."""
         if tokens.streams and layout is not True:
             setting, what = ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
             raise ConfigError(
@@ -86,32 +86,35 @@ class SourceRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, those that are held out or cut off too."""
+        """Tokens in all documents, also held-out or cut-off ones."""
         return self.tokens.train.num_tokens + self.tokens.eval.num_tokens
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, those that are held out too, int64 [documents]."""
+        """Tokens per document, also held-out ones, int64 [documents]."""
         return np.concatenate([np.diff(store.documents) for store in (self.tokens.train, self.tokens.eval)])
 
     @property
     def num_truncated(self) -> int:
-        """Tokens that lie beyond the end of a row and are in none."""
+        """Tokens cut off at row ends."""
         return sum(rows.num_truncated_tokens for rows in self.layouts)
 
     @property
     def num_too_long(self) -> int:
-        """Documents with pictures that are longer than a row and are left out."""
+        """Skipped documents with pictures, longer than a row."""
         return sum(rows.num_too_long for rows in self.layouts)
 
     @property
     def padding(self) -> float:
-        """The share of the rows to train on that is padding."""
+        """Padding share in the training rows."""
         rows = self.train
         return 1 - int(rows.lengths(np.arange(rows.num_rows)).sum()) / (rows.num_rows * rows.sequence_length)
 
     def facts(self, quota: int | None, num_rows: int) -> SourceFacts:
-        """Return what is to be said; `quota`: how many of an epoch's `num_rows` are this source's."""
+        """Return the source summary.
+
+        `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
+        """
         more = self._left_out()
         if quota is not None and num_rows != self.train.num_rows:
             often = ratio(quota / self.train.num_rows)
@@ -121,7 +124,7 @@ class SourceRows:
         return SourceFacts(self.name, self._contents(), targets / self.num_tokens, tuple(more))
 
     def _contents(self) -> str:
-        """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+        """Return the contents in words, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.found.files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
         pairs, chats = self.found.holds_pairs, self.found.holds_chats
@@ -131,7 +134,7 @@ class SourceRows:
 
     @property
     def format(self) -> str:
-        """What the rows say, and what holds them, of all files: `messages in parquet`."""
+        """Row format and container for all files, e.g. `messages in parquet`."""
         return " and ".join(dict.fromkeys(_form(file.format, file.container) for file in self.found.files))
 
     def _left_out(self) -> list[str]:
@@ -143,7 +146,7 @@ class SourceRows:
         return [f"{count:,} {what}" for what, count in counts.items() if count]
 
     def notes(self, *, of: bool) -> list[str]:
-        """Return what the user should know of the source, with its name where it is one `of` several."""
+        """Return messages for the user. `of`: one among several sources, so messages begin with the name."""
         tokens, notes = self.tokens, []
         if tokens.num_bad:
             examples = " ".join(tokens.bad)
@@ -173,7 +176,7 @@ class SourceRows:
 
 
 def _form(data_format: str, container: str) -> str:
-    """Return a format as it is told: what the rows say, and what holds them."""
+    """Return row format and container in words."""
     data_format = "messages" if data_format == STDLIB_CHAT else data_format
     if container in ("text", "ids", "json"):
         return data_format
@@ -181,7 +184,7 @@ def _form(data_format: str, container: str) -> str:
 
 
 def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
-    """Hold out the last rows: for data of too few documents to be split between them."""
+    """Hold out the last rows, for data with too few documents to split by document."""
     number = whole.num_rows // whole.group
     num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
     num_train = (number - num_eval) * whole.group
@@ -189,7 +192,7 @@ def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
 
 
 def names_of(sources: Sequence[Source]) -> list[str]:
-    """Return what logs call the sources: the last part of the path without its ending, as much as tells them apart."""
+    """Return unique source names for logs: the last path part without ending, or the whole source if ambiguous."""
     short = [
         unpacked(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
         for source in sources

@@ -1,8 +1,6 @@
-"""Where the data lies: built-in sources, files, folders, globs, URLs, data sets, resolved to one sorted list of what to
-read.
+"""Data sources (built-in, files, folders, globs, URLs, data sets), resolved to one sorted list of files.
 
-Names, not paths, decide the order and the train/eval split, so that a run means the same data wherever the folder is
-mounted.
+Names, not absolute paths, decide the order and the train/eval split, so a run sees the same data under any mount point.
 """
 
 from __future__ import annotations
@@ -44,40 +42,40 @@ STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
 FORMATS: tuple[str, ...] = get_args(Format)
 
-# Tests and tables say little per byte; the last three are not the standard library's own.
+# Tests and tables carry little information per byte. The last three do not belong to the standard library.
 _STDLIB_LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 )
-_HASH_WHOLE_BYTES = 1 << 30  # above this much data a file is known by its size and time instead of its content
+_HASH_WHOLE_BYTES = 1 << 30  # above this size, files are hashed by size and time, not content
 LEFT_OUT: Mapping[str, str] = {
     "place": "The contents are hashed in its stead.",
     "setting": "It is for errors alone.",
 }
-"""Fields of a `SourceFile` that are not in the hash of its contents, each with the reason."""
+"""Fields of `SourceFile` outside the content hash, each with the reason."""
 _MOST_NAMED = 3
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is asked for as one source, in axolotl's words."""
+    """One configured source, in axolotl terms."""
 
     paths: tuple[str, ...]
-    """Each is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder, a glob, a URL or the name of a data set."""
+    """Each is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder, a glob, a URL or a data set name."""
     format: str = "auto"
     """One of FORMATS."""
     split: str | None = None
-    """Of a data set, or of a folder with files of several splits."""
+    """Split to read: a data set split, or files by name in a folder with several splits. None: not selected."""
     name: str | None = None
-    """Configuration of a data set on the hub."""
+    """Configuration name for a hub data set."""
     revision: str | None = None
-    """Commit, branch or tag of a data set on the hub."""
+    """Commit, branch or tag for a hub data set."""
     weight: float | None = None
-    """Share of the rows of an epoch, relative to the weights of the other sources. None: each row comes once."""
+    """Share of rows per epoch, relative to the weights of other sources. None: each row once."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """What the file calls a key of the format, where that is another name: {"text": "body"}."""
+    """File column for each renamed format key, e.g. {"text": "body"}."""
     setting: str = "data.source"
-    """The key of the configuration that names this source, for errors."""
+    """Configuration key for this source, for errors."""
 
     def __str__(self) -> str:
         shown = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
@@ -86,18 +84,18 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, or split of a data set, to read."""
+    """One file, or one data set split, to read."""
 
     place: Place
-    """Where the bytes are."""
+    """Byte source."""
     name: str
-    """The path relative to the source."""
+    """Path relative to the source."""
     format: str
     """One of FORMATS, or STDLIB_CHAT for docstring chats."""
     num_bytes: int
-    """As stored."""
+    """Stored size in bytes."""
     container: str = "text"
-    """How rows are stored: one of kinds.CONTAINERS, `data set`, `ids` or `text`."""
+    """Row container: a key in kinds.CONTAINERS, `data set`, `ids` or `text`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """As `Source.columns`."""
     setting: str = "data.source"
@@ -105,17 +103,16 @@ class SourceFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file is one document, or one stream, which is in the train or the eval part as a whole."""
+        """True if the file is one document or stream, either in train or in eval."""
         return self.container in ("text", "ids")
 
 
 def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFile]:
-    """Return the files of a source, sorted within each of its paths; a file that is named twice, also by
-    another path or by a link, is read once.
+    """Return the files of a source, sorted within each path.
 
-    A folder is searched recursively, hidden names left out; in a glob `**` crosses folders. What a folder holds
-    besides, and files that are named twice, are put into `notes`. Raises ConfigError when a path matches nothing,
-    cannot be read, or leaves open which of its files are meant.
+    A file listed twice (by another path or a link) is read once. Folders are searched recursively without hidden names;
+    in globs, `**` crosses folders. `notes` receives messages about skipped and repeated files. Raises ConfigError if a
+    path matches nothing, is unreadable or is ambiguous.
     """
     if source.format not in FORMATS:
         allowed = ", ".join(FORMATS)
@@ -145,7 +142,7 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
 
 
 def both_names(file: SourceFile, same: SourceFile) -> str:
-    """Return the name of a file, and the other one that it has in `same`, if that is spelled otherwise."""
+    """Return the file name, and the other name in `same` if different."""
     return f"{file.place}" if str(file.place) == str(same.place) else f"{file.place} (the file {same.place})"
 
 
@@ -176,7 +173,7 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
 
 
 def check_exists(path: str, setting: str) -> None:
-    """Raise ConfigError where a path of a source is nowhere. A glob that matches nothing is refused when it is read."""
+    """Raise ConfigError for a nonexistent path. A glob without matches is refused later, on reading."""
     local = Path(path).expanduser()
     is_local = "://" not in path and not path.startswith("builtin:") and not glob.has_magic(path)
     if is_local and not local.exists() and not _may_be_on_hub(path, Source((path,))):
@@ -194,7 +191,7 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
         return [_of_data_set(saved.from_folder(folder, source.split, source.setting), "", source)]
     if source.format == "auto":
         check_choice(path, inside, is_folder=True, setting=source.setting)
-        meant |= UNREAD_SUFFIXES  # each is refused by name, below
+        meant |= UNREAD_SUFFIXES  # refused by name, below
     paths = [each for each in inside if suffix_of(each) in meant]
     if not paths and source.format == "tokens":
         meant = ROW_SUFFIXES
@@ -249,7 +246,7 @@ def _find_builtin(path: str, source: Source) -> list[SourceFile]:
 
 
 def _may_be_on_hub(path: str, source: Source) -> bool:
-    """Tell whether a name that is no file here may be that of a data set: its form says so, and no folder does else."""
+    """Return True if a path that is not a local file may be a hub data set, by form and absent parent folder."""
     if source.revision or source.name:
         return True
     known = suffix_of(PurePath(path)) in TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES | UNREAD_SUFFIXES
@@ -257,7 +254,7 @@ def _may_be_on_hub(path: str, source: Source) -> bool:
 
 
 def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Return all files of a folder but the hidden ones, sorted."""
+    """Return all files in a folder except hidden ones, sorted."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
@@ -272,7 +269,7 @@ def _suffixes(data_format: str) -> frozenset[str]:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Return the folder before the first part with a wildcard."""
+    """Return the folder before the first path part with a wildcard."""
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
 
@@ -287,9 +284,9 @@ def _file(place: Place, name: str, source: Source) -> SourceFile:
         if container in ("parquet", "arrow"):
             data_format = "jsonl"  # rows with a text
         else:
-            container = "text"  # a table, or records, to be read as it stands
+            container = "text"  # read the table or the records verbatim
     elif data_format not in ("auto", "tokens") and container not in CONTAINERS:
-        container = "json"  # a file of another name
+        container = "json"  # a file with another ending
     elif data_format == "tokens" and container == "text":
         container = "ids"
     return SourceFile(place, name, data_format, place.num_bytes, container, source.columns, source.setting)
@@ -301,21 +298,20 @@ def _of_data_set(data_set: DataSet, name: str, source: Source) -> SourceFile:
 
 
 def hash_text(text: str) -> str:
-    """Return 32 hex digits that name `text`."""
+    """Return a 128-bit hash as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def split_hash(name: str) -> float:
-    """Return a number in [0, 1) that depends on nothing but `name`."""
+    """Return a number in [0, 1) that depends only on `name`."""
     return xxhash.xxh3_64_intdigest(name.encode()) / 2**64
 
 
 def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[str]:
-    """Choose the files whose whole content is for evaluation: `eval_share` of the bytes, taken in the order of
-    `split_hash`.
+    """Choose whole files for evaluation: `eval_share` of the bytes, in `split_hash` order.
 
-    Files that would overshoot are passed over. When the files are too few or too uneven to come near (less than half of
-    what was asked), none is held out by file and `dataset` holds out rows instead.
+    Files that would overshoot are skipped. If the result is below half the wanted bytes, no file is held out, and
+    `source_rows` holds out rows instead.
     """
     wanted = eval_share * sum(file.num_bytes for file in files)
     taken, taken_bytes = set(), 0
@@ -327,8 +323,9 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
 
 
 def hash_files(files: Sequence[SourceFile]) -> str:
-    """Return a hash of all fields of the files but those of `LEFT_OUT`, and of the contents: of sizes and times instead
-    above 1 GiB of data, and of what the server says for what is no file of this machine.
+    """Return a hash over all file fields except `LEFT_OUT`, and over the contents.
+
+    Above 1 GiB, sizes and times replace the contents; for remote data, the server's metadata.
     """
     whole = sum(file.num_bytes for file in files) <= _HASH_WHOLE_BYTES
     said = [

@@ -1,6 +1,4 @@
-"""Where the bytes of a source are: in a local file, behind a URL, or in a data set that the library `datasets` keeps;
-and the streams that they are read from, unpacked where a file is packed.
-"""
+"""Byte sources: local files, URLs, and data sets from the `datasets` library, with decompressing streams."""
 
 from __future__ import annotations
 
@@ -19,15 +17,17 @@ from typing import Any, BinaryIO
 from offload.errors import ConfigError, MissingLibraryError, errno_text
 
 PACKINGS = {".gz": "gunzip", ".zst": "zstd -d"}
-"""Endings of packed files that are read, and what unpacks them."""
+"""Compressed file endings that can be read, with the command to decompress."""
 Mark = tuple[int, int] | str
-"""Of bytes: device and inode of a file of this machine, or the name of what is elsewhere."""
+"""Content identity: (device, inode) for a local file, or a name for remote data."""
 _BUFFER_BYTES = 1 << 18
 
 
 def library(name: str, purpose: str, extra: str = "data", package: str = "") -> Any:
-    """Return a module of an extra, which `purpose` needs; `package`: where it is not called as the module is. Raises
-    MissingLibraryError.
+    """Import a module from an optional dependency. Raises MissingLibraryError.
+
+    `purpose`: subject of the error message. `extra`: the pip extra. `package`: pip name, if different from the module
+    name.
     """
     try:
         return importlib.import_module(name)
@@ -41,7 +41,7 @@ def library(name: str, purpose: str, extra: str = "data", package: str = "") -> 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of this machine."""
+    """A local file."""
 
     path: Path
 
@@ -50,7 +50,7 @@ class LocalFile:
 
     @property
     def name(self) -> PurePath:
-        """The path, for its name and ending."""
+        """Path, for name and ending."""
         return self.path
 
     @property
@@ -59,19 +59,20 @@ class LocalFile:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files of this machine with the contents."""
+        """Local files with the contents."""
         return (self.path,)
 
     @property
     def marks(self) -> frozenset[Mark]:
-        """Device and inode: places with a mark in common hold the same bytes, however they are spelled or linked."""
+        """Device and inode: places with a common mark hold the same bytes, under any spelling or link."""
         found = self.path.stat()
         return frozenset({(found.st_dev, found.st_ino)})
 
     @property
     def stamp(self) -> str:
-        """A text that changes when the contents do, as far as is known without reading them: place, size and times.
-        A copy can be given the old modification time, but not the old change time.
+        """A text that changes with the contents, without reading them: path, size and times.
+
+        Includes the change time, because a copy can keep the old modification time but not the old change time.
         """
         found = self.path.stat()
         return f"{self.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
@@ -82,7 +83,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind a URL, by fsspec."""
+    """A file behind a URL, via fsspec."""
 
     url: str
     num_bytes: int
@@ -106,9 +107,7 @@ class RemoteFile:
 
     @property
     def stamp(self) -> str:
-        """The URL, and all that the server says of it, such as size, time and ETag, but where it redirects to: that
-        may be signed anew each time.
-        """
+        """URL and server metadata (size, time, ETag), without the redirect target, which may change each time."""
         said = {key: value for key, value in self.system.info(self.url).items() if key != "url"}
         return f"{self.url}\0{sorted(said.items())}"
 
@@ -118,12 +117,12 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A split of a data set that `datasets` keeps, in a folder of `save_to_disk` or by its name on the hub."""
+    """A data set split from `datasets`, in a `save_to_disk` folder or under a hub name."""
 
     where: str
     num_bytes: int
     files: tuple[Path, ...]
-    """Of a folder of `save_to_disk`: its files. Empty for a name on the hub."""
+    """Files in the `save_to_disk` folder. Empty for a hub name."""
     stamp: str
     rows: Any = field(compare=False, repr=False)
     """datasets.Dataset."""
@@ -148,13 +147,13 @@ Place = LocalFile | RemoteFile | DataSet
 
 
 def unpacked(path: PurePath) -> PurePath:
-    """Return the name that a file has once it is unpacked: a.jsonl of a.jsonl.gz."""
+    """Return the file name after decompression: a.jsonl for a.jsonl.gz."""
     return path.with_suffix("") if path.suffix.lower() in PACKINGS else path
 
 
 @contextmanager
 def opened(place: Place) -> Iterator[io.BufferedReader]:
-    """Open a file for reading, unpacked. What its bytes lack is a ConfigError, by whichever read inside meets it."""
+    """Open a file for reading, decompressed. Read errors inside the context become ConfigError."""
     try:
         with place.open() as stream, _unpacking(place, stream) as reader:
             yield reader
@@ -168,7 +167,10 @@ def opened(place: Place) -> Iterator[io.BufferedReader]:
 
 
 def first_bad_byte(place: Place) -> str:
-    """Return where a file ceases to be UTF-8: decoders count from what they were given last."""
+    """Return the position of the first invalid UTF-8 byte.
+
+    Decoder errors count from the last block, not from the file start.
+    """
     decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
     with opened(place) as stream:
         while True:
@@ -194,8 +196,9 @@ def _unpacking(place: Place, stream: BinaryIO) -> io.BufferedReader:
 
 
 def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
-    """Return the files of a URL, which may be a folder or a glob, sorted, and the part before their names. Raises
-    ConfigError and MissingLibraryError.
+    """Return the sorted files under a URL (file, folder or glob), and the common base.
+
+    Raises ConfigError and MissingLibraryError.
     """
     fsspec = library("fsspec", f"{setting}={url!r}, a URL,")
     try:
@@ -213,7 +216,7 @@ def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
         return found, system.unstrip_protocol(base).rstrip("/")
     except ImportError as error:
         raise MissingLibraryError(f"{setting}={url!r}: {error}") from error
-    except Exception as error:  # each protocol has its own kinds
+    except Exception as error:  # each protocol raises different exception types
         raise ConfigError(
             f"{setting}={url!r} cannot be reached: {type(error).__name__}: {error}. Look at the name, the network and "
             "the credentials of its protocol."

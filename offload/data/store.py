@@ -1,14 +1,16 @@
-"""Tokenized documents on disk: written in pieces, read through a memory map, so that neither needs the memory of the
-whole.
+"""Tokenized documents on disk: written in pieces and memory-mapped for reading, so neither needs the whole in memory.
 
-A folder holds tokens.npy (uint16 or uint32 [tokens]), documents.npy (int64 [documents + 1], where each begins; the last
-entry is the end) and, only where something is not trained, trained.npy (bool [tokens]). Of text that is evaluated on it
-also holds bytes.npy (uint32 [tokens]): of how many bytes of the text each token is. The files do not depend on how rows
-are cut from them.
+Files in a folder:
 
-Of documents with pictures it also holds what each was made of, as a line of JSON: pictured.npy (uint8 [bytes]), and
-lines.npy (int64 [documents + 1], where each line begins); and of pictures that are in no file the bytes, pictures.npy
-(uint8 [bytes]).
+- tokens.npy: uint16 or uint32 [tokens].
+- documents.npy: int64 [documents + 1], document starts; the last entry is the end.
+- trained.npy: bool [tokens], only if some token is untrained.
+- bytes.npy: uint32 [tokens], only for eval text: UTF-8 bytes per token.
+- pictured.npy: uint8 [bytes], only with pictures: one JSON line per document with the text and the pictures.
+- lines.npy: int64 [documents + 1], only with pictures: line starts in pictured.npy.
+- pictures.npy: uint8 [bytes], only with pictures: bytes for pictures without a file.
+
+The files are independent of the row layout.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from numpy.lib import format as npy
 from offload.data.pictures import Picture, Pictured
 from offload.data.sources import hash_text
 
-_HEADER_BYTES = 128  # numpy leaves room in a one-dimensional header for the final length
+_HEADER_BYTES = 128  # numpy reserves header room for the final length in one dimension
 
 
 class TokenStore:
     """A finished folder, memory-mapped."""
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
-        """Open `folder`; raises OSError, ValueError or KeyError when the files do not agree with what
-        `TokenWriter.finish` returned."""
+        """Open `folder`.
+
+        Raises OSError, ValueError or KeyError if the files contradict the result of `TokenWriter.finish`.
+        """
         self.num_tokens: int = meta["num_tokens"]
         self.num_documents: int = meta["num_documents"]
         self.content_hash: str = meta["content_hash"]
@@ -41,10 +45,10 @@ class TokenStore:
         self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
         self._bytes = _open(folder / "bytes.npy", self.num_tokens) if meta["has_bytes"] else None
         self.pictured = PicturedStore(folder, self.num_documents, meta["pictured"]) if meta["pictured"] else None
-        """What documents with pictures were made of; None of text alone."""
+        """Document texts and pictures. None: text only."""
 
     def trained_bytes(self, begin: int, end: int) -> int | None:
-        """Return how many bytes of text the trained ones of tokens [begin, end) are of; None where it is not known."""
+        """Return the UTF-8 bytes of text under the trained tokens in [begin, end). None: not known."""
         if self._bytes is None:
             return None
         found = self._bytes[begin:end]
@@ -52,18 +56,18 @@ class TokenStore:
 
 
 class PicturedStore:
-    """What documents with pictures were made of, memory-mapped."""
+    """Document texts and pictures, memory-mapped."""
 
     def __init__(self, folder: Path, num_documents: int, meta: dict[str, Any]) -> None:
-        """Open `folder`; raises as `TokenStore` does."""
+        """Open `folder`. Raises as `TokenStore` does."""
         self.one_each: bool = meta["one_each"]
-        """Whether each document has one picture."""
+        """True if each document has exactly one picture."""
         self._starts = _open(folder / "lines.npy", num_documents + 1)
         self._lines = _open(folder / "pictured.npy", meta["num_bytes"])
         self._data = _open(folder / "pictures.npy", meta["num_data_bytes"])
 
     def at(self, document: int) -> Pictured:
-        """Return what a document was made of."""
+        """Return the text and the pictures for a document."""
         begin, end = self._starts[document : document + 2]
         text, pictures = json.loads(self._lines[begin:end].tobytes())
         return Pictured(text, tuple(self._picture(*each) for each in pictures))
@@ -77,8 +81,10 @@ class TokenWriter:
     """Appends documents to a new folder."""
 
     def __init__(self, folder: Path, vocab_size: int, masked: bool, pictured: bool = False) -> None:
-        """Begin `folder`. `masked`: some tokens may be untrained, so a mask is kept, and dropped if none was.
-        `pictured`: documents may have pictures.
+        """Create `folder`.
+
+        `masked`: keep a training mask, dropped in the end if all tokens are trained. `pictured`: documents may have
+        pictures.
         """
         folder.mkdir()
         self._folder = folder
@@ -98,8 +104,10 @@ class TokenWriter:
         num_bytes: np.ndarray | None = None,
         pictured: Pictured | None = None,
     ) -> None:
-        """Append ids [n], their mask [n] (None: all trained) and the bytes of text of each [n] (None: not known, and so
-        of no token) to the current document; `closes` ends it. `pictured`: what a whole document was made of.
+        """Append ids [n] to the current document. `closes` ends the document.
+
+        `trained`: mask [n]; None: all trained. `num_bytes`: text bytes per token [n]; None: not known, and then dropped
+        for the whole folder. `pictured`: text and pictures for a whole document.
         """
         if self._pictured is not None and pictured is not None:
             self._pictured.append(pictured)
@@ -117,7 +125,7 @@ class TokenWriter:
             self._documents.append(np.asarray([self._tokens.num_items]))
 
     def finish(self) -> dict[str, Any]:
-        """Close the files and return what `TokenStore` needs to open them."""
+        """Close the files. Return the metadata for `TokenStore`."""
         masked = self._trained is not None and not self._all_trained
         digests = [self._tokens.finish(), self._documents.finish()]
         if self._trained is not None:
@@ -126,7 +134,7 @@ class TokenWriter:
                 digests.append(digest)
             else:
                 self._trained.path.unlink()
-        if self._bytes is not None:  # which tell nothing new of the tokens, and are in no digest
+        if self._bytes is not None:  # not in the content hash: byte counts follow from the tokens
             self._bytes.finish()
         pictured = None
         if self._pictured is not None:
@@ -143,7 +151,7 @@ class TokenWriter:
 
 
 class _PicturedWriter:
-    """Appends what documents with pictures were made of."""
+    """Appends document texts and pictures."""
 
     def __init__(self, folder: Path) -> None:
         self._lines, self._data = (
@@ -163,12 +171,12 @@ class _PicturedWriter:
             pictures.append((each.name, each.digest, path, (begin, self._data.num_items)))
         self._lines.append(np.frombuffer(json.dumps((document.text, pictures)).encode(), np.uint8))
         self._starts.append(np.asarray([self._lines.num_items]))
-        parts = [document.text, *(each.digest for each in document.pictures)]  # wherever these lie
+        parts = [document.text, *(each.digest for each in document.pictures)]  # independent of picture location
         self._digest.update(repr(parts).encode())
         self._one_each &= len(pictures) == 1
 
     def finish(self) -> tuple[dict[str, Any], str]:
-        """Close the files; return what `PicturedStore` needs to open them, and a hash of the contents."""
+        """Close the files. Return (metadata for `PicturedStore`, content hash)."""
         for column in (self._lines, self._data, self._starts):
             column.finish()
         meta = {"num_bytes": self._lines.num_items, "num_data_bytes": self._data.num_items, "one_each": self._one_each}
@@ -176,7 +184,7 @@ class _PicturedWriter:
 
 
 class _Column:
-    """One .npy file of unknown length: the header is written again when the length is known."""
+    """One .npy file with unknown length. `finish` rewrites the header."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.path, self._dtype = path, dtype
@@ -204,7 +212,7 @@ class _Column:
 
 
 def _open(path: Path, num_items: int) -> np.ndarray:
-    array = np.asarray(np.load(path, mmap_mode="r" if num_items else None))  # nothing cannot be mapped
+    array = np.asarray(np.load(path, mmap_mode="r" if num_items else None))  # an empty array cannot be mapped
     if array.shape != (num_items,):
         raise ValueError(f"{path} holds {array.shape} items instead of {num_items}")
     return array

@@ -1,4 +1,4 @@
-"""The tokenizer: the one of a folder, or a byte-level BPE trained on the data and kept in the cache."""
+"""The tokenizer: loaded from a folder, or a byte-level BPE trained on the data and cached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEFT_OUT: Mapping[str, str] = {
     "local_files_only": "It says whether the hub was asked for a tokenizer.",
     "name_or_path": "It says where a tokenizer came from.",
 }
-"""Items of a tokenizer's configuration that are not in its hash, each with the reason."""
+"""Tokenizer configuration items outside the tokenizer hash, each with the reason."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +38,7 @@ _TRAINING_CHARS = 256 << 20  # a sample is enough: merges beyond this much text 
 
 
 def tokenizer_folder(model_path: str | None) -> str | None:
-    """Return where a model's tokenizer is: its folder, a hub name, or None when the folder has no tokenizer files."""
+    """Return the location of the model's tokenizer: a folder or a hub name. None: a folder without tokenizer files."""
     if model_path is None:
         return None
     path = Path(model_path).expanduser()
@@ -49,7 +49,7 @@ def tokenizer_folder(model_path: str | None) -> str | None:
 
 
 def as_files(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files that `save_pretrained` makes of a tokenizer or a processor, by name; of none, none."""
+    """Return the files written by `save_pretrained` for a tokenizer or processor, by name. Empty for None."""
     if tokenizer is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -58,13 +58,14 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 _seen: dict[tuple[Any, ...], Any] = {}
-"""At most one tokenizer that was loaded for its size, by folder and files. Loading a large one takes seconds: the next
-caller gets this one.
+"""At most one loaded tokenizer, by folder and file metadata.
+
+`see_tokenizer` stores it for the next `load_tokenizer` call, because loading a large tokenizer takes seconds.
 """
 
 
 def see_tokenizer(path: str) -> Any:
-    """Load a tokenizer that is not changed; `load_tokenizer` gives it to the next one who loads it."""
+    """Load a tokenizer for reading only. The next `load_tokenizer` call for the same path returns this object."""
     tokenizer = load_tokenizer(path)
     _seen.clear()
     if mark := _mark(_folder_of(path)):
@@ -78,7 +79,7 @@ def _folder_of(path: str) -> Path:
 
 
 def _mark(folder: Path) -> tuple[Any, ...]:
-    """Return what tells that a folder holds what it held; nothing of a name of the hub."""
+    """Return a key for the folder contents (names, sizes, times, inodes). Empty for a hub name."""
     if not folder.is_dir():
         return ()
     found = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
@@ -86,7 +87,7 @@ def _mark(folder: Path) -> tuple[Any, ...]:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer of a folder, or of a hub name that was downloaded before. Nothing is downloaded here."""
+    """Load a tokenizer from a folder or a downloaded hub name. Downloads nothing. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     folder = _folder_of(path)
@@ -94,7 +95,7 @@ def load_tokenizer(path: str) -> Any:
         return seen
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a folder that is not a tokenizer
+    except Exception as error:  # transformers raises many exception types for a folder without a tokenizer
         refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
@@ -104,10 +105,10 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
-    """Raise ConfigError unless every token fits the model's embedding of `vocab_size` rows.
+    """Raise ConfigError unless every token fits the model embedding with `vocab_size` rows.
 
-    Special tokens beyond it that mark nothing here are tolerated (Gemma 3's text models ship an image token of that
-    kind): the data is checked id by id when it is encoded.
+    Unused special tokens beyond the embedding are tolerated (text models of Gemma 3 have an unused image token). The
+    encoder checks every id in the data.
     """
     if all(_marks_nothing(tokenizer, index) for index in _beyond(tokenizer, vocab_size)):
         return
@@ -119,11 +120,11 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
 
 
 def grown_vocabulary(tokenizer: Any, vocab_size: int, is_given: bool) -> int:
-    """Return how many rows a model's embedding of `vocab_size` rows needs for the tokens that were added to its
-    tokenizer: `vocab_size`, or more.
+    """Return the embedding rows needed for tokens added to the tokenizer: `vocab_size` or more.
 
-    Where others lie beyond it, the tokenizer is another model's, which `check_vocabulary` refuses. A token that marks
-    nothing, nor is in the chat template, needs a row only where the tokenizer `is_given` by the user.
+    If other tokens lie beyond `vocab_size`, the tokenizer belongs to another model, and `check_vocabulary` refuses the
+    tokenizer. An unused special token outside the chat template needs a row only if the user gave the tokenizer
+    (`is_given`).
     """
     beyond = _beyond(tokenizer, vocab_size)
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
@@ -138,7 +139,7 @@ def _beyond(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def _marks_nothing(tokenizer: Any, index: int) -> bool:
-    """True for a special token that is not one of those that packing and padding use."""
+    """Return True for a special token without a role in packing or padding."""
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     added = tokenizer.added_tokens_decoder
     return index in added and added[index].special and index not in used
@@ -149,14 +150,15 @@ def _num_tokens(tokenizer: Any) -> int:
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
-    """Return a hash of everything that decides how a tokenizer, or a processor with one, turns text into ids: its files
-    but the items of `LEFT_OUT`, the code of its class, and the libraries.
+    """Return a hash of everything that decides the ids for a text, for a tokenizer or a processor with one.
+
+    Includes the files (without `LEFT_OUT` items), the class code, and the library versions.
     """
     return hash_text(repr((_behaviour(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
 
 
 def _behaviour(files: Mapping[str, bytes]) -> list[Any]:
-    """Return what files of a tokenizer say, but the items of `LEFT_OUT`."""
+    """Return the contents of tokenizer files, without `LEFT_OUT` items."""
     found = []
     for name, data in files.items():
         said: Any = data
@@ -167,7 +169,7 @@ def _behaviour(files: Mapping[str, bytes]) -> list[Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that read rows and tokenize them; None where one is not installed."""
+    """Return the versions of the libraries for reading and tokenizing. None: not installed."""
     return {name: version_of(name) for name in _LIBRARIES}
 
 
@@ -178,8 +180,7 @@ def trained_tokenizer(
     cache_dir: Path,
     progress: Callable[[str, float], None],
 ) -> Any:
-    """Return a byte-level BPE of at most `vocab_size` tokens trained on `texts()`, from the cache when `key` was
-    trained before."""
+    """Return a byte-level BPE with at most `vocab_size` tokens, trained on `texts()`, or cached under `key`."""
     from transformers import PreTrainedTokenizerFast
 
     name = hash_text(repr((code_hash("data"), versions(), key, vocab_size)))
@@ -194,18 +195,18 @@ def trained_tokenizer(
             raise FileNotFoundError(folder)
         try:
             return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # tokenizers raises plain Exception for a file it cannot parse
+        except Exception as error:  # tokenizers raises plain Exception for an unreadable file
             raise ValueError(f"{folder}: {error}") from error
 
     return cached(cache_dir / "tokenizers", name, build, load)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE [Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2] of at most `vocab_size`
-    tokens.
+    """Train a byte-level BPE with at most `vocab_size` tokens. Raises ConfigError for a too small vocabulary.
 
-    Special are the end of text, which also pads, and the chat markers. A vocabulary too small for all 256 bytes keeps
-    the most frequent ones and turns the rest into an unknown token.
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2. Special tokens are the end of text, also used
+    for padding, and the chat markers. A vocabulary too small for all 256 bytes keeps the most frequent ones and maps
+    the rest to an unknown token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -230,7 +231,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(_first_chars(texts), trainer)
-    wrap: Any = PreTrainedTokenizerFast  # its constructor has no types
+    wrap: Any = PreTrainedTokenizerFast  # the constructor has no types
     return wrap(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
@@ -244,12 +245,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def sampling_rate(num_bytes: int) -> float:
-    """Return the share of documents to train a tokenizer on, for data of `num_bytes`."""
+    """Return the share of documents for tokenizer training, for data with `num_bytes` bytes."""
     return min(1.0, _TRAINING_CHARS / max(num_bytes, 1))
 
 
 def _first_chars(texts: Iterable[str]) -> Iterator[str]:
-    """Stop after twice the intended sample: sampling is by document, and a few can be very long."""
+    """Stop after twice the intended sample. Sampling is per document, and single documents can be very long."""
     num_chars = 0
     for text in texts:
         yield text

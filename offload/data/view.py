@@ -1,6 +1,4 @@
-"""Data as a run would train on them, to be looked at: sources, lengths of documents, and rows of the first steps with
-what is trained in them.
-"""
+"""Data preview: sources, document lengths, and rows in the first steps with their targets."""
 
 from __future__ import annotations
 
@@ -25,63 +23,63 @@ _MOST_BINS = 16
 _MOST_BATCHES = 1000
 _MANY = 4
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Pictures of control characters, which would do what they say to a terminal."""
+"""Printable replacements for control characters, which a terminal would execute."""
 
 
 class Targets(Protocol):
-    """Which tokens of rows are targets; the objectives of a run are such."""
+    """Target selection; the objectives of a run implement this."""
 
     name: str
 
     def shown(self, batch: dict[str, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of all rows of a step's batch as the model gets them, and which of them are targets."""
+        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
 
     def share(self, labelled: float) -> float:
-        """Return about which share of the tokens are targets, where the data label a share of them."""
+        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind."""
+    """Neighbouring tokens with the same kind."""
 
     text: str
-    """The tokens as text; special ones by their names."""
+    """Tokens as text; special tokens by name."""
     kind: Kind
-    """trained: a target; context: only read; padding: there is no token."""
+    """trained: targets; context: input only; padding: no tokens."""
     is_special: bool
-    """Whether the tokens are special ones."""
+    """True for special tokens."""
     begins_document: bool
-    """Whether another document of the row begins here."""
+    """True if another document begins here in the row."""
     num_tokens: int
-    """Tokens of the piece."""
+    """Token count."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of a step."""
+    """One row in a step."""
 
     step: int
-    """The step, from 1."""
+    """Step, from 1."""
     row: int
-    """The row of the step, from 1."""
+    """Row within the step, from 1."""
     answer: str
-    """Of a pair, which answer the row is: chosen or rejected; empty for other rows."""
+    """chosen or rejected, in a pair; empty for other rows."""
     source: str
-    """The name of the source that the row is of."""
+    """Source name."""
     num_trained: int
-    """Targets of the row."""
+    """Target count."""
     num_padding: int
-    """Padding of the row."""
+    """Padding token count."""
     num_documents: int
-    """Documents of which the row has a part."""
+    """Documents with a part in the row."""
     pictures: tuple[str, ...]
-    """The names of the pictures in the row, in order."""
+    """Picture names in order."""
     pieces: tuple[Piece, ...]
     """The row in order."""
 
     @property
     def title(self) -> str:
-        """Which row this is, and what it is made of."""
+        """Row identity and counts, in words."""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
         which = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
@@ -97,73 +95,72 @@ class Sample:
 
 @dataclass(frozen=True)
 class SourceView:
-    """A source that is trained on."""
+    """One training source."""
 
     name: str
-    """What logs call the source."""
+    """Source name in logs."""
     path: str
-    """Where the source is, as it was given."""
+    """Source as configured."""
     format: str
-    """What the rows say, and what holds them."""
+    """Row format and container."""
     num_documents: int
-    """Documents, those that are held out too."""
+    """Documents, also held-out ones."""
     num_tokens: int
-    """Tokens of the documents."""
+    """Tokens in all documents."""
     trained_share: float
-    """Of the tokens, about which share are targets."""
+    """Approximate share of targets among all tokens."""
     num_bad_rows: int
-    """Rows of the files that were skipped, since they cannot be read."""
+    """Skipped unreadable rows."""
     num_empty: int
-    """Documents that were left out, since they hold no text."""
+    """Skipped documents without text."""
     num_rows: int
-    """Rows to train on."""
+    """Training rows."""
     padding_share: float
-    """Of the tokens of these rows, the share that is padding."""
+    """Padding share in these rows."""
     num_longer: int
-    """Documents that are longer than a row."""
+    """Documents longer than a row."""
     num_cut_off: int
-    """Tokens of those that are in no row."""
+    """Tokens cut off from these documents."""
     histogram: tuple[tuple[int, int], ...]
-    """Documents by length: the most tokens of a bin, which begins above those of the bin before, and how many there
-    are. The length of a row is the end of a bin."""
+    """Documents by length: (upper bin limit in tokens, document count). One limit is the row length."""
 
 
 @dataclass(frozen=True)
 class DataView:
-    """Data, looked at."""
+    """Data preview for a run."""
 
     sources: tuple[SourceView, ...]
-    """What is trained on."""
+    """Training sources."""
     told: tuple[str, ...]
-    """What a run says of its data: notes, each source, the rows."""
+    """Messages about the data: notes, one line per source, rows."""
     packing: bool | Literal["isolated"]
-    """How rows are cut: as `data.packing`, or isolated."""
+    """Row layout: as `data.packing`, or isolated."""
     layout: str
-    """How rows are cut, in words."""
+    """Row layout, in words."""
     objective: str
-    """What the model is asked to predict."""
+    """Training objective by name."""
     sequence_length: int
-    """Tokens of a row."""
+    """Tokens per row."""
     batch_size: int
-    """Rows of a step."""
+    """Rows per step."""
     group: int
-    """Rows that belong together: 2 of a pair of answers."""
+    """Rows that stay together: 2 for preference pairs."""
     num_train_rows: int
-    """Rows of an epoch."""
+    """Rows per epoch."""
     num_eval_rows: int
     """Rows to evaluate."""
     padding_share: float
-    """Of the tokens of an epoch's rows, the share that is padding."""
+    """Padding share in one epoch's rows."""
     num_steps: int
-    """Steps of the run."""
+    """Steps in the run."""
     epochs: float
     """Passes over the data in these steps."""
     samples: tuple[Sample, ...]
-    """The first rows of the run, in order."""
+    """First rows in the run, in order."""
 
     @classmethod
     def of(cls, data: Dataset, targets: Targets, told: Sequence[str], *, num_steps: int, num_samples: int) -> DataView:
-        """Look at data; of the first `num_samples` rows, or pairs of them, which fill steps from the first on."""
+        """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
         num_samples *= data.group
         sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
         quotas = data.train.quotas if isinstance(data.train, Mixture) else (data.train.num_rows,)
@@ -192,7 +189,7 @@ class DataView:
         )
 
     def cut(self, source: SourceView) -> str:
-        """What becomes of the documents of a source that are longer than a row."""
+        """Describe how documents longer than a row are treated."""
         if not source.num_longer:
             return "no document is longer than a row"
         longer = f"{source.num_longer:,} of {source.num_documents:,} longer than a row"
@@ -203,21 +200,21 @@ class DataView:
 
 
 def told_rows(view: DataView) -> str:
-    """Return how full rows are, and how often a run reads the data."""
+    """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
     often = f"{ratio(view.epochs)} times the data"
     return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {told_padding(view.padding_share)}"
 
 
 def told_padding(share: float) -> str:
-    """Return how much of rows is padding."""
+    """Return the padding share in words."""
     return f"{share:.1%} of the rows is padding" if share else "no padding"
 
 
 def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ...]:
-    """Count documents of these lengths [documents] in bins that grow by a constant factor: pairs of the most tokens
-    of a bin and its documents. One bin ends at `row_length`; there are four for each doubling, or fewer if these were
-    too many.
+    """Count documents by length [documents] in bins with constant growth: pairs (upper limit in tokens, documents).
+
+    One bin ends at `row_length`. There are four bins per doubling, or fewer above `_MOST_BINS` bins.
     """
     lengths = np.maximum(lengths, 1)
     for per_doubling in (4, 2, 1):
@@ -251,8 +248,9 @@ def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
 
 
 def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[SourceView, ...], float]:
-    """Return the sources with the padding that their rows have in batches, and the padding of all: of an epoch, or of
-    the first batches of a long one.
+    """Return the sources with the padding share in actual batches, and the total padding share.
+
+    Covers one epoch, or the first `_MOST_BATCHES` batches.
     """
     real, wide = np.zeros((2, len(sources)))
     for step in range(min(data.num_steps(1), _MOST_BATCHES)):
@@ -267,7 +265,7 @@ def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[Sou
 
 
 def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
-    """Return the first rows of a step."""
+    """Return the first rows in a step."""
     ids, trained = (each.numpy() for each in targets.shown(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]
     owners, lengths, found = data.owners(rows), data.train.lengths(rows), []
@@ -286,7 +284,7 @@ def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[
 
 
 def _pieces(tokenizer: Any, ids: np.ndarray, kinds: np.ndarray, borders: np.ndarray) -> list[Piece]:
-    """Cut a row [tokens] where its kind changes, where special tokens begin and end, and where documents begin."""
+    """Cut a row [tokens] where the kind changes, at special tokens, and at document starts."""
     special = np.isin(ids, _special(tokenizer)) | (ids >= _num_tokens(tokenizer))
     changes = np.flatnonzero(np.diff(2 * kinds + (special & (kinds < 2)))) + 1
     cuts = np.unique(np.concatenate([[0], changes, borders, [len(ids)]]))
@@ -306,7 +304,7 @@ def _pieces(tokenizer: Any, ids: np.ndarray, kinds: np.ndarray, borders: np.ndar
 
 
 def _repeated(name: str, number: int) -> str:
-    """Return a token that comes so often, as of a picture, which may be a thousand."""
+    """Return a repeated token, abbreviated for many repetitions (a picture may take a thousand tokens)."""
     return name * number if number < _MANY else f"{name} x {number:,} "
 
 
@@ -322,14 +320,16 @@ def _num_tokens(tokenizer: Any) -> int:
 
 
 def _name(tokenizer: Any, token: int) -> str:
-    """Return a token's own name; of one that the tokenizer does not have, such as a row for the mask, its number."""
+    """Return the token name, or the number for an id outside the tokenizer (e.g. an extra embedding row for masks)."""
     known = None if tokenizer is None or token >= _num_tokens(tokenizer) else tokenizer.convert_ids_to_tokens(token)
     return known or f"<{token}>"
 
 
 def _text(tokenizer: Any, ids: list[int], begin: int, end: int) -> str:
-    """Return tokens [begin, end) as text. Many tokenizers leave out a blank in front of the first token that they
-    decode, so the token before is decoded too, and its text taken off.
+    """Return tokens [begin, end) as text.
+
+    Many tokenizers drop a leading blank on decoding. The previous token is therefore decoded too, and the prefix
+    removed.
     """
     if tokenizer is None:
         return "".join(f"{token} " for token in ids[begin:end])

@@ -1,9 +1,9 @@
-"""Batches encoded ahead of whoever takes them, by a thread of this process or by processes of their own.
+"""Encodes batches ahead of the consumer, in a thread or in worker processes.
 
-`tokenizers` uses all cores by itself. What Python does for records, it does for one after the other: of conversations,
-whose template it renders and whose answers it finds, a quarter of the work. Processes do that side by side. They are
-started by name and not forked, since a fork copies locks of threads as they are; and not by `multiprocessing`, which
-would run the user's script again.
+`tokenizers` already uses all cores. The Python work is serial: rendering templates and locating answers is a quarter of
+the time for conversations. Worker processes run this part in parallel. They start by module name, not by fork, because
+a fork copies thread locks in their current state, and not by `multiprocessing`, because that would run the user's
+script again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ Made = TypeVar("Made", covariant=True)
 
 
 class Maker(Protocol, Generic[Batch, Made]):
-    """What makes something of batches, each by itself; it can be pickled."""
+    """Processes batches independently. Must be picklable."""
 
     def make(self, batch: Batch, /) -> Made:
-        """Return what a batch becomes. Raises OffloadError."""
+        """Return the result for a batch. Raises OffloadError."""
 
 
 def made_ahead(maker: Maker[Batch, Made], batches: Iterable[Batch], num_workers: int) -> Generator[Made]:
-    """Yield what becomes of each batch, in order; by so many processes, 0 for none. In memory
-    is one batch more than is made at a time. Raises what `maker` does, and ConfigError where a process ends.
+    """Yield the result for each batch, in order.
+
+    `num_workers`: processes; 0: a thread in this process. Memory holds one batch more than are in progress. Raises the
+    errors of `maker`, and ConfigError if a process ends.
     """
     with ExitStack() as stack:
         workers: queue.SimpleQueue[Maker[Batch, Made]] = queue.SimpleQueue()
@@ -63,7 +65,7 @@ def made_ahead(maker: Maker[Batch, Made], batches: Iterable[Batch], num_workers:
 
 
 class _Worker:
-    """A process with a maker of its own."""
+    """A process with a separate maker."""
 
     def __init__(self, maker: Maker[Any, Any]) -> None:
         own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -73,7 +75,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, **own},
         )
-        self._to_send: Maker[Any, Any] | None = maker  # with the first batch: a pipe takes little before it is read
+        self._to_send: Maker[Any, Any] | None = maker  # sent with the first batch: a pipe blocks if nobody reads
 
     def __enter__(self) -> _Worker:
         return self
@@ -85,11 +87,11 @@ class _Worker:
             assert stream is not None
             try:
                 stream.close()
-            except OSError:  # of what it had not read
+            except OSError:  # unread input
                 pass
 
     def make(self, batch: Any) -> Any:
-        """Return what the process makes of a batch. Raises OffloadError."""
+        """Return the process result for a batch. Raises OffloadError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -109,8 +111,8 @@ class _Worker:
 
 
 def main() -> None:
-    """Make what comes by stdin, until it ends; what others print goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that reads the results hears of it, and ends this one
+    """Process batches from stdin until the end. Other output goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends this one
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     maker: Any = None

@@ -1,1 +1,1 @@
-"""The loss: how it is found, cut into parts, and computed over chunks of the head."""
+"""The loss: rules, split into micro-batches, and the head in chunks."""

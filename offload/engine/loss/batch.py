@@ -1,4 +1,4 @@
-"""What a batch is: its rows, which of its values have them along which axis, and how it is cut in them."""
+"""Batch structure: the row count, the values with a row axis, and the cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from offload.errors import ConfigError, nearest
 
 Batch = Mapping[str, Any]
-"""Names to tensors of any dtype and rank, None, numbers, strings, and lists, tuples and dicts of those."""
+"""Names to tensors (any dtype and rank), None, numbers, strings, and nested lists, tuples and dicts."""
 
 IGNORED = -100
-"""The label of what is no target."""
+"""Label value for positions without a target."""
 _PLAIN = (bool, int, float, str, type(None))
 _LISTS = (list, tuple)
 
 
 def check_batch(batch: Batch) -> int:
-    """Return the number of rows of a batch: of its labels, else that which most of its tensors have, the first of
-    several; ConfigError where it has none, or is no batch.
+    """Return the row count of a batch: from the labels, else the most frequent first dimension among the tensors.
+
+    Ties go to the first tensor. Raises ConfigError for a batch without rows or with unsupported values.
     """
     if not isinstance(batch, Mapping) or not batch:
         given = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -48,12 +49,12 @@ def check_batch(batch: Batch) -> int:
 
 
 def has_equal_rows(batch: Batch, rows: int) -> bool:
-    """True where all of a batch is tensors whose first axis is the rows, by its size."""
+    """True if all values are tensors with first dimension `rows`."""
     return all(isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) for value in batch.values())
 
 
 def is_token_batch(batch: Batch, rows: int) -> bool:
-    """True where all of a batch is tensors [rows, tokens, ...] as its labels are, and not as many tokens as rows."""
+    """True if all values are tensors [rows, tokens, ...] like the labels, and token count and row count differ."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
         return False
@@ -63,8 +64,10 @@ def is_token_batch(batch: Batch, rows: int) -> bool:
 
 
 def pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
-    """Return what batches that are handled alike have in common: names, numbers of axes, which axis has the size of the
-    rows (-1: none), switches, and what else is no tensor by its kind.
+    """Return a key shared by batches with the same handling: sorted (name, property) pairs.
+
+    Tensors give (number of axes, first axis with size `rows` or -1). Booleans, strings and None give the value, other
+    values the type.
     """
     found: list[tuple[str, Hashable]] = []
     for key, value in batch.items():
@@ -78,15 +81,16 @@ def pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
 
 
 def describe(value: Any) -> str:
-    """Return what a value of a batch is, for people."""
+    """Describe a batch value for error messages."""
     if isinstance(value, torch.Tensor):
         return str(list(value.shape))
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (*_LISTS, Mapping)) else repr(value)
 
 
 def next_labels(batch: Batch) -> torch.Tensor:
-    """Return the label that follows each token of a batch, int64 [rows, tokens]: its shift_labels, where it has such,
-    else its labels one place on; IGNORED, where none follows.
+    """Return the next label for each token, int64 [rows, tokens]; IGNORED at the end of a row.
+
+    Source: `shift_labels` if present, else the labels shifted by one.
     """
     given = batch.get("shift_labels")
     shifted: torch.Tensor = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -94,7 +98,7 @@ def next_labels(batch: Batch) -> torch.Tensor:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> dict[str, Any]:
-    """Return a batch with `function` of each of its tensors, those in lists and dicts included."""
+    """Apply `function` to every tensor in a batch, also inside lists and dicts."""
     return {
         key: function(value)
         if isinstance(value, torch.Tensor)
@@ -106,16 +110,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
 
 
 Rows = Sequence[str] | Mapping[str, int | str | Callable[[Batch, torch.Tensor], Any] | None]
-"""What of a batch has its rows, where shapes do not tell: see `Settings.rows`."""
+"""Row axes of batch values, for shapes that leave the axis open. See `Settings.rows`."""
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How a batch is cut in rows; what has none belongs whole to every part.
+    """Row axes of a batch. A value without rows goes whole to every micro-batch.
 
-    axes: of what has rows, along which axis (0 of a list).
-    owners: of what has entries of rows, by name, whose they are, as in `Rows`.
-    obstacle: why not even a few rows run by themselves, for people; "" where they do.
+    axes: row axis for each value with rows (0 for a list).
+    owners: for values with several entries per row: the name of a size tensor [rows, ...] (the product per row is the
+      entry count), or a function (batch, row numbers) that selects the entries.
+    obstacle: reason why the model cannot run on a few rows alone, for error messages; "" if it can.
     """
 
     axes: Mapping[str, int]
@@ -124,8 +129,9 @@ class BatchForm:
 
     @classmethod
     def of(cls, batch: Batch, named: Rows | None = None) -> BatchForm:
-        """Return the form of a batch: what `named` says, and what it does not name has rows if its first axis has their
-        number. Raises ConfigError where a name, an axis or a number is none of the batch's.
+        """Return the form of a batch: as in `named`, else rows along axis 0 if the size matches the row count.
+
+        Raises ConfigError for a name, axis or row count that contradicts the batch.
         """
         rows = check_batch(batch)
         if named is not None and not isinstance(named, Mapping):
@@ -156,11 +162,11 @@ class BatchForm:
 
     @property
     def is_whole(self) -> bool:
-        """True where not even a few rows run by themselves."""
+        """True if the model cannot run on a few rows alone."""
         return bool(self.obstacle)
 
     def take(self, batch: Batch, order: torch.Tensor) -> dict[str, Any]:
-        """Return a batch of the rows of these numbers (int64 [rows], on the CPU), in their order."""
+        """Return a batch with the selected rows. `order`: row numbers, int64 [rows], on the CPU."""
         taken = dict(batch)
         for key, axis in self.axes.items():
             value = batch[key]
@@ -171,7 +177,7 @@ class BatchForm:
         return taken | {key: self.owned(batch, key, order) for key in self.owners}
 
     def owned(self, batch: Batch, key: str, order: torch.Tensor) -> Any:
-        """Return the entries of rows of these numbers, of what `owners` has. Raises ConfigError."""
+        """Return the entries of value `key` (in `owners`) for the rows in `order`. Raises ConfigError."""
         owner, value = self.owners[key], batch[key]
         if not isinstance(owner, str):
             return owner(batch, order)
@@ -187,7 +193,7 @@ class BatchForm:
         return torch.cat([pieces[number] for number in order.tolist()] or [value[:0]])
 
     def parts(self, batch: Batch, total: int, rows: int | None) -> Iterator[dict[str, Any]]:
-        """Yield micro-batches of at most `rows` rows of the batch's `total`; the last may be smaller."""
+        """Yield micro-batches with at most `rows` rows (None: all `total` rows). The last one may be smaller."""
         step = rows or total
         for start in range(0, total, step):
             part, end = dict(batch), min(start + step, total)
@@ -198,15 +204,18 @@ class BatchForm:
             yield part | {key: self.owned(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners}
 
     def is_rows_of(self, batch: Batch) -> bool:
-        """True where all of a batch has its rows along the first axis."""
+        """True if every batch value has rows along axis 0."""
         return len(self.axes) == len(batch) and not any(self.axes.values())
 
     def alike(self, batch: Batch, keys: Iterable[str]) -> set[str]:
-        """Return which of these have the same in all rows of a batch, and may be every row's as well."""
+        """Return the subset of `keys` with equal values in all rows.
+
+        An equal value may belong to the whole batch; only differing values prove a row axis.
+        """
         return {key for key in keys if key in self.axes and _is_alike(batch[key], self.axes[key])}
 
     def differing(self, batch: Batch, row: int) -> torch.Tensor:
-        """Return in how many tensors each row of a batch differs from one of them, int64 [rows] on the CPU."""
+        """Count the tensors in which each row differs from row `row`, int64 [rows] on the CPU."""
         found = torch.zeros(check_batch(batch), dtype=torch.int64, device="cpu")
         for key, axis in self.axes.items():
             if isinstance(value := batch[key], torch.Tensor):
@@ -216,7 +225,7 @@ class BatchForm:
 
 
 def _size(value: Any, axis: int) -> int:
-    """Return the size of a value along an axis; -1 for what has no such axis."""
+    """Return the size along an axis, or -1 without this axis."""
     if isinstance(value, torch.Tensor):
         return value.shape[axis] if 0 <= axis < value.dim() else -1
     return len(value) if isinstance(value, _LISTS) and axis == 0 else -1

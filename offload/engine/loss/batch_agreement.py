@@ -1,4 +1,4 @@
-"""What ranks tell each other before a pass, so that all of them do the same; and what is known of its batch."""
+"""Agreement between ranks before a pass, so that all ranks run the same pass; and the properties of a pass."""
 
 from __future__ import annotations
 
@@ -19,85 +19,85 @@ from offload.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What a rank is about to do."""
+    """Announcement of one rank before a pass."""
 
     operation: str
     """"step" or "evaluate"."""
     shapes: tuple[tuple[str, tuple[int, ...] | str], ...] = ()
-    """The shapes of the batch's tensors, and the types of what is no tensor, by name."""
+    """Tensor shapes by name; the type name for other values."""
     ints: tuple[tuple[str, int], ...] = ()
-    """The whole numbers of the batch, by name: they may choose a way through the model."""
+    """Integer values by name. They may select a branch inside the model."""
     rows: int = 0
-    """The rows of the batch."""
+    """Rows in the batch."""
     micro_rows: int = 0
-    """The rows of a micro-batch; 0 where batches are whole."""
+    """Rows per micro-batch."""
     targets: tuple[int, int, int] = (0, 0, 0)
-    """How many targets a loss counts that shifts labels, one that does not, and one that counts rows with targets; the
-    rows for a batch without labels.
+    """Target counts under three rules: shifted labels, unshifted labels, rows with a target. Without labels, all three
+    are the row count.
     """
     elements: int = 0
-    """The elements of the first tensor of a batch without labels, all of whose tensors have its rows."""
+    """Elements in the first tensor of a batch without labels, if all tensors have rows along axis 0; else 0."""
     is_labelled: bool = False
     """True if the batch has labels."""
     has_loss_function: bool = False
-    """True if the caller gave a loss function."""
+    """True if the caller passes a loss function."""
     is_new: bool = False
-    """True if the rank has to record this kind of batch first."""
+    """True if this rank needs a recording pass first."""
     is_known: bool = False
-    """True if it was recorded before, with other values."""
+    """True if this rank has a recording for the same pattern with other values."""
     modes: int = 0
-    """A mark of which modules train on the rank, and which parameters are frozen."""
+    """Hash of the training modes of modules and the frozen parameters on this rank."""
     needs_mask: bool = False
-    """True if the rows are shared with other ranks, and causal attention is not all that their tokens may see."""
+    """True if the rank shares rows with other ranks, and the attention mask is not purely causal."""
     complaint: str = ""
-    """What is wrong with the batch; empty where nothing is."""
+    """Error message for a bad batch. Empty: no error."""
     lr: float | None = None
-    """The learning rate of the update that follows; None where none does."""
+    """Learning rate for the update after this pass. None: no update follows."""
 
     @property
     def num_parts(self) -> int:
-        """Into how many micro-batches the batch is cut."""
+        """Number of micro-batches."""
         return -(-self.rows // self.micro_rows)
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What every rank knows of a pass."""
+    """A pass as agreed by all ranks."""
 
     ranks: Sequence[RankBatch]
-    """What each rank is about to do, in rank order."""
+    """Announcements in rank order."""
     rank: int
-    """The number of this rank."""
+    """This rank."""
 
     @property
     def kind(self) -> Hashable:
-        """Return what passes with the same schedule have in common."""
+        """Key shared by passes with the same schedule."""
         own = self.ranks[self.rank]
         return own.operation, tuple(told.shapes for told in self.ranks), not own.has_loss_function
 
     @property
     def is_new(self) -> bool:
-        """True where some rank has to record first, which all do together."""
+        """True if some rank needs a recording pass. All ranks then record together."""
         return any(told.is_new for told in self.ranks)
 
     @property
     def has_other_values(self) -> bool:
-        """True where some rank has recorded this kind of batch with values that tell less than those of this one."""
+        """True if some rank has a recording for this batch pattern, but from values with less information."""
         return any(told.is_new and told.is_known for told in self.ranks)
 
     @property
     def needs_mask(self) -> bool:
-        """True where on some rank the tokens of shared rows may not see all tokens before them."""
+        """True if some rank has shared rows with an attention mask that is not purely causal."""
         return any(told.needs_mask for told in self.ranks)
 
     @property
     def num_parts(self) -> int:
-        """Into how many micro-batches the largest batch is cut."""
+        """Number of micro-batches on the rank with the most."""
         return max(told.num_parts for told in self.ranks)
 
     @property
     def num_elements(self) -> int:
-        """Return the elements of the largest tensor."""
+        """Elements in the largest batch tensor over all ranks."""
         return max(math.prod(shape) for told in self.ranks for _, shape in told.shapes if isinstance(shape, tuple))
 
     @property
@@ -105,8 +105,10 @@ class PassPlan:
         return len(self.ranks) > 1
 
     def num_targets(self, rule: LossRule, rank: int | None = None) -> int:
-        """Return the targets of all ranks together, or of one. Without labels: the rows; what a loss function makes of
-        tensors [rows, ...] alone is taken for a mean over the elements of the first.
+        """Return the target count over all ranks, or for one rank. Without labels: the row count.
+
+        Without labels, a loss function over tensors [rows, ...] is assumed to average over the elements of the first
+        tensor.
         """
         counts = [told.targets[2 if rule.by_rows else not rule.shifts] for told in self.ranks]
         if all(told.has_loss_function and told.elements for told in self.ranks):
@@ -116,16 +118,16 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """One batch, and what its pass goes by.
+    """One batch, and everything that determines the pass over it.
 
-    plan: what every rank is about to do.
+    plan: announcements from all ranks.
     batch: the batch, on the device.
-    loss_fn: the caller's loss function; None for the model's own loss.
-    labels: the labels of the batch on the host, where counting them makes nobody wait; None without labels.
+    loss_fn: the caller's loss function. None: the model loss.
+    labels: the labels on the host, so that counting does not synchronize the device. None: no labels.
     rule: how the loss counts targets.
-    head: the model's head, where its logits can be made in chunks.
-    form: how the batch is cut in rows.
-    shared: what is known of the rows beside this rank's tokens of them; None where it has all.
+    head: the model head, if logits can be computed in chunks.
+    form: row axes of the batch.
+    shared: information about shared rows beyond this rank's tokens. None: the rank has whole rows.
     """
 
     plan: PassPlan
@@ -139,16 +141,16 @@ class BatchFacts:
 
     @property
     def trains(self) -> bool:
-        """True where an update follows the pass, False for an evaluation."""
+        """True if an update follows the pass; False for an evaluation."""
         return self.plan.ranks[0].operation == "step"
 
     @property
     def num_targets(self) -> int:
-        """Return the targets of all ranks together."""
+        """Target count over all ranks."""
         return self.plan.num_targets(self.rule)
 
     def of_sample(self, sample: Batch, micro_rows: int | None = None) -> BatchFacts:
-        """Return the facts of a few rows, which this rank passes by itself, in micro-batches of `micro_rows`."""
+        """Return the `BatchFacts` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
         told = self.plan.ranks[0]
         plan = PassPlan([_told(told.operation, sample, micro_rows, told.has_loss_function)], 0)
         return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
@@ -165,12 +167,14 @@ def agree_on_pass(
     modes: int = 0,
     shared: SharedRows | None = None,
 ) -> PassPlan:
-    """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `news`
-    returns whether the batch is new to this rank, and whether its kind is known; it may refuse the batch. `shared`:
-    what is known of its rows beside this rank's tokens.
+    """Exchange announcements with all ranks before a pass. Collective.
+
+    Args:
+        news: Returns (batch needs a recording, pattern is already recorded). May reject the batch with ConfigError.
+        shared: Information about shared rows beyond this rank's tokens.
 
     Raises:
-        ConfigError: on all ranks, where they are about to do different things, or where one has no sound batch.
+        ConfigError: On all ranks, if the calls differ between ranks or one rank has a bad batch.
     """
     told = RankBatch(operation)
     try:
@@ -198,7 +202,7 @@ def agree_on_pass(
 
 
 def host_labels(batch: Batch) -> torch.Tensor | None:
-    """Return the labels of a batch on the host; None where it has none."""
+    """Return the labels on the host, or None without labels."""
     labels = labels_of(batch)
     return None if labels is None else labels.cpu()
 

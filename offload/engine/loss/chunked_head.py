@@ -1,9 +1,8 @@
-"""The loss of a causal LM without its full logits: the final hidden states of tokens with a target, in chunks, through
-the model's own forward.
+"""Causal LM loss without full logits: chunks of final hidden states go through the model's own forward.
 
-For each chunk the model runs with its base model replaced by one that hands back the chunk, so that soft-capping, logit
-scaling and every other quirk of a family stay its own. `shift_labels` and `num_items_in_batch` make the sum of the
-parts the loss of the whole.
+Only tokens with a target enter a chunk. For each chunk, the model runs with the base model replaced by a function that
+returns the chunk, so soft-capping, logit scaling and other family-specific code stay unchanged. With `shift_labels` and
+`num_items_in_batch`, the chunk losses add up to the full loss.
 """
 
 from __future__ import annotations
@@ -26,23 +25,19 @@ from offload.engine.units.rerouting import forward_replaced
 from offload.engine.units.row_blocks import RowBlocks
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a chunk gives, its leaf of hidden states [1, tokens, hidden], and where those of them lie that count, in the
-hidden states of all rows one behind the other.
-"""
+"""(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
 Judging = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Returns the loss, 0-dim, of the log-probabilities of the label that follows each token, fp32 [rows, tokens], and its
-gradient in these; None for no backward.
-"""
+"""Maps next-label log-probabilities, fp32 [rows, tokens], to (loss 0-dim, gradient). Gradient None: no backward."""
 _ROUNDED_TO = 64
-"""Tokens: products of other numbers are slower on a GPU, and what is known of a shape is known of few."""
+"""Chunk sizes are multiples of 64 tokens: faster GPU matrix products, and fewer distinct shapes to plan for."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Tokens that go through the head at once.
 
-    places: where they lie in all rows one behind the other, int64.
-    num_targets: how many of the first ones count; the others fill up.
+    places: token positions in the flattened rows, int64.
+    num_targets: number of counted tokens, at the front; the rest is filler.
     """
 
     places: torch.Tensor
@@ -52,8 +47,10 @@ class Chunk:
 def chunks_of(
     targets: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Chunk]:
-    """Return the tokens whose `next_labels` [rows, tokens], on the host, are targets, in chunks of `size`; of so many
-    chunks the first ones count for nothing: what is overwritten comes first. `bring_up` takes places to the device.
+    """Return the target positions in chunks with `size` tokens.
+
+    `targets`: `next_labels` [rows, tokens], on the host. Empty chunks (no counted token) in front pad the list to
+    `num_chunks`, because all ranks run equally many chunks. `bring_up` copies positions to the device.
     """
     all_places = bring_up((targets.flatten() != IGNORED).nonzero()[:, 0])
     found = []
@@ -65,7 +62,7 @@ def chunks_of(
 
 
 class _CapturedError(Exception):
-    """Carries the base model's output out of the model's forward."""
+    """Carries the base model output out of the model's forward."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -73,19 +70,19 @@ class _CapturedError(Exception):
 
 
 class ChunkedHead:
-    """Runs a model's head chunk by chunk. `vocabulary` is how many logits a token has."""
+    """Runs a model head chunk by chunk. `vocabulary`: logits per token."""
 
     def __init__(self, model: nn.Module, base: nn.Module, vocabulary: int = 0) -> None:
         self._model, self._base, self.vocabulary = model, base, vocabulary
 
     @property
     def num_logits(self) -> int:
-        """How many logits of a token exist at once."""
+        """Logits per token that exist at once."""
         return self.vocabulary
 
     @classmethod
     def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
-        """Return the head of a model that is known to allow chunks, by its vocabulary; None for 0."""
+        """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0."""
         if not vocabulary:
             return None
         base = base_of(model)
@@ -93,7 +90,7 @@ class ChunkedHead:
         return cls(model, base, vocabulary)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
-        """Run the model up to the output of its base model."""
+        """Run the model and return the base model output; the head does not run."""
         original = self._base.forward
 
         def capture(*args: Any, **kwargs: Any) -> Any:
@@ -107,23 +104,21 @@ class ChunkedHead:
         raise TypeError("the model did not call its base model")
 
     def losses(self, output: Any, batch: Batch, chunks: Iterable[Chunk], tokens: int) -> Iterator[Part]:
-        """Yield each chunk's part of the loss."""
+        """Yield one loss per chunk."""
         for run, leaf, targets, places in self._runs(output, batch, chunks):
-            # No name for the outputs: the logits of a chunk go before the next one's come.
+            # No variable for the outputs: the chunk logits must be freed before the next chunk runs.
             loss = find_loss(run(labels=targets[None], shift_labels=targets[None], num_items_in_batch=tokens))
             yield loss, leaf, places
 
     def _log_probs(self, output: Any, batch: Batch, chunks: Iterable[Chunk]) -> Iterator[Part]:
-        """Yield the log-probabilities of each chunk's targets, fp32 [targets]."""
+        """Yield target log-probabilities per chunk, fp32 [targets]."""
         for run, leaf, targets, places in self._runs(output, batch, chunks):
             yield log_probs(run().logits[0], targets)[: len(places)], leaf, places
 
     def _runs(
         self, output: Any, batch: Batch, chunks: Iterable[Chunk]
     ) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield what runs the model on each chunk, the chunk's leaf of hidden states, its targets [tokens], and the
-        places of those that count.
-        """
+        """Yield (function that runs the model, hidden state leaf, targets [tokens], counted positions) per chunk."""
         hidden = output["last_hidden_state"]
         states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), next_labels(batch).flatten()
         for chunk in chunks:
@@ -136,7 +131,7 @@ class ChunkedHead:
             yield partial(self._run, part, input_ids=ids[places][None]), leaf, targets, places[: chunk.num_targets]
 
     def _run(self, output: Any, **inputs: Any) -> Any:
-        """Run the model with this for the output of its base model."""
+        """Run the model with `output` in place of the base model output."""
         with forward_replaced(self._base, lambda *_args, **_kwargs: output):
             return self._model(**inputs)
 
@@ -149,8 +144,9 @@ class ChunkedHead:
         tokens: int,
         gradient: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Go forward and backward through the head; return the loss, fp32, and fill the `gradient` of the hidden states
-        of all rows where one is given.
+        """Run forward and backward through the head. Return the loss, fp32.
+
+        Fills `gradient` (for all hidden states) if given.
         """
         total = torch.zeros((), dtype=torch.float32, device=output["last_hidden_state"].device)
         for loss in self._backward(state, self.losses(output, batch, chunks, tokens), gradient):
@@ -166,8 +162,10 @@ class ChunkedHead:
         judge: Judging,
         gradient: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what `judge` makes of the log-probabilities of all targets, and go as `mean_loss` does. They have to
-        be known before the first gradient is: logits are made once without a graph, and once more with one.
+        """Return the loss that `judge` computes from all target log-probabilities; otherwise like `mean_loss`.
+
+        All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
+        graph.
         """
         found = output["last_hidden_state"].new_zeros(batch["labels"].shape, dtype=torch.float32)
         with torch.no_grad():
@@ -186,28 +184,28 @@ class ChunkedHead:
     def _backward(
         self, state: EngineState, parts: Iterable[Part], gradient: torch.Tensor | None
     ) -> Iterator[torch.Tensor]:
-        """Go backward through each part; yield the parts, without their graphs."""
+        """Run one backward per part. Yield the detached losses."""
         with state.gradients.repeated(state.regions):
             for loss, leaf, places in parts:
-                if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
+                if loss.requires_grad:  # the head may be the only trainable part, or frozen above trainable units
                     state.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:
                     gradient.view(-1, gradient.shape[-1])[places] = leaf.grad[0, : len(places)]
                 yield loss.detach()
 
     def trial(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
-        """Return the loss as `mean_loss` makes it, without a backward."""
+        """Return the `mean_loss` value without a backward."""
         return sum(float(loss) for loss, _, _ in self.losses(output, batch, chunks, tokens))
 
 
 @dataclass(frozen=True)
 class _Targets:
-    """The tokens of a chunk, and what is known of their logits.
+    """The tokens in a chunk, with logit statistics.
 
     chunk: the tokens.
-    labels: the tokens that follow, int64 [n].
-    log_sums: the log-sum-exp of the logits over the blocks so far, fp32 [n].
-    own: the logits of the labels, fp32 [n].
+    labels: the next labels, int64 [n].
+    log_sums: log-sum-exp over all blocks so far, fp32 [n].
+    own: label logits, fp32 [n].
     """
 
     chunk: Chunk
@@ -217,13 +215,12 @@ class _Targets:
 
 
 class HeadByRows(ChunkedHead):
-    """Runs a head that is cut in blocks of rows block by block, and in each chunk by chunk: no token has all of its
-    logits at once.
+    """Runs a head that is split into row blocks, block by block and chunk by chunk. No token has all logits at once.
 
-    The log-sum-exp over the vocabulary is carried from block to block (Milakov and Gimelshein, arXiv:1805.02867); the
-    backward makes the logits of each block again, and their softmax from that. The head's own code runs over the rows
-    that are there, so that soft-capping, scaling and every other quirk that acts on single logits stays its own; the
-    cross entropy is the engine's.
+    A running log-sum-exp over the vocabulary goes from block to block (Milakov and Gimelshein, arXiv:1805.02867). The
+    backward recomputes the block logits and derives the softmax from the final log-sum-exp. The head's own code runs on
+    the rows of each block, so soft-capping, scaling and other elementwise code stays unchanged. The engine computes the
+    cross entropy.
     """
 
     def __init__(self, head: ChunkedHead, blocks: RowBlocks) -> None:
@@ -275,12 +272,12 @@ class HeadByRows(ChunkedHead):
         return -float(self._found(self._targets(output, batch, chunks), batch).sum()) / tokens
 
     def sums_over(self, number: int, output: Any, batch: Batch, chunk: Chunk) -> Iterator[Part]:
-        """Yield the sum of the log-sum-exps of a chunk over one block: what computes as much as a part of the loss."""
+        """Yield the log-sum-exp total of a chunk over one block, as costly as a part of the loss."""
         logits, leaf = self._logits(output, batch, chunk, number)
         yield logits.float().logsumexp(1).sum(), leaf, chunk.places
 
     def _targets(self, output: Any, batch: Batch, chunks: Sequence[Chunk]) -> list[_Targets]:
-        """Return the tokens of each chunk with what a pass over all blocks finds, which makes no graph."""
+        """Return the statistics per chunk from a pass over all blocks, without a graph."""
         labels, found = next_labels(batch).flatten(), []
         for chunk in chunks:
             log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
@@ -297,9 +294,7 @@ class HeadByRows(ChunkedHead):
         return found
 
     def _found(self, targets: Sequence[_Targets], batch: Batch) -> torch.Tensor:
-        """Return the log-probabilities of the label that follows each token, fp32 [rows, tokens]; 0 where that is no
-        target.
-        """
+        """Return next-label log-probabilities, fp32 [rows, tokens]; 0 without a target."""
         found = torch.zeros(batch["labels"].shape, dtype=torch.float32, device=batch["labels"].device)
         for each in targets:
             num = each.chunk.num_targets
@@ -316,8 +311,10 @@ class HeadByRows(ChunkedHead):
         slopes: torch.Tensor,
         total: torch.Tensor | None,
     ) -> None:
-        """Make the logits of a chunk over one block again, and go backward from the `slopes` of the loss in the
-        log-probabilities [rows, tokens]; add to the `total` of the gradients of hidden states [tokens, hidden].
+        """Recompute the chunk logits over one block and run the backward.
+
+        `slopes`: loss gradient with respect to the log-probabilities, [rows, tokens]. Adds to `total`, the hidden state
+        gradients [tokens, hidden].
         """
         num, places = targets.chunk.num_targets, targets.chunk.places
         logits, leaf = self._logits(output, batch, targets.chunk, number)
@@ -333,7 +330,7 @@ class HeadByRows(ChunkedHead):
             total[places[:num]] += leaf.grad[0, :num]
 
     def _logits(self, output: Any, batch: Batch, chunk: Chunk, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of a chunk over one block [n, rows], and the leaf of hidden states under them."""
+        """Return the chunk logits over one block [n, rows], and the hidden state leaf below."""
         run, leaf, _, _ = next(self._runs(output, batch, [chunk]))
         with self._blocks.only(number):
             return run().logits[0], leaf
@@ -346,18 +343,18 @@ def find_chunked_head(
     output: Any = None,
     cut: Iterable[RowBlocks] = (),
 ) -> ChunkedHead | None:
-    """Return the model's head in chunks, where that reproduces the whole loss; else None.
+    """Return the model head in chunks if a trial reproduces the full loss; else None.
 
-    The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch; `output` that
-    of the base model under any labels, where that is known. `cut`: the weights that are cut in blocks of rows; a head
-    with one of these goes block by block.
+    A trial is necessary because 13 families accept `shift_labels` and ignore it. `run`: the model on a batch. `output`:
+    base model output, if independent of the labels. `cut`: weights in row blocks; a head with such a weight runs block
+    by block.
     """
     base, labels = base_of(model), batch.get("labels")
     if base is None or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
         return None
     head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
-    for row, of_row in enumerate(labels):  # targets at other places of each row
+    for row, of_row in enumerate(labels):  # different target positions in each row
         of_row[1 + (2 * row + 1) % (len(of_row) - 1) :: 3] = IGNORED
     batch = {**batch, "labels": labels}
     tokens = int((labels[:, 1:] != IGNORED).sum())
@@ -371,7 +368,7 @@ def find_chunked_head(
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
         by_rows = [HeadByRows(plain, blocks) for blocks in cut if blocks.num_rows == vocabulary]
-        heads = [*reversed(by_rows), plain]  # an embedding of as many rows comes before
+        heads = [*reversed(by_rows), plain]  # reversed: an equally large embedding precedes the head
         precise = next(iter(model.parameters())).dtype == torch.float32
         most = (1e-5 if precise else 1e-2) * max(1.0, abs(whole))
     except Exception:
@@ -380,7 +377,7 @@ def find_chunked_head(
     def reproduces(head: ChunkedHead) -> bool:
         try:
             return abs(head.trial(output, batch, chunks, tokens) - whole) <= most
-        except Exception:  # an adapter over a head that is cut adds what all rows give
+        except Exception:  # e.g. an adapter over a split head adds logits for all rows
             return False
 
     return next(filter(reproduces, heads), None)

@@ -1,6 +1,4 @@
-"""Losses that a batch's rows make together: of groups of rows, such as the two answers of a preference, and of the
-log-probabilities that a model gives to the tokens of rows.
-"""
+"""Losses over groups of rows (e.g. the two answers in a preference) and over token log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ from offload.engine.loss.batch import IGNORED, Batch
 from offload.errors import ConfigError
 
 Measured = dict[str, torch.Tensor]
-"""Numbers by name, fp32 [groups] each."""
+"""Metrics by name, fp32 [groups] each."""
 
 
 class GroupLoss(ABC):
-    """A loss that is a mean over groups of neighbouring rows, which no micro-batch and no rank divides.
+    """Mean loss over groups of neighbouring rows. Micro-batches and ranks never split a group.
 
-    The batch has `labels` int64 [rows, tokens]; a group counts where each of its rows has a target, so that a rank
-    without rows of its own can take part. What `own` names is for the loss alone, and the model is not given it.
+    The batch has `labels` int64 [rows, tokens]. A group counts if every row has a target, so a rank without real rows
+    can participate. The model does not receive the batch values in `own`.
     """
 
     group: ClassVar[int] = 1
-    """Rows of a group."""
+    """Rows per group."""
     own: ClassVar[frozenset[str]] = frozenset({"labels"})
-    """What of a batch is for the loss alone."""
+    """Batch values for the loss alone."""
 
     def __init__(self) -> None:
         self._newest: Measured = {}
@@ -34,10 +32,10 @@ class GroupLoss(ABC):
 
     @abstractmethod
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch, 0-dim, from the outputs of the model."""
+        """Return the loss, 0-dim, from the model outputs."""
 
     def check(self, num_rows: int, micro_rows: int | None) -> None:
-        """Raise ConfigError where a batch, or its micro-batches, have no whole number of groups."""
+        """Raise ConfigError if the batch or a micro-batch splits a group."""
         for what, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):
             if number % self.group:
                 raise ConfigError(
@@ -46,30 +44,28 @@ class GroupLoss(ABC):
                 )
 
     def begin(self) -> None:
-        """A pass begins: forget what was measured in those before."""
+        """Begin a pass: drop earlier metrics."""
         self._parts = []
 
     def keep(self) -> None:
-        """The loss that was made last is a part of the pass."""
+        """Count the latest loss as a part of the pass."""
         self._parts.append(self._newest)
 
     @property
     def measured(self) -> Measured:
-        """What the last pass has measured of each group, in order, on the CPU."""
+        """Group metrics from the last pass, in order, on the CPU."""
         names = self._parts[0] if self._parts else ()
         return {name: torch.cat([part[name] for part in self._parts]).cpu() for name in names}
 
     def _mean(self, losses: torch.Tensor, batch: Batch, **measured: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the losses [groups] over those that count, and note what was `measured` of these."""
+        """Return the mean of losses [groups] over the counted groups. Store `measured` for these groups."""
         counts = has_target(batch["labels"]).view(-1, self.group).all(1).to(losses.device)
         self._newest = {name: value.detach().float()[counts] for name, value in measured.items()}
         return losses.masked_fill(~counts, 0.0).sum() / counts.sum()
 
 
 class TokenLoss(GroupLoss):
-    """A loss of the log-probabilities of targets, whose logits can be made in chunks: all of them are never there at
-    once.
-    """
+    """A loss over target log-probabilities. Logits can be computed in chunks, so they never exist all at once."""
 
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
         labels, logits = batch["labels"], outputs.logits
@@ -78,18 +74,19 @@ class TokenLoss(GroupLoss):
 
     @abstractmethod
     def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch, 0-dim, from the log-probabilities of its labels, fp32 [rows, tokens]: 0 where a
-        label is no target, as the first of a row is none.
+        """Return the loss, 0-dim, from label log-probabilities, fp32 [rows, tokens].
+
+        0 marks labels without a target, e.g. the first label in a row.
         """
 
 
 def group_of(loss_fn: Any) -> int:
-    """Return how many neighbouring rows a loss takes together."""
+    """Return the number of neighbouring rows per group."""
     return loss_fn.group if isinstance(loss_fn, GroupLoss) else 1
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of labels [...] by logits [..., vocabulary], fp32; 0 where labels are ignored."""
+    """Return label log-probabilities, fp32, from logits [..., vocabulary] and labels [...]; 0 for ignored labels."""
     is_target = labels != IGNORED
     wanted = labels.masked_fill(~is_target, 0)
     logits = logits.float()
@@ -98,5 +95,5 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def has_target(labels: torch.Tensor) -> torch.Tensor:
-    """Return which rows of labels [rows, tokens] have a target, bool [rows]."""
+    """Return bool [rows]: True for rows with a target in labels [rows, tokens]."""
     return (labels[:, 1:] != IGNORED).any(1)

@@ -1,4 +1,4 @@
-"""Trials of a loss on the same rows under other labels, for which most of a model need not run again."""
+"""Trials of a loss on the same rows with other labels, without repeating the base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.engine.units.rerouting import forward_replaced
 
 
 def base_of(model: nn.Module) -> nn.Module | None:
-    """Return what is below the head of a model of transformers, be it wrapped as an adapter wraps it; None for none."""
+    """Return the transformers base model below the head, also through an adapter wrapper. None: no base model."""
     found = model
     while isinstance(below := getattr(found, "base_model", None), nn.Module) and below is not found:
         found = below
@@ -22,21 +22,22 @@ def base_of(model: nn.Module) -> nn.Module | None:
 
 
 class LabelTrials:
-    """Runs a model on the same rows under other labels. Where labels do not change the output of the base model, that
-    output is computed once, and only what follows the base model runs again.
+    """Runs a model repeatedly on the same rows with other labels.
+
+    If the labels do not change the base model output, this output is computed once and only the head runs again.
     """
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        """`run` is the model on a batch and further arguments."""
+        """`run`: the model on a batch and further arguments."""
         self._base, self._run, self._learned = base_of(model), run, list[Any]()
         self.output: Any = None
-        """The output of the base model; None while that may change with labels."""
+        """Output of the base model. None: labels may change the output."""
 
     def __call__(self, batch: Batch, **extra: Any) -> Any:
         return self._run(batch, **extra) if self.output is None else self._again(self.output, batch, **extra)
 
     def learn(self, batch: Batch) -> None:
-        """Run the model as it is, and note the output of the base model."""
+        """Run the unmodified model and store the base model output."""
         base, self._learned = self._base, []
         if base is None:
             self._run(batch)
@@ -51,8 +52,9 @@ class LabelTrials:
             self._run(batch)
 
     def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
-        """Take what was learned for the output under any labels, where the loss is the same to the bit for these, which
-        differ from those learned with everywhere.
+        """Accept the stored output for all labels if the loss with these labels is equal to the bit.
+
+        The labels must differ everywhere from the labels in `learn`.
         """
         if len(self._learned) == 1:
             whole, again = (loss_of(its, batch) for its in (self._run(batch), self._again(self._learned[0], batch)))

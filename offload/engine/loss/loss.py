@@ -1,4 +1,4 @@
-"""From a batch to a loss, and what the loss counts."""
+"""From a batch to a loss, and how the loss counts targets."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class LossRule:
-    """What trials of the model's own loss have shown."""
+    """Properties of a loss, measured by trials."""
 
     shifts: bool = True
-    """True if position t is scored against label t + 1, so that the first label of a row is no target."""
+    """True if position t is scored against label t + 1. The first label of a row is then not a target."""
     takes_count: bool = False
-    """True if the loss divides by `num_items_in_batch` when that is given."""
+    """True if the loss divides by `num_items_in_batch` when given."""
     by_rows: bool = False
-    """True if each row with a target weighs as much as any other."""
+    """True if every row with a target has the same weight."""
 
     def count(self, labels: torch.Tensor) -> int:
-        """Return how many targets labels have: those that are not ignored, or all numbers of a regression; or how many
-        rows have some.
-        """
+        """Return the target count: labels not ignored, all regression values, or rows with a target (`by_rows`)."""
         if self.by_rows and labels.dim() == 2:
             return int((labels[:, 1:] != IGNORED).any(1).sum())
         if labels.is_floating_point():
@@ -45,19 +43,19 @@ class LossRule:
 
 
 def labels_of(batch: Batch) -> torch.Tensor | None:
-    """Return the labels of a batch by whose number its loss is weighed, if it has such."""
+    """Return the labels for target counting. None: no labels."""
     labels = batch.get("labels")
     return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
 def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> dict[str, Any]:
-    """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
+    """Return the batch values that the model's forward takes. Other values are for `loss_fn`. Raises ConfigError."""
     signature = inspect.signature(model.forward).parameters
     labels, has_loss_function = labels_of(batch), loss_fn is not None
     if isinstance(loss_fn, GroupLoss):
         batch = {key: value for key, value in batch.items() if key not in loss_fn.own}
     elif has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
-        batch = {key: value for key, value in batch.items() if key != "labels"}  # no token labels: loss_fn's alone
+        batch = {key: value for key, value in batch.items() if key != "labels"}  # not token labels: for loss_fn alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         for key in batch:
             close = "" if key in signature else nearest(key, signature, cutoff=0.85)
@@ -74,7 +72,10 @@ def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) 
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss in a model's outputs: `.loss`, `["loss"]`, or a 0-dim tensor that comes first or alone."""
+    """Return the loss from model outputs: `.loss`, `["loss"]`, or a 0-dim tensor (first or alone).
+
+    Raises ConfigError.
+    """
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -91,8 +92,9 @@ def find_loss(outputs: Any) -> torch.Tensor:
 
 
 def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
-    """Return what a loss function gave, if it is a loss: where it needs no gradient, a number of Python's or numpy's,
-    too.
+    """Validate the result of a loss function.
+
+    Without a gradient, Python and numpy numbers are valid too. Raises ConfigError.
     """
     if not has_gradient and not isinstance(loss, bool) and isinstance(loss, Real):
         return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
@@ -109,18 +111,18 @@ def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
 def run_loss(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_gradient: bool = True, **extra: Any
 ) -> torch.Tensor:
-    """Run the model on a batch, and return the loss of `loss_fn`, or without one the model's own."""
+    """Run the model on a batch. Return the loss from `loss_fn`, or the model loss without one."""
     outputs = model(**select_inputs(model, batch, loss_fn), **extra)
     return check_loss(loss_fn(outputs, batch), has_gradient=has_gradient) if loss_fn else find_loss(outputs)
 
 
 def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:
-    """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
-    None where it is no number on these rows, so that it tells nothing.
+    """Measure on a few rows if the loss shifts labels, and if the model loss divides by `num_items_in_batch`.
 
-    A loss that shifts is the same with the first label of each row alone as with none. A signature does not tell:
-    several families take the argument and ignore it. How sure the model is of its rows must not matter: everything is
-    tried on two sets of labels that differ everywhere, of which it cannot have both right.
+    Returns None if the loss is not finite on these rows. A shifting loss is equal with only the first label per row and
+    with no label at all. Signatures are no evidence: several families accept the argument and ignore it. The result
+    must not depend on the model's confidence, so two label sets that differ everywhere are tried; the model cannot
+    predict both.
     """
     labels = labels_of(batch)
     if labels is None or labels.dim() < 2 or labels.is_floating_point():
@@ -134,7 +136,7 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         return loss_of(trials(inputs, **extra), inputs)
 
     def tried_without(given: torch.Tensor) -> float:
-        """Return the loss where there may be no target; NaN for one that cannot be computed."""
+        """Return the loss of a batch possibly without targets; NaN after an error."""
         try:
             return tried(given)
         except (OffloadError, torch.OutOfMemoryError):

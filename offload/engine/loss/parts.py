@@ -1,4 +1,4 @@
-"""The loss of a batch in parts, each of which has its own backward."""
+"""The loss of a batch in parts, each with a separate backward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from offload.errors import ConfigError
 
 
 class Losses:
-    """Runs the model on a batch, in micro-batches and with its head in chunks.
+    """Runs the model on a batch, in micro-batches and with the head in chunks.
 
-    Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
-    how many the last loss was made at the head. `chunk_bytes`: of logits that may exist at once. `has_gradient`: a
-    backward follows, so that a loss is a tensor.
+    Ranks may have different row counts; all ranks run as many parts as the largest batch needs. `num_chunks`: head
+    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_gradient`: a backward follows, so a loss
+    must be a tensor.
     """
 
     def __init__(self, state: EngineState, chunk_bytes: int | None, has_gradient: bool = True) -> None:
@@ -36,20 +36,19 @@ class Losses:
         self.num_chunks = 1
 
     def cut_by(self, chunk_bytes: int | None) -> None:
-        """From now on at most so many bytes of logits exist at once; None for all."""
+        """Set the logits limit in bytes. None: no limit."""
         self.chunk_bytes = chunk_bytes
 
     @property
     def is_plain(self) -> bool:
-        """True where some unit cannot be cut, so that the model is called on one micro-batch after the other."""
+        """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
         return self._state.way.cut == "calls"
 
     def parts(self, facts: BatchFacts, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
-        """Yield the loss in parts; those of all ranks add up to the mean over their target tokens. `chunk_tokens`: how
-        many go through the head at once, 0 for all, None for what the plan of the pass asks for.
+        """Yield the loss in parts. The parts from all ranks add up to the mean over all targets.
 
-        The units cut the batch themselves where they can (the model is called once, and its weights stream once);
-        otherwise the model is called on one micro-batch after the other.
+        If possible, the units cut the batch: one model call, and the weights stream once. Otherwise the model is called
+        once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(facts)`.
         """
         known, batch = facts.plan, facts.batch
         own = known.ranks[known.rank]
@@ -81,7 +80,7 @@ class Losses:
         known, rule, batch, loss_fn = facts.plan, facts.rule, facts.batch, facts.loss_fn
         tokens, own = facts.num_targets, known.ranks[known.rank]
         hanging = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        leaves = {id(t): t.detach().requires_grad_() for t in hanging}  # a backward frees the caller's graph
+        leaves = {id(t): t.detach().requires_grad_() for t in hanging}  # a backward would free the caller's graph
         batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
         parts = list(facts.form.parts(batch, own.rows, own.micro_rows))
         if facts.labels is None:
@@ -95,7 +94,7 @@ class Losses:
             part, share, extra = parts[position], counts[position] / max(1, tokens), {}
             if number >= len(parts):
                 share = 0.0
-            if not share:  # others may have what this one lacks
+            if not share:  # other ranks may have targets here
                 if not known.has_peers:
                     continue
                 part = _with_targets(part)
@@ -108,22 +107,22 @@ class Losses:
         torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
 
     def chunk_tokens(self, facts: BatchFacts) -> int:
-        """Return how many tokens go through the head at once; 0 where the logits of all of them are made."""
+        """Return the tokens per head chunk; 0 if the logits are computed at once."""
         is_whole = not isinstance(facts.loss_fn, TokenLoss | None) or not self._state.way.chunks
         if facts.head is None or is_whole or (self.chunk_bytes is None and facts.shared is None):
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
         size = max(1, chunk_bytes // (facts.head.num_logits * 4))
-        if facts.shared is not None:  # whose targets the head alone is given
+        if facts.shared is not None:  # only the head receives the shared targets
             return size
         most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
         shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
         return size if any(math.prod(shape) > most for shape in shapes if isinstance(shape, tuple)) else 0
 
     def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
-        """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
+        """Run the model up to the head, then the head in chunks, forward and backward. Return the loss.
 
-        The backward of the units below runs here too: the loss that comes back has nothing left to do.
+        The backward below the head runs here too, so the returned loss needs no backward.
         """
         head, batch, known = facts.head, facts.batch, facts.plan
         assert head is not None
@@ -150,9 +149,9 @@ class Losses:
     def _judge(
         self, facts: BatchFacts, loss_fn: TokenLoss, found: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a loss of log-probabilities, and its gradient in these where a backward follows."""
+        """Return the loss for log-probabilities, and the gradient if a backward follows."""
         share = _share(facts)
-        found = torch.nn.functional.pad(found[:, :-1], (1, 0))  # at the places of the labels
+        found = torch.nn.functional.pad(found[:, :-1], (1, 0))  # from next-token to label positions
         found.requires_grad_(torch.is_grad_enabled())
         loss = _scaled(loss_fn.of(found, facts.batch if share else _with_targets(facts.batch)), share, facts)
         if not found.requires_grad:
@@ -163,9 +162,9 @@ class Losses:
 def summed(
     parts: Generator[torch.Tensor, None, None], device: torch.device, each: Callable[[torch.Tensor], None] | None = None
 ) -> torch.Tensor:
-    """Return a loss that comes in parts, fp32 on the device; `each` is called with every part as it comes."""
+    """Return the sum of loss parts, fp32 on the device. `each` is called with every part."""
     total = torch.zeros((), dtype=torch.float32, device=device)
-    with closing(parts):  # now, and not when somebody lets go of a traceback that holds it
+    with closing(parts):  # close now, not when a traceback frees the generator
         for part in parts:
             if each is not None:
                 each(part)
@@ -174,20 +173,20 @@ def summed(
 
 
 def _share(facts: BatchFacts) -> float:
-    """Return how much of the loss this rank's rows are."""
+    """Return this rank's share of all targets."""
     known = facts.plan
     return known.num_targets(facts.rule, known.rank) / max(1, facts.num_targets) if known.has_peers else 1.0
 
 
 def _scaled(loss: torch.Tensor, share: float, facts: BatchFacts) -> torch.Tensor:
-    """Return a part of the loss as the sum has it."""
+    """Scale a loss part by `share`. A group loss with a nonzero share keeps the metrics."""
     if share and isinstance(facts.loss_fn, GroupLoss):
         facts.loss_fn.keep()
     return loss * share if share != 1.0 else loss
 
 
 def _with_targets(batch: Batch) -> dict[str, Any]:
-    """Return a batch whose loss is a number also where none of its labels is a target; it counts for nothing."""
+    """Return the batch with finite loss even without targets: ignored labels become 0. The result has weight 0."""
     labels = labels_of(batch)
     if labels is None or labels.is_floating_point():
         return dict(batch)

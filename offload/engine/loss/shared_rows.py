@@ -1,5 +1,6 @@
-"""Rows that ranks share, cut in tokens: labels are shifted before they are cut, so that no target is lost at a border
-(ALST, arXiv:2506.13996, section 3.3).
+"""Rows shared by several ranks, split along tokens.
+
+Labels are shifted before the split, so no target is lost at a border (ALST, arXiv:2506.13996, section 3.3).
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from offload.engine.units.shared_attention import OwnAttention, WholeRows
 from offload.errors import ConfigError
 
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
-"""Rows of a batch, and tokens of each rank, on which is tried whether a model may be shared."""
+"""Rows, and tokens per rank, for the trial run with shared rows."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """What a rank knows of the rows of a batch beside its own tokens; all of it is where the batch was given."""
+    """Information about shared rows beyond this rank's tokens, on the batch device."""
 
     whole: WholeRows
-    """What attention has to know of the rows."""
+    """Row properties for attention."""
     targets: torch.Tensor
-    """The label that follows each of the rank's own tokens, int64 [rows, own tokens]."""
+    """Next label for each token on this rank, int64 [rows, own tokens]."""
     sample: Batch
     """The first tokens of a few rows."""
 
 
 def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, SharedRows | None]:
-    """Return this rank's tokens of a batch that all ranks of `comm` were given, and what it knows of the others; of one
-    rank all, and nothing. Collective. Raises ConfigError.
+    """Return this rank's tokens from a batch given to all ranks in `comm`, and the shared row information.
+
+    With one rank: the batch and None. Collective. Raises ConfigError.
     """
     if comm.size == 1:
         return batch, None
@@ -47,7 +49,7 @@ def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, Shared
     own = slice(comm.rank * length // comm.size, (comm.rank + 1) * length // comm.size)
     mask, positions = filled.get("attention_mask"), filled["position_ids"]
     apart = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
-    has_documents = mask is None and bool(apart.any())  # by positions that begin anew, as transformers finds them
+    has_documents = mask is None and bool(apart.any())  # positions that restart, as in transformers
     whole = WholeRows(length, positions, None if mask is None else mask.bool(), apart if has_documents else None)
     sample = {key: value[:_SAMPLE_ROWS, : comm.size * _SAMPLE_TOKENS] for key, value in batch.items()}
     shared = SharedRows(whole, next_labels(filled)[:, own].contiguous(), sample)
@@ -71,8 +73,9 @@ def _check(batch: Batch, loss_fn: object, size: int) -> None:
 
 
 def _filled(batch: Batch, size: int) -> dict[str, torch.Tensor]:
-    """Return a batch with positions, and rows of which all ranks have as many tokens: what fills them up comes last, so
-    that no other token sees it, and has no labels.
+    """Return a batch with positions and a token count divisible by `size`.
+
+    Filler tokens come last, so no other token attends to them, and have no labels.
     """
     labels = batch["labels"]
     positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
@@ -90,13 +93,14 @@ def _filled(batch: Batch, size: int) -> dict[str, torch.Tensor]:
 def over_whole_rows(
     attention: OwnAttention, shared: SharedRows | None, batch: Batch, bring_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Within, attention is over all tokens of `shared` rows. Yield what the model is given of a `batch` of own tokens,
-    and what its head is, with the labels that follow. `bring_up` takes a tensor to the device.
+    """Within the context, attention covers all tokens of `shared` rows.
+
+    Yield (model batch, head batch with shifted labels). `bring_up` copies a tensor to the device.
     """
     if shared is None:
         yield batch, batch
         return
-    # By the length of this mask the model knows that of whole rows; what there is to mask attention puts in.
+    # The length of this mask tells the model the full row length. Attention inserts the actual mask.
     ones = torch.ones((), dtype=torch.int64, device=batch["labels"].device)
     carrier = ones.expand(len(batch["labels"]), shared.whole.length)
     with attention.over(shared.whole.on(bring_up)):

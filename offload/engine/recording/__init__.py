@@ -1,1 +1,1 @@
-"""The passes before the first step, which learn what a step relies on."""
+"""Recording passes, trial runs and equivalence checks before the first step."""

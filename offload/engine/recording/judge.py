@@ -1,8 +1,8 @@
-"""The judge: are the passes of an engine those of the model? It compares them with the plainest one.
+"""Equivalence check: compares streamed passes with plain PyTorch passes.
 
-A rehearsal learns what a step relies on, by looking for what could go wrong. The judge looks for nothing in particular:
-a few rows go through the model twice, from the same state of modules, objects and generators, once plainly
-(`plain.py`) and once in the way in which steps are made. Losses, gradients and what is left behind must be the same.
+A recording pass looks for known hazards. The equivalence check needs no list of hazards: a few rows run twice from the
+same state (modules, objects, random generators), once in a plain pass (`plain.py`) and once in the engine's
+configuration for steps. Losses, gradients and the remaining state must be equal.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from offload.layout.regions import Piece
 
 
 class _Bounds(NamedTuple):
-    """How far apart two sums in another order may be."""
+    """Tolerances for sums in a different order."""
 
     share: float
-    """As a share of the sum."""
+    """Relative to the sum."""
     rounding: float
-    """As a share of all gradients of a unit, since some gradients are a rounding of terms that cancel each other."""
+    """Relative to all gradients in a unit, because some gradients are only the rounding error of cancelling terms."""
 
 
 _BOUNDS = {"fp32": _Bounds(1e-4, 1e-6), "bf16": _Bounds(3e-2, 4e-3)}
@@ -50,56 +50,56 @@ _DROPOUTS = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """Passes that are to be judged."""
+    """Passes to check."""
 
     roots: Mapping[str, Any]
-    """What the passes can reach, by name: the model, a batch, a loss function."""
+    """Objects within reach of the passes, by name: the model, a batch, a loss function."""
     loss: Callable[[], torch.Tensor]
-    """Runs the model on all rows at once, plainly, and returns the loss."""
+    """Runs the model on all rows at once as a plain pass. Returns the loss."""
     way: Callable[[], Sequence[torch.Tensor]]
-    """Makes the passes as steps make them, and returns their losses."""
+    """Runs the passes as steps do. Returns the losses."""
     hang: Callable[[Unit, int], None]
-    """Hangs the weights of a unit in its module as the plain pass of a number sees them."""
+    """Installs the weights of a unit in the module, as plain pass number n sees them."""
     num_passes: int = 1
-    """How many passes there are, each with the same random numbers."""
+    """Number of passes. Each starts with the same random state."""
     has_backward: bool = True
     """True if a backward follows each pass."""
     leaves: Sequence[torch.Tensor] = ()
-    """What gets gradients beside weights."""
+    """Tensors that receive gradients, besides the weights."""
 
 
 class Verdict(NamedTuple):
-    """What the judge says of passes."""
+    """Result of an equivalence check."""
 
     difference: str
-    """How passes differ, for people; empty where they are alike."""
+    """First difference between the passes, for messages. Empty: no difference."""
     is_steady: bool
-    """False if the model gave another result when it ran again, plainly."""
+    """False if a second plain pass differs from the first."""
     tells: bool
-    """False if the plain loss is no number, which shows nothing."""
+    """False if a plain loss is not finite, so the check is not conclusive."""
 
 
 @dataclass
 class Evidence:
-    """What passes show."""
+    """Observations from passes."""
 
     losses: list[float] = field(default_factory=list)
-    """The loss of each pass."""
+    """Loss per pass."""
     uses: list[tuple[str, list[Sketch]]] = field(default_factory=list)
-    """The name and the results of each use of a unit."""
+    """Unit name and results per unit use."""
     gradients: dict[Piece, Sketch] = field(default_factory=dict)
-    """The gradients, by the pieces of parameters that they are of."""
+    """Gradients by parameter piece."""
     belongings: Belongings | None = None
-    """All that modules, batch and loss function hold afterwards."""
+    """State of modules, batch and loss function afterwards."""
     has_drawn: bool = False
-    """True if random numbers were drawn."""
+    """True if random numbers were sampled."""
     is_half: bool = False
-    """True if some unit computed in 16 bits, as under autocast."""
+    """True if some unit result has 16 bits, e.g. under autocast."""
     error: Exception | None = None
-    """What the model raised."""
+    """Exception from the model."""
 
     def seen(self, calls: Calls) -> Calls:
-        """Return `calls` whose results are noted."""
+        """Wrap `calls` to record the results."""
 
         def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = calls(unit, args, kwargs)
@@ -111,13 +111,13 @@ class Evidence:
         return call
 
     def receive(self, piece: Piece, gradient: torch.Tensor) -> None:
-        """Note a contribution to the gradient of a piece of a parameter."""
+        """Add a contribution to the gradient of a parameter piece."""
         sketch = Sketch.of(gradient)
         self.gradients[piece] = self.gradients[piece] + sketch if piece in self.gradients else sketch
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Within, dropout keeps everything: the masks of a batch and of its rows by themselves are others."""
+    """Disables dropout within the context, because a batch and its rows alone sample different masks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -132,17 +132,17 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class Judge:
-    """Compares passes."""
+    """Runs equivalence checks."""
 
     def __init__(self, state: EngineState, precision: str) -> None:
         self._state, self._precision, self._bounds = state, precision, _BOUNDS[precision]
 
     def difference(self, case: Case, *, is_exact: bool = True) -> Verdict:
-        """Return in what the engine's way differs from the plain one. Collective: ranks find the same.
+        """Compare the streamed passes with plain passes. Collective: all ranks get the same result.
 
-        is_exact: the order of sums is the plain one, so that the bits of losses are. Else rows are cut, of which each
-        has other random numbers than in the whole, as each rank has: then no dropout is made, and where others are
-        drawn, forwards in eval mode have to do.
+        is_exact: sums have the plain order, so losses must be bit-equal. Otherwise the passes split the rows, and parts
+        sample other random numbers than the whole; the same holds between ranks. Dropout is then disabled, and if the
+        model samples in other ways, the check uses forwards in eval mode.
         """
         state, start = self._state, Start(self._state, case.roots)
         draws_alike = is_exact and state.comm.size == 1
@@ -158,11 +158,11 @@ class Judge:
                 way, is_steady = self._way(case, start), True
                 if state.comm.any(way.error is not None, "whether a trial fails"):
                     error, way = way.error, self._way(case, start)
-                    if error is not None and way.error is None:  # it came by chance, and is the caller's
+                    if error is not None and way.error is None:  # a random failure: the caller's own error
                         raise error
                 found = self._compare(plain, way, is_exact=is_exact)
                 if state.comm.any(bool(found), "what a trial shows"):
-                    # A model that differs from itself can be judged by what does not.
+                    # Compare an unstable model only in the properties where two plain passes agree.
                     again = self._plainly(case, start)
                     is_steady = not self._compare(plain, again, is_exact=True)
                     found = self._compare(plain, way, is_exact=is_exact, again=again)
@@ -174,7 +174,7 @@ class Judge:
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
-        """Within, nothing is drawn, and forwards have no backward: some models refuse one in eval mode."""
+        """Within the context, nothing is sampled and no backward runs: some models refuse a backward in eval mode."""
         with in_eval_mode(self._state.model), torch.no_grad():
             yield
 
@@ -207,7 +207,7 @@ class Judge:
                 evidence.losses += [float(loss.detach()) for loss in case.way()]
             except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # of rows that do not run by themselves, or nothing to do with the engine
+            except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
                 state.runner.fail(False)
                 evidence.error = error
         return self._concluded(evidence, start)
@@ -217,11 +217,12 @@ class Judge:
         start.put_back()
         return evidence
 
-    # -- the verdict -----------------------------------------------------------------------------------------
+    # -- comparison ------------------------------------------------------------------------------------------
 
     def _compare(self, plain: Evidence, way: Evidence, *, is_exact: bool, again: Evidence | None = None) -> str:
-        """Return a difference, for people. `again`: plain evidence once more; where its belongings differ from the
-        first, those of the way may differ too.
+        """Return the first difference, for messages.
+
+        `again`: a second plain pass. State that differs between the two plain passes is not compared.
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
@@ -230,7 +231,7 @@ class Judge:
             return f"{what}{way.error}".splitlines()[0]
         self._bounds = _BOUNDS["bf16" if plain.is_half or way.is_half else self._precision]
         results = self._differing_result(plain, way, is_exact=is_exact)
-        if results and not any(plain.losses):  # a call whose outputs nobody can look into
+        if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
         for one, other in zip(plain.losses, way.losses, strict=True):
             if not (one == other if is_exact else abs(one - other) <= self._bounds.share * abs(one) + 1e-12):
@@ -240,13 +241,13 @@ class Judge:
             return found
         unsteady = {path for path, *_ in _belongings(plain, again)} if again else ()
         for path, mine, theirs in _belongings(plain, way):
-            noted = path.removeprefix("the length of ").startswith("loss_fn")  # a loss function may note what it likes
+            noted = path.removeprefix("the length of ").startswith("loss_fn")  # a loss function may store anything
             if path not in unsteady and not noted:
                 return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
         return ""
 
     def _differing_result(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
-        """Return the first unit whose result is another, where both went the same way through the model."""
+        """Return the first unit with a different result, if both passes use the same sequence of units."""
         if [name for name, _ in plain.uses] != [name for name, _ in way.uses]:
             return ""
         for (name, mine), (_, theirs) in zip(plain.uses, way.uses, strict=True):
@@ -259,7 +260,7 @@ class Judge:
         return ""
 
     def _differing_gradient(self, plain: Evidence, way: Evidence) -> str:
-        """Return the parameter whose gradient is farthest from the plain one, if one is too far."""
+        """Return the parameter with the largest gradient error, if above the tolerance."""
         infos, worst, text = self._state.infos, 1.0, ""
         for unit in self._state.units:
             mine = [piece for region in unit.regions for piece in region.pieces]
@@ -282,7 +283,7 @@ class Judge:
 
 
 def _belongings(one: Evidence, other: Evidence) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what is otherwise after two passes."""
+    """Yield the differences in the state after two passes."""
     assert one.belongings is not None
     assert other.belongings is not None
     return one.belongings.differences(other.belongings)

@@ -1,4 +1,4 @@
-"""A pass in the plainest way that streaming allows: what the engine's own way is judged by."""
+"""A plain PyTorch pass over streamed weights: the reference for the equivalence check."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.unit import Unit
 
 _Saved = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
-"""A tensor, or where it lies in a unit's cargo: dtype, bytes, shape, stride."""
+"""A tensor, or a position in the unit weights: (unit, dtype, byte offset, shape, stride)."""
 
 
 class PlainPass:
-    """Calls the modules' own forwards over weights that are up, with autograd's own graph from end to end: no cut, no
-    recompute, no function of the engine's in between. What the graph saves of weights is brought up again when the
-    backward asks for it; everything else stays.
+    """Runs the modules' own forwards with one autograd graph: no split, no recomputation, no engine function.
+
+    Weights saved in the graph are copied to the device again for the backward. All other saved tensors stay.
     """
 
     def __init__(self, state: EngineState, hang: Callable[[Unit], None]) -> None:
-        """`hang`: hangs the weights of a unit, which are on the device, in its module."""
+        """`hang`: installs the unit weights, already on the device, in the module."""
         self._runner, self._slots, self._hang = state.runner, state.slots, hang
         self.weights: dict[int, torch.nn.Parameter] = {}
-        """What hung in the modules, by identity."""
+        """Installed weights by `id`."""
         self._handles: list[Any] = []
         self._up: Unit | None = None
         self._is_running = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Within, units may be called; afterwards no weights hang in their modules."""
+        """Within the context, units may run. Afterwards no weights remain in the modules."""
         try:
             yield
         finally:
@@ -44,10 +44,10 @@ class PlainPass:
                 handle.remove()
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit's forward, as the module would."""
+        """Run the unit forward, as the module would."""
         if unit.layer != unit.name and self._up is not unit:
-            # Each use of a block of rows has leaves of its own: autograd would hold the gradients of all blocks of a
-            # tied head until those of the embedding come.
+            # Each use of a row block has separate leaves. Otherwise autograd would keep the gradients of all blocks in
+            # a tied head until the embedding gradients arrive.
             unit.forget_live()
         self._bring_up(unit)
         self._is_running = True
@@ -57,7 +57,7 @@ class PlainPass:
         finally:
             self._is_running = False
         result = tree_map_only(torch.Tensor, self._own, result)
-        # Code of a module that runs again in the backward (torch.utils.checkpoint) finds the weights there.
+        # Module code that runs again in the backward (torch.utils.checkpoint) needs the weights there.
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 self._handles.append(tensor.register_hook(lambda _: self._bring_up(unit)))
@@ -68,7 +68,7 @@ class PlainPass:
 
     def _bring_up(self, unit: Unit) -> None:
         if self._up is not unit:
-            if not self._is_running:  # else the runner refuses: one unit computes at a time
+            if not self._is_running:  # else the runner refuses: only one unit computes at a time
                 self._leave()
             self._runner.enter(unit)
             self._up = unit
@@ -93,7 +93,7 @@ class PlainPass:
     def _unpack(self, packed: tuple[_Saved, int]) -> torch.Tensor:
         saved, version = packed
         if isinstance(saved, torch.Tensor):
-            if saved.layout is torch.strided and saved._version != version:  # as torch says it where nobody packs
+            if saved.layout is torch.strided and saved._version != version:  # same check as in torch without hooks
                 raise RuntimeError("a tensor that the backward needs was changed in place after its forward")
             return saved
         unit, dtype, distance, shape, stride = saved

@@ -1,14 +1,14 @@
-"""The recording pass: run the model once on a few rows, and learn, or refuse, what would be wrong later.
+"""The recording pass: run the model once on a few rows, record the unit traits, and refuse unsupported behaviour.
 
-Every unit runs with a graph of its own here, cut off at its border. What the pass finds:
-- a unit's parameters read from outside the unit: that unit stays on the device;
-- a unit called from inside another: likewise;
-- inputs changed in place, by the unit or after it: they are cloned, and come back as outputs;
+Every unit runs with a separate autograd graph here, cut at the unit border. The pass detects:
+
+- unit parameters read from outside the unit: the unit stays on the device;
+- a unit called from inside another unit: the inner unit stays on the device;
+- inputs changed in place, inside or after the unit: these inputs are cloned and returned as outputs;
 - outputs that never require a gradient;
-- what a unit's graph would save, and which axes of its tensors grow with the batch (from two passes with different
-  numbers of rows);
-- tensors that leave a unit other than by return and reach the loss or another unit: refused, since their gradient would
-  be lost.
+- bytes saved by the unit graph, and tensor axes that grow with the batch (from two passes with different row counts);
+- tensors that leave a unit other than by return and reach the loss or another unit: refused, because the gradient
+  would be lost.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from offload.errors import ConfigError, warn
 
 
 class RestartRecording(Exception):
-    """The pass cannot go on with these resident units; `Recording.outside_readers` says which one to add."""
+    """The pass needs more resident units; `Recording.outside_readers` has the names."""
 
 
 class Recording:
-    """What one run of the model shows about its units.
+    """Records the units during one model run.
 
-    A leaf of a unit's own graph (its weights, its inputs) is `interior`; what a unit hands out is a `border`. A unit's
-    result may hang on its own interior only, the loss on borders only. `before` is the pass with another number of
-    rows, if there was one.
+    `interior`: leaves of a unit graph (weights and inputs). `border`: tensors returned by a unit. A unit result may
+    depend only on the interior of the same unit, the loss only on borders. `before`: the previous pass with another row
+    count, or None.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Recording:
         staying = [unit for unit in units if unit.resident and before is None]
         self._staying = [(unit, _Contents(unit.live().values())) for unit in staying]
         self.written: dict[Unit, _Contents] = {}
-        """Units with weights that stay on the device, to which the model has written, and their contents then."""
+        """Resident units whose weights the model has changed, with the new contents."""
         self._written_to: list[int] = []
 
     def reads(self) -> WatchingMode:
-        """Return a mode under which reads of resting parameters are noticed."""
+        """Return a mode that detects reads of offloaded parameters and writes to weights."""
         return _Uses(self._streaming, self.outside_readers, self._runner, self._num_set_to_itself, self._written_to)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
+        """Run one unit use with a separate graph. Return the result detached from this graph."""
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
@@ -111,7 +111,7 @@ class Recording:
             self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
             own = [*leaves, *live]
-            # What a hook or a function of the model's own keeps of the weights lies where they were in the forward.
+            # Tensors kept by a hook or custom function alias the forward weights.
             is_plain = RemovableHandle.next_id == next_hook and is_torchs_own(result.tensors)
             reads = saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
         finally:
@@ -144,7 +144,7 @@ class Recording:
         return deliver(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
-        """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
+        """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
         runner, buffers = self._runner, buffer_places(unit.modules)
         before = Moment(runner.device, unit.modules, buffers, unit.notes, runner.is_weight)
         with torch.no_grad():
@@ -156,8 +156,10 @@ class Recording:
         return result
 
     def finish(self, results: Any) -> None:
-        """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit,
-        and what a backward reads.
+        """Finish after the forward. `results`: the loss.
+
+        Records inputs and outputs changed later, refuses a loss that depends on the inside of a unit, and runs the
+        backward between units to detect weight reads.
         """
         for traits, tensors, versions in self._watched:
             traits.stale.update(_moved(tensors, versions))
@@ -170,8 +172,8 @@ class Recording:
         for traits, tensors, _ in self._watched:
             traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
-        # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
-        # What the caller trains beside the model has no part in it.
+        # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
+        # trained beside the model are excluded.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
         received = [t for _, tensors, _ in self._watched for t in tensors]
         _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
@@ -187,9 +189,7 @@ class Recording:
     def _cut(
         self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
     ) -> list[torch.Tensor]:
-        """Return the result's tensors without the unit's graph; an input that came back unchanged stays the
-        caller's own.
-        """
+        """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
         own = {id(t): original for t, original in zip(inputs, arguments.tensors, strict=True)}
         outputs = []
         for tensor in result.tensors:
@@ -198,12 +198,13 @@ class Recording:
                 continue
             border = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self._borders[id(border)] = (border, unit.name)
-            outputs.append(border.clone())  # no leaf: the caller may change it in place
+            outputs.append(border.clone())  # not a leaf: the caller may change it in place
         return outputs
 
     def _reads_weights(self, unit: Unit, result: Arguments, leaves: Sequence[torch.Tensor]) -> bool:
-        """True unless a backward of a use reads none of the unit's weights, as code that autograd runs for the model
-        may do (a checkpoint), though it has saved none of them: it is tried.
+        """True if a backward reads unit weights.
+
+        Measured by a trial backward, because a checkpoint may read weights without saving any.
         """
         roots, wanted = ([t for t in some if t.requires_grad] for some in (result.tensors, leaves))
         if not roots or not wanted:
@@ -220,24 +221,27 @@ class Recording:
         return is_first
 
     def _learn_batch(self, unit: Unit) -> None:
-        """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether the unit
-        can be cut, as far as shapes tell. (The judge sees whether the parts make the whole.)
+        """Compare with the previous pass: tensor growth per row, fixed graph memory, and cuts as far as shapes allow.
+
+        The equivalence check later confirms that the parts give the whole.
         """
         assert self._before is not None
         traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
-        if self.rows == self._before.rows:  # an own loop's call: nothing to compare
+        if self.rows == self._before.rows:  # a call in the caller's own loop: no second row count
             return
         one = before[len(uses) - 1] if len(before) >= len(uses) else None
         traits.learn_rows(one, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
     def _num_writes(self, weights: Sequence[torch.Tensor]) -> list[int]:
-        """Return how often weights were changed in place. A parametrization of torch moves a parameter to another name,
-        and sets the parameter to itself there, which counts as a version and changes nothing.
+        """Return the number of in-place changes per weight.
+
+        A torch parametrization moves a parameter to another name and sets the parameter to itself: a new version
+        without a change.
         """
         return [weight._version - self._num_set_to_itself[id(weight)] for weight in weights]
 
     def note_writes(self) -> None:
-        """After a run: note to which weights the model has written, of those that stay on the device."""
+        """Record after a run the resident weights with changes by the model."""
         for unit, before in self._staying:
             live = unit.live().values()
             if before.differ():
@@ -246,15 +250,16 @@ class Recording:
                 _warn_of_writes(unit)
 
     def refuse_writes(self) -> None:
-        """Weights are in the engine again as a run has found them. Raises ConfigError where it left others. What code
-        puts back of its own changes (RWKV divides weights for eval mode, and multiplies them again) is none.
+        """Check the restored weights after a run. Raises ConfigError for changed weights.
+
+        Code may undo a change later: RWKV divides weights for eval mode and multiplies them again.
         """
         for unit, after in self.written.items():
             if after.differ():
                 self._refuse_writes(unit)
 
     def _writes_to(self, weights: Iterable[torch.Tensor]) -> bool:
-        """True where an operation of this run has written to some of these weights."""
+        """True if an operation of this run wrote to one of these weights."""
         spans = [range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for weight in weights]
         return any(address in span for address in self._written_to for span in spans)
 
@@ -285,9 +290,7 @@ class Recording:
                 )
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
-        """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its
-        arguments.
-        """
+        """Raise ConfigError if `tensors` depend on another unit's interior, or on a border other than the arguments."""
         for leaf in _graph_leaves(tensors):
             found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
             if found is not None and id(leaf) not in own:
@@ -300,7 +303,7 @@ class Recording:
 
 
 def _warn_of_writes(unit: Unit) -> None:
-    """Warn of a write that changes no value yet, such as a clamp within bounds."""
+    """Warn about a write without a changed value so far, e.g. a clamp within bounds."""
     warn(
         f"the model's forward writes to weights of unit {unit.name}, and no value changed in a trial. A later write "
         "that changes a value would act on this forward alone: the engine updates weights elsewhere. Clamp weights "
@@ -309,8 +312,9 @@ def _warn_of_writes(unit: Unit) -> None:
 
 
 class _Uses(WatchingMode):
-    """Notices operations on what stands for a parameter at rest, and those that write to weights on the device; counts,
-    by tensor, what is set to itself.
+    """Detects operations on offloaded parameters and writes to weights on the device.
+
+    Counts tensors set to themselves.
     """
 
     def __init__(
@@ -321,7 +325,7 @@ class _Uses(WatchingMode):
         num_set_to_itself: Counter[int],
         written_to: list[int],
     ) -> None:
-        """`written_to`: takes the addresses of weights that an operation writes to."""
+        """`written_to`: receives the addresses of written weights."""
         super().__init__()
         self._streaming, self._found, self._runner = streaming, found, runner
         self._num_set_to_itself, self._written_to = num_set_to_itself, written_to
@@ -341,7 +345,7 @@ class _Uses(WatchingMode):
 
 
 class _LiveReads(WatchingMode):
-    """Notices operations on weights that are on the device."""
+    """Detects operations on weights on the device."""
 
     def __init__(self, runner: UnitRunner) -> None:
         super().__init__()
@@ -354,13 +358,13 @@ class _LiveReads(WatchingMode):
 
 
 def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield what an operation is given; its lists are flat."""
+    """Yield the operands of an operation, one list level deep."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
 class _Contents:
-    """The contents of tensors at one moment. A write to `tensor.data`, or by numpy, changes no version of a tensor."""
+    """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._noted: list[tuple[torch.Tensor, int, Sketch]] = []
@@ -368,22 +372,22 @@ class _Contents:
             self.note(tensor)
 
     def differ(self) -> bool:
-        """True where the contents of a tensor are others."""
+        """True if the contents of some tensor changed."""
         return any(not sketch.is_as(Sketch.of(t)) for t, _, sketch in self._noted)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Note the contents of a tensor."""
+        """Record the contents of a tensor."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if is_plain and not tensor.is_quantized:
             self._noted.append((tensor, tensor._version, Sketch.of(tensor)))
 
     def were_rewritten(self) -> bool:
-        """True where the contents of a tensor are others, and the version is the same."""
+        """True if contents changed without a new version."""
         return any(t._version == version and not sketch.is_as(Sketch.of(t)) for t, version, sketch in self._noted)
 
 
 class _Saved:
-    """Counts what autograd saves of a unit's run beside its inputs and its weights."""
+    """Counts bytes saved by autograd in a unit run, without inputs and weights."""
 
     def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
         self._runner = runner
@@ -400,7 +404,7 @@ class _Saved:
             if self._runner.slots.holds(tensor):
                 self.has_weights = True
                 return tensor.detach()
-            self.contents.note(tensor.detach())  # the tensor itself would hold its own graph
+            self.contents.note(tensor.detach())  # the tensor itself would keep the graph alive
             if is_number(tensor):
                 self.has_numbers = True
             elif storage.data_ptr() not in self._known:
@@ -416,7 +420,7 @@ def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]
 
 
 def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ConfigError for a checkpoint under `tensors` whose backward gives no gradients of chosen tensors."""
+    """Raise ConfigError for a reentrant checkpoint: no gradients for selected tensors in the backward."""
     for node in nodes_of(tensors):
         if getattr(type(node), "_forward_cls", None) is CheckpointFunction:
             run = node.run_function
@@ -429,7 +433,7 @@ def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that require a gradient under `tensors`."""
+    """Yield the graph leaves that require a gradient."""
     yield from (tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None)
     for node in nodes_of(tensors):
         variable = getattr(node, "variable", None)

@@ -1,4 +1,4 @@
-"""The rows of a batch on which a model is recorded and judged: few, the same on all ranks."""
+"""Sample rows for recording and equivalence checks: a few rows, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from offload.errors import ConfigError
 
 ROWS = (2, 3)
 _TOKENS = 16
-_FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
+_FEWEST_COLUMNS = 4  # the minimum to detect if a loss shifts labels and adds up over chunks
 _Made = TypeVar("_Made")
 
 
 class Samples:
-    """Takes samples of batches. `rows`: what of batches has rows, where that is told."""
+    """Takes samples from batches. `rows`: configured row axes, or None."""
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state, self._rows = state, rows
 
     def form_of(self, batch: Batch) -> BatchForm:
-        """Return how a batch is cut in rows. Raises ConfigError."""
+        """Return the row axes of a batch. Raises ConfigError."""
         return BatchForm.of(batch, self._rows)
 
     def _few(self, batch: Batch, form: BatchForm, rows: int, whole: bool, group: int = 1) -> Batch:
-        """Return a few rows of a batch, or groups of `group` of them, repeated where it has too few: those with most
-        padding first, and then those that differ from the first in most; of token batches, a few tokens, or all with
-        `whole`.
+        """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.
+
+        The row with the most padding comes first, then rows in the order of most differences from this row. A token
+        batch is cut to a few tokens unless `whole`.
         """
         mask = _padding_mask(form, batch)
         first = 0 if mask is None else int(mask.sum(1).argmin()) // group
@@ -46,7 +47,7 @@ class Samples:
         return _cut_off(sample)
 
     def probe(self, form: BatchForm, sample: Batch) -> Batch:
-        """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
+        """Return a sample for loss trials: few columns, no padding."""
         if not self._is_text(form, sample):
             return sample
         length = next(iter(sample.values())).shape[1]
@@ -57,16 +58,17 @@ class Samples:
         }
 
     def _is_text(self, form: BatchForm, batch: Batch) -> bool:
-        """True where all of a batch is [rows, tokens]."""
+        """True if all batch values are tensors [rows, tokens]."""
         if not hasattr(self._state.model, "config") or form.is_whole or not form.is_rows_of(batch):
             return False
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
     def choose_leader(self, batch: Batch, is_new: Callable[[], bool], departed: bool | None) -> int:
-        """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
-        or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
-        padding.
+        """Return the rank with the best samples; all ranks record on these.
+
+        Priority: a rank that departed from the recorded behaviour, a rank with an unrecorded batch, more rows, more
+        padding, the lowest rank.
         """
         comm = self._state.comm
         if comm.size == 1:
@@ -78,20 +80,20 @@ class Samples:
         return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
     def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool, group: int = 1) -> list[Batch]:
-        """Return what to record on, rows or groups of them: the same on all ranks."""
+        """Return the samples to record on, equal on all ranks."""
         if form.is_whole:
             return [self._shared(leader, lambda: _cut_off(batch))] * len(ROWS)
         return [self._shared(leader, partial(self._few, batch, form, rows, whole, group)) for rows in ROWS]
 
     def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
-        """Return the batch that one rank makes."""
+        """Return the batch built by the leader."""
         if self._state.comm.size == 1:
             return make()
         host = self.told(leader, lambda: map_tensors(torch.Tensor.cpu, make()))
         return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
 
     def told(self, leader: int, make: Callable[[], _Made]) -> _Made:
-        """Return what one rank makes, which all have to go by."""
+        """Return the value computed by the leader. Collective."""
         comm = self._state.comm
         if comm.size == 1:
             return make()
@@ -99,8 +101,9 @@ class Samples:
         return cast(_Made, found)
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
-        """Return samples without and with padding where there are several ranks: later batches may have some on one of
-        them alone, and the model may then leave the mask out on the others.
+        """Return samples without and with padding if there are several ranks.
+
+        Later batches may have padding on one rank only, and the model may skip the mask on the others.
         """
         mask = _padding_mask(form, samples[0])
         if self._state.comm.size == 1 or mask is None:
@@ -114,8 +117,9 @@ class Samples:
         return variants
 
     def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
-        """Return on what a call of an own loop is judged: on a few rows of its arguments, where these look like a
-        batch, or else on all of them.
+        """Return samples of a call in the caller's own loop, for recording and equivalence check.
+
+        A few argument rows if the arguments look like a batch; last, the whole call.
         """
         whole = args, kwargs
         try:
@@ -128,7 +132,7 @@ class Samples:
 
 
 def _first_column(labels: torch.Tensor | None) -> int:
-    """Return from where on a few columns of a text show some target: 0 unless a long prompt comes first."""
+    """Return the first column of a text sample with some target: 0, unless a long prompt comes first."""
     if labels is None or (targets := (labels[:, 1:] != IGNORED).any(0).nonzero()).numel() == 0:
         return 0
     first = int(targets[0])
@@ -136,11 +140,11 @@ def _first_column(labels: torch.Tensor | None) -> int:
 
 
 def _cut_off(batch: Batch) -> Batch:
-    """Return a batch whose tensors hang on no graph of the caller's, in which a trial would leave gradients."""
+    """Detach the batch from the caller's graph, so that a trial leaves no gradients there."""
     return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 
 
 def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:
-    """Return what says which tokens of a batch [rows, tokens] are none."""
+    """Return the padding mask [rows, tokens]. None: no mask."""
     mask = batch.get("attention_mask")
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0 else None

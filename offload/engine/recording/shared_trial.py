@@ -1,4 +1,4 @@
-"""Whether a model on sequences that ranks share gives what it gives on whole ones."""
+"""Trial run for sequence parallelism: compares shared sequences with whole ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from offload.errors import ConfigError, OffloadError
 from offload.hf.models import in_eval_mode
 
 _ROUNDING_OF_ONE = 4
-"""How much farther one token may be off than all are on average: a router may take it elsewhere."""
+"""Allowed ratio between the error at one token position and the mean error. A router may send a token elsewhere."""
 
 
 def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> None:
-    """Run the model on the first tokens of a few rows, whole and shared, and compare what comes out of its base model.
-    Collective. Raises ConfigError on all ranks where some module mixes tokens elsewhere than in attention, where
-    attention is not called through transformers' interface, and where the loss is not one of single tokens.
+    """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
+
+    Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
+    transformers interface, or if the loss is not a mean over tokens.
     """
     head, comm = facts.head, state.attention.comm
     name = type(state.model).__name__
@@ -50,16 +51,16 @@ def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> 
                 wanted = hidden(whole)
                 with over_whole_rows(state.attention, few, own, bring_up) as (given, _):
                     found = hidden(given)
-            wanted = wanted[:, comm.rank * found.shape[1] :][:, : found.shape[1]]  # what fills rows up is in none
+            wanted = wanted[:, comm.rank * found.shape[1] :][:, : found.shape[1]]  # without filler tokens
             found = found[:, : wanted.shape[1]]
             if wanted.numel():
                 of_tokens = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
-                # At the first tokens of a rank alone where the token before them counts; by rounding, anywhere.
+                # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
                 apart = float(max(of_tokens.mean(), of_tokens.mean(0).max() / _ROUNDING_OF_ONE))
             told = "" if apart <= bound else f"tokens differ by {apart:.1g} of their size, on rank {state.comm.rank}"
         except (OffloadError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # alike on all ranks of the group, which have exchanged as much by then
+        except Exception as error:  # same error on all ranks in the group, after equal exchanges
             state.runner.fail(False)
             told = f"{type(error).__name__}: {error}".splitlines()[0]
     told = next(filter(None, state.comm.gather_objects(told, "whether sequences may be shared")), "")

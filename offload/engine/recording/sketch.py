@@ -1,4 +1,4 @@
-"""Sums that tell tensors apart, in 2 KiB for a tensor of any size."""
+"""Signed sums that distinguish tensors, in 2 KiB for any tensor size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 _SUMS = 256
 _CHUNK = _SUMS * 251
-"""Elements that are summed at once: no power of two, in which signs would repeat from row to row."""
+"""Elements per step: not a power of two, to avoid repeated signs from row to row."""
 
 
 @cache
@@ -21,20 +21,20 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """Sums of a tensor's elements in float64, each with a random sign (a count sketch, Charikar et al. 2002).
+    """Signed sums over tensor elements, float64 (count sketch, Charikar et al. 2002).
 
-    Equal tensors have equal sketches. The norm of the difference of two sketches is about that of the difference of the
-    tensors, within a tenth, as far as differences do not repeat with the signs, every 64,256 elements.
+    Equal tensors have equal sketches. The distance between two sketches is within about 10 % of the distance between
+    the tensors, unless differences repeat with the signs (period: 64,256 elements).
     """
 
     shape: torch.Size
-    """The shape of the tensor."""
+    """Tensor shape."""
     sums: torch.Tensor
-    """float64 [256], on the CPU"""
+    """float64 [256], on the CPU."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Sketch:
-        """Return the sketch of a tensor of any dtype and device."""
+        """Return the sketch for a tensor with any dtype and device."""
         flat = tensor.detach()
         flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
         signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
@@ -50,15 +50,15 @@ class Sketch:
 
     @property
     def norm(self) -> float:
-        """About the norm of the tensor."""
+        """Approximate tensor norm."""
         return float(self.sums.norm())
 
     def is_as(self, other: Sketch) -> bool:
-        """True where both tensors have the same shape and elements; NaN equals NaN."""
+        """True if both tensors have the same shape and elements. NaN equals NaN."""
         return self.shape == other.shape and bool(torch.equal(self.sums.nan_to_num(), other.sums.nan_to_num()))
 
     def distance(self, other: Sketch) -> float:
-        """About the norm of the difference; infinite where the shapes differ, or one alone is not finite."""
+        """Return the approximate distance; infinite for different shapes or if only one tensor is finite."""
         if self.shape != other.shape:
             return math.inf
         apart = float((self.sums - other.sums).norm())

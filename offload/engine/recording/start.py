@@ -1,4 +1,4 @@
-"""Where a trial begins, so that nothing of it stays."""
+"""Snapshot before a trial run, so that the trial leaves no trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.engine.units.drawn import Drawn
 
 
 class Start:
-    """Generators and all that can be reached from `roots` (the model, a batch, a loss function), as they are."""
+    """State of random generators and all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
 
     def __init__(self, state: EngineState, roots: Mapping[str, Any]) -> None:
         self._state, self._roots = state, roots
@@ -22,30 +22,31 @@ class Start:
         self._belongings = self.belongings_now()
 
     def belongings_now(self) -> Belongings:
-        """Return what hangs on the roots now."""
+        """Return the current state behind the roots."""
         return Belongings(self._roots, self._state.runner.is_weight, gradients=True)
 
     @property
     def has_drawn(self) -> bool:
-        """True where random numbers were drawn since."""
+        """True if random numbers were sampled since the snapshot."""
         now = self._state.device.random_state()
         is_same = all(map(torch.equal, self._random, now)) and self._drawn.is_as(Drawn.so_far())
         return not is_same
 
     def draw_again(self) -> None:
-        """The next random numbers are those that came first."""
+        """Reset the random generators to the snapshot."""
         self._state.device.set_random_state(self._random)
         self._drawn.put_back()
 
     def put_back(self) -> None:
-        """All is as it was."""
+        """Restore the snapshot."""
         self.draw_again()
         self._belongings.put_back()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within, the engine calls the model for itself; afterwards all is as it was, weights that stay included, where
-        a model's own code writes to them.
+        """Within the context, the engine calls the model for internal runs.
+
+        Restores all state afterwards, also resident weights changed by model code.
         """
         state = self._state
         versions = state.slots.versions()

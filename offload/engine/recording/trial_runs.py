@@ -1,4 +1,4 @@
-"""The passes before the first step: when the model is recorded, on what, and how often."""
+"""Trial runs before the first step: when to record the model, on which rows, and how often."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from offload.telemetry.counters import Counters
 
 _Made = TypeVar("_Made")
 MOST_CHOICES = 4
-"""Values of an int that are recorded; one that has more counts something, and chooses nothing."""
+"""Recorded values per int argument. An int with more values is a count, not a choice between branches."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What trial runs have shown of a kind of batch."""
+    """Trial run results for one batch pattern."""
 
     rule: LossRule
-    """How the model's own loss counts."""
+    """How the model loss counts targets."""
     head: ChunkedHead | None
-    """The head that makes its logits in chunks; None for none."""
+    """The head with logits in chunks. None: full logits."""
     form: BatchForm
-    """How the batch is cut in rows."""
+    """Row axes of the batch."""
 
 
 class TrialRuns:
-    """Runs the recording passes, and those that try out the loss and the head. `rows`: what of batches has rows, where
-    that is told. `cuts`: batches may have to be cut in these, or are parts of one.
+    """Runs the recording passes, and the trials of loss and head.
 
-    Each pass leaves weights, buffers, generators and counters as they were.
+    `rows`: configured row axes of the batch values, or None. `cuts`: batches may need to be cut into rows, or are parts
+    of a larger batch. Every pass restores weights, buffers, random generators and counters.
     """
 
     def __init__(
@@ -69,25 +69,26 @@ class TrialRuns:
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
         self._trains = False
-        self._roots: Mapping[str, Any] = {}  # what the model is called with
+        self._roots: Mapping[str, Any] = {}  # the arguments of the model call
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self.modes = 0
-        """A mark of which modules train and which parameters are frozen, when passes were recorded."""
+        """Hash of training modes and frozen parameters at the last recording."""
         self._found: dict[Hashable, Found] = {}
-        self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # of batches and calls, what their ints were
+        self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # recorded int values per batch pattern or call
         self._watched_calls: set[Hashable] = set()
-        self._alike: dict[Hashable, set[str]] = {}  # of these, what was the same in all rows that were recorded
+        self._alike: dict[Hashable, set[str]] = {}  # per batch pattern: keys with equal values in all recorded rows
         self.is_complete = True
-        """False from the begin of a recording until whoever asked for it has noted what it found."""
-        self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
+        """False from the start of a recording until `end`."""
+        self.decided: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
         self._modules = list(self._model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
     def news(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
-        """Return whether to record first, and whether this kind of batch, its loss and the configuration were recorded
-        before: with other numbers, or on rows that were the same by what tells them apart now, so that it did not show
-        whether units and the batch itself may be cut.
+        """Return (needs a recording, pattern is already recorded).
+
+        A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
+        equal in all recorded rows: such a recording says nothing about row cuts.
         """
         signature, form = self._signature(batch, loss_fn), self.samples.form_of(batch)
         alike, is_known = self._alike.get(signature, set()), signature in self._found
@@ -95,9 +96,11 @@ class TrialRuns:
         return not is_known or differs, is_known
 
     def on_batch(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
-        """Return the facts with what is known about this kind of batch. Collective: record first where the batch is new
-        to some rank, on a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows
-        of whole length, where a rank has departed from what was recorded: this one, or not (None: none has).
+        """Return the facts completed with the trial run results for this batch pattern. Collective.
+
+        If the batch is new to some rank, record first: on a few rows and tokens, or on the whole batch if a few rows
+        cannot run alone. Not None `departed`: some rank departed from the recorded behaviour (True: this rank), and the
+        recording is repeated on rows of full length.
         """
         batch, loss_fn = facts.batch, facts.loss_fn
         signature, self._sample_left = self._signature(batch, loss_fn), None
@@ -108,24 +111,22 @@ class TrialRuns:
         leader = self.samples.choose_leader(batch, lambda: self.news(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
-        if rule is None:  # the next batch may tell
+        if rule is None:  # not conclusive: the next batch may be
             return replace(facts, form=form)
         if loss_fn is None or isinstance(loss_fn, TokenLoss):
             rule, head = self._keep_decision(batch, rule, head)
         found = Found(replace(rule, by_rows=isinstance(loss_fn, GroupLoss)), head, form)
-        if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
+        if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else another rank's pattern
             self._found[signature] = found
             self._note(signature, _ints((), batch))
         return replace(facts, **vars(found))
 
     def end(self) -> None:
-        """What a recording has found was noted by whoever asked for it."""
+        """Mark the recording as complete, after the caller has stored the results."""
         self.is_complete = True
 
     def take_sample(self, facts: BatchFacts) -> Batch:
-        """Return the rows on which passes are judged: those that were recorded last, if nobody has taken them yet. The
-        same on all ranks. Collective.
-        """
+        """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
         sample, self._sample_left = self._sample_left, None
         if sample is None:
             leader = self.samples.choose_leader(facts.batch, lambda: self.news(facts.batch, facts.loss_fn)[0], None)
@@ -136,12 +137,12 @@ class TrialRuns:
         return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
 
     def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, leader: int, again: bool) -> BatchForm:
-        """Record on a few rows of a batch, or where that cannot be on all of it; return the form in which it was."""
+        """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
-        is_plain = self.samples.told(leader, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
+        is_plain = self.samples.told(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
         form, known = self.samples.form_of(batch), self._found.get(signature)
         form = replace(form, obstacle=known.form.obstacle) if known is not None else form
-        told = self.samples.told(leader, lambda: replace(form, owners={}))  # whose functions are the caller's
+        told = self.samples.told(leader, lambda: replace(form, owners={}))  # owner functions stay with each caller
         form = form if self._state.comm.rank == leader else told
         self._alike.pop(signature, None)
         if not form.is_whole:
@@ -155,7 +156,7 @@ class TrialRuns:
                 return form
             except (OffloadError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # no rows of it run by themselves, or others than were taken for such
+            except Exception as error:  # rows cannot run alone, or the row axes are wrong
                 if is_plain:
                     raise
                 self.forget_traffic()
@@ -184,7 +185,7 @@ class TrialRuns:
             for samples in variants:
                 runs = [partial(run_loss, self._model, s, loss_fn, has_gradient=self._has_backward) for s in samples]
                 self._record(list(zip(rows, runs, strict=True)))
-        except Exception:  # what was learned of no batch
+        except Exception:  # discard the partial results
             for unit, before in known:
                 unit.known.clear()
                 unit.known.update(before)
@@ -200,11 +201,11 @@ class TrialRuns:
         if isinstance(loss_fn, GroupLoss) and not isinstance(loss_fn, TokenLoss):
             return LossRule(), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, again)[0])
-        if isinstance(loss_fn, TokenLoss):  # whether the head may be cut is shown by the model's own loss
+        if isinstance(loss_fn, TokenLoss):  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
-            # Some weights are read from outside in eval mode alone (RWKV rescales its blocks there). Watched once: that
-            # takes as long as a run, and which weights are read does not depend on the labels.
+            # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
+            # enough, as slow as a normal run: reads do not depend on the labels.
             trials = LabelTrials(self._model, run)
             self._settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
@@ -214,12 +215,12 @@ class TrialRuns:
         return rule, head
 
     def give_up(self) -> None:
-        """What a recording has learned in part is forgotten, with all that it may have written over."""
+        """Discard an incomplete recording, with everything the recording may have overwritten."""
         if not self.is_complete:
             self.begin_again(self.decided)
 
     def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
-        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
+        """Discard all recordings, as in a fresh engine, and adopt the loss decisions `decided` of another engine."""
         self.decided = {key: list(values) for key, values in decided.items()}
         self._found.clear()
         self._choices.clear()
@@ -230,9 +231,7 @@ class TrialRuns:
     def _keep_decision(
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
     ) -> tuple[LossRule, ChunkedHead | None]:
-        """Return what was decided about the model's own loss when it was tried first: it must not change with a batch,
-        nor where a run goes on from a checkpoint.
-        """
+        """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
         names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
@@ -241,9 +240,10 @@ class TrialRuns:
         return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """True where this kind of call of an own loop was not recorded yet, or with few values of an int, and another
-        one now: it may choose a way through the model. Others are lengths and counts (`logits_to_keep`,
-        `max_length_q`), which may be new in every call.
+        """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
+
+        An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
+        and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
         """
         return self._is_new(self._signature_of_call(args, kwargs), _ints(args, kwargs))
 
@@ -257,7 +257,7 @@ class TrialRuns:
             known.setdefault(key, set()).add(value)
 
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
-        """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
+        """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._trains = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.forwards.looks_at_few:
             _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record)
@@ -268,9 +268,7 @@ class TrialRuns:
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called where gradients are off, for the first time in this way: find out which weights are read
-        from outside their units, as a loss over the head's may, by a run of which nothing stays. Collective.
-        """
+        """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._unseen():
@@ -279,24 +277,20 @@ class TrialRuns:
             self._watched_calls.add(signature)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-        """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it
-        is 0.
-        """
+        """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
         given = [*enumerate(args), *kwargs.items()]
         plain = [(key, value) for key, value in given if isinstance(value, bool | str | None)]
         ints = [(key, type(value), bool(value)) for key, value in _ints(args, kwargs)]
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
-        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
-        parameters frozen.
-        """
+        """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
         if self._note_modes():
             self._found.clear()
             self._choices.clear()
 
     def _note_modes(self) -> bool:
-        """Take the modes for those that what is recorded holds in; return True where these are others."""
+        """Store the current modes. Return True if they changed."""
         modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
         if modes == self._modes:
             return False
@@ -304,13 +298,13 @@ class TrialRuns:
         return True
 
     def _flags(self) -> Hashable:
-        """Return the switches of the model's configuration: some make tensors leave units by another way."""
+        """Return the boolean options of the model configuration. Some make tensors leave units by another path."""
         return tuple(
             (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
         )
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
-        """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""
+        """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
         before: Recording | None = None
         for rows, run in runs:
 
@@ -327,13 +321,13 @@ class TrialRuns:
         self.forget_traffic()
 
     def forget_traffic(self) -> None:
-        """What the first step needs counts as its own: it is fetched again."""
+        """Discard fetched weights and transfer counters, so that the first step fetches and counts all weights."""
         self._state.executor.forget()
         self._state.lanes.timeline.discount("h2d", "nvme_read")
         self._counters.clear()
 
     def _settled(self, run: Callable[[Recording], _Made], rows: int = 0, before: Recording | None = None) -> _Made:
-        """Run under the eyes of a recording, again with more resident units as long as some are read from outside."""
+        """Run under a recording. Repeat with more resident units until no unit is read from outside."""
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
@@ -342,7 +336,7 @@ class TrialRuns:
             except ConfigError:
                 self._state.weights_changed()
                 raise
-            except Exception:  # with NaN in the place of weights anything may fail; the next pass has the weights
+            except Exception:  # NaN replaced the weights, so any error is possible
                 if not recording.outside_readers:
                     raise
             else:
@@ -352,12 +346,12 @@ class TrialRuns:
             self._state.make_resident(recording.outside_readers)
 
     def _unseen(self) -> AbstractContextManager[None]:
-        """Leave modules, batch, loss function and generators as they were."""
+        """Restore modules, batch, loss function and random generators afterwards."""
         return Start(self._state, {"": self._model, **self._roots}).unseen()
 
 
 def _on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a model as its caller does; the containers, values and graphs that are given stay as they are."""
+    """Call the model on copies of the arguments; the caller's containers, values and graphs stay unchanged."""
     arguments = Arguments((args, kwargs))
     own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
     args, kwargs = arguments.fill(own)
@@ -365,7 +359,7 @@ def _on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _undo_writes(recording: Recording, state: EngineState) -> None:
-    """Bring weights up again to which a run has written."""
+    """Copy weights to the device again after writes by the model."""
     recording.note_writes()
     if recording.written:
         state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
@@ -377,8 +371,9 @@ def _record_few(
     samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
 ) -> None:
-    """Record on a few rows and tokens of a call, where these run by themselves: what takes too much memory to be tried
-    on all of them is known from there.
+    """Record on a few rows and tokens of a call, if these run alone.
+
+    The recording then covers units whose trial on all rows would take too much memory.
     """
     is_known = bool(samples)
     for args, kwargs in samples:
@@ -391,18 +386,19 @@ def _record_few(
             is_known = False
     if state.comm.any(not is_known, "whether a sample of a call runs"):
         for variant in (variant for unit in state.units for variant in unit.known.values()):
-            variant.learn_tiles(None)  # that of another mode
+            variant.learn_tiles(None)  # from another mode
 
 
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
-    """Return the numbers among arguments, by position or name."""
+    """Return the ints among the arguments, by position or name."""
     given = [*enumerate(args), *kwargs.items()]
     return [(key, value) for key, value in given if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _kind(loss_fn: Any) -> Hashable:
-    """Return what tells loss functions apart: the code, since a lambda in a loop is a new function every time, and the
-    switches that it was made with.
+    """Return a key for a loss function: the code and the boolean or string options.
+
+    Function identity is no key, because a lambda in a loop is a new function every time.
     """
     if isinstance(loss_fn, partial):
         return _kind(loss_fn.func), _switches([*loss_fn.args, *loss_fn.keywords.items()])
@@ -416,7 +412,7 @@ def _switches(values: Sequence[Any]) -> Hashable:
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:
-    """True where an exception comes out of a function of the caller's."""
+    """True if the exception comes from the caller's function."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))

@@ -1,4 +1,4 @@
-"""Modes of torch that see all operations of a pass."""
+"""Torch modes with a view of all operations in a pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A mode under which functions that torch.compile has made run eagerly. Without that, dynamo gives up a function
-    that is first called under a mode, for as long as the process lives.
+    """A dispatch mode with compiled functions forced to eager execution.
+
+    Otherwise dynamo permanently gives up each function first called under a mode.
     """
 
     _stance: AbstractContextManager[Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch wraps what handles an operation, lest dynamo traces it, which doubles the time of each: no function is
-        compiled here.
+        """Return False: the torch wrapper against dynamo tracing doubles the time per operation.
+
+        Nothing is compiled here, so the wrapper is not needed.
         """
         return False
 
