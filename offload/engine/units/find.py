@@ -206,8 +206,8 @@ def _warn_of_nested_tensors(model: nn.Module) -> None:
             warn(
                 f"nn.TransformerEncoder {name} has enable_nested_tensor: in evaluation, plain PyTorch packs rows with "
                 "a src_key_padding_mask into nested tensors and returns zeros at padded positions. Offloaded, it "
-                "returns the same values there as in training. Build it with enable_nested_tensor=False for equal losses where "
-                "padded positions are read, as by nn.TransformerDecoder without a memory_key_padding_mask."
+                "returns the same values there as in training. Where padded positions are read, as by an "
+                "nn.TransformerDecoder without a memory_key_padding_mask, build it with enable_nested_tensor=False."
             )
 
 
