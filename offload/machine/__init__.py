@@ -1,1 +1,1 @@
-"""What the machine has and can do."""
+"""Properties and measured rates of the machine."""

@@ -1,1 +1,1 @@
-"""The static schedule: which weights come up when, and where they go. `build` is pure; `execute` runs it on lanes."""
+"""Static fetch schedule: time and device address of each weight fetch. `build` is pure; `execute` runs it on lanes."""

@@ -1,1 +1,1 @@
-"""What is told of a run: bytes, times, progress, traces."""
+"""Telemetry of a run: byte counters, times, progress, traces."""
