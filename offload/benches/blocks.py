@@ -1,8 +1,8 @@
 """Time contenders over blocks of consecutive steps. Each block begins and ends without pending work.
 
 Work left after a step returns (disk updates continue during the next forward) is part of the step cost. If contenders
-alternated after every step, this work would run during, and slow down, the step of another contender. So a block lasts
-until its contender has finished all work, and only then the next block begins.
+alternated after every step, this work would overlap and slow down the next contender. So a block lasts until the
+contender has finished all work, and only then the next block begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def none_left() -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """Measurements of a block: total seconds, seconds after the last step returned, and bytes moved by name."""
+    """Measurements for a block: total seconds, seconds after the last step returned, and bytes moved by name."""
 
     seconds: float
     left_seconds: float
@@ -112,7 +112,7 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
     Ratios are medians over rounds, each from two blocks measured shortly one after the other.
 
     tokens: tokens per step.
-    more: fields added to every result. The "group" value becomes part of the names.
+    more: fields added to every result. The "group" value is appended to names.
     """
     by_name = {contender.name: contender for contender in contenders}
     results = []

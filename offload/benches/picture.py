@@ -35,9 +35,9 @@ def make_folder(path: Path) -> None:
 
 
 def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
-    """Write lines of (x, y) points, by name, to PATH.svg and PATH-dark.svg. Returns both paths.
+    """Write lines with (x, y) points, by name, to PATH.svg and PATH-dark.svg. Returns both paths.
 
-    x must be positive; ticks are powers of two. Raises DiskError.
+    x must be positive. Ticks double from one to the next. Raises DiskError.
     """
     stem = path.with_suffix("") if path.suffix == ".svg" else path
     make_folder(stem)
@@ -94,7 +94,7 @@ def _short(value: float) -> str:
 
 @contextmanager
 def _theme(values: Mapping[str, str]) -> Iterator[None]:
-    """Set fonts and colors in the global theme of leather in this context."""
+    """Set fonts and colors in the global leather theme in this context."""
     import leather.theme as theme
 
     before = {name: getattr(theme, name) for name in values}

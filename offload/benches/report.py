@@ -20,7 +20,7 @@ class Result:
     """One measured number.
 
     ratio: improvement over `reference` (2 is twice as fast); None: no reference.
-    details: more JSON fields. `show` prints some of them.
+    details: more JSON fields. `show` prints some.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Result:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the machine."""
+    """Return a machine description."""
     import psutil
 
     from offload.native import kernels
@@ -52,7 +52,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages involved."""
+    """Return versions for the installed packages."""
     packages = ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao")
     found = {name: version for name in packages if (version := version_of(name)) is not None}
     return {"python": platform.python_version(), "system": platform.system(), **found}
@@ -68,14 +68,14 @@ def spread(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass
 class Measured:
-    """Output of a benchmark."""
+    """Benchmark output."""
 
     results: list[Result]
     """Results in table order."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(name, reason) for contenders not measured."""
     files: list[Path] = dataclasses.field(default_factory=list)
-    """Other files written, such as pictures."""
+    """Other files written, for example pictures."""
 
     def document(self) -> str:
         """Return machine, versions and results as JSON text."""
@@ -120,7 +120,7 @@ def shown(value: float) -> str:
 
 
 def print_table(table: Any) -> None:
-    """Print a rich table, at least `MIN_WIDTH` wide regardless of the terminal."""
+    """Print a rich table, at least `MIN_WIDTH` wide on any terminal."""
     from rich.console import Console
 
     console = Console()

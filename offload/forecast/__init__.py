@@ -1,1 +1,1 @@
-"""Forecast memory use and step time of a run before anything is allocated."""
+"""Forecast memory use and step time before anything is allocated."""

@@ -1,4 +1,4 @@
-"""Search for configurations that fit or run faster than the forecast one."""
+"""Search for configurations with a better fit or higher speed than the forecast one."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], 
 def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
     """Yield increasing shares of optimizer states stored and updated on the device, beside host updates.
 
-    The maximum is device memory, including the memory of weights now resident.
+    The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
     offload, prepared, budget = given.config.offload, found.prepared, found.memory.budgets["device"]
     is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")

@@ -283,7 +283,7 @@ class Forecaster:
         if known is not None and times:
             try:
                 timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
-            except RuntimeError as error:  # a single mapping exceeded the address space; pages are never touched
+            except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
                 notes.append(

@@ -20,7 +20,7 @@ from offload.planning.machines import ThisMachine
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 _MUCH_FASTER = 0.5
-"""Share of the step time below which another precision is worth a note."""
+"""Relative step time in another precision that justifies a note."""
 NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
 """Tier names in messages."""
 

@@ -47,10 +47,10 @@ class CannotMeasureError(Exception):
 class BatchSpec:
     """Batch shape for a step on one rank.
 
-    kind: model kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
+    kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
     rows, length: batch rows, and tokens per row on this rank.
     is_padded: rows end in padding, so attention needs a mask.
-    shared_by: number of sequence-parallel ranks per sequence.
+    shared_by: sequence-parallel ranks per sequence.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class BatchSpec:
         return batch
 
     def shared(self, given: Mapping[str, torch.Tensor]) -> SharedRows | None:
-        """Return this rank's view of sequence-parallel rows, from its batch part.
+        """Return this rank's view of sequence-parallel rows, from the local batch part.
 
         None: the rank has whole sequences.
         """
@@ -138,7 +138,7 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
 def _run(
     model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None = None
 ) -> Workload:
-    """Return the workload of one micro-batch with `rows` rows."""
+    """Return the workload for one micro-batch with `rows` rows."""
     probe = _Probe(prepared, tiles)
     with probe.routed(), probe.counter.watching(), torch.enable_grad():
         num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
@@ -231,7 +231,7 @@ class _Probe:
         module.forward = forward
 
     def run(self, model: nn.Module, given: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
-        """Run forward and backward. Returns the number of head chunks."""
+        """Run forward and backward. Returns the head chunk count."""
         attention = _attention(model, batch, self.counter)
         attention.divert()
         try:
@@ -327,7 +327,7 @@ class _Probe:
         ]
 
     def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
-        """Return all uses and stretches with work."""
+        """Return all uses, and all stretches with work."""
         works = [entry.work for entry in (*self._entries, *self._chunk * num_chunks)]
         return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
 
@@ -355,7 +355,7 @@ class _Probe:
         self.begin()
 
     def _end_backward(self, number: int) -> None:
-        """Record the backward of a stretch."""
+        """Record a stretch backward."""
         entry = self._entries[number]
         peak = max(0, self.counter.peak_bytes - entry.held_bytes)
         entry.work = replace(entry.work, backward=self.counter.cost - self._mark, backward_temporary_bytes=peak)
@@ -407,7 +407,7 @@ class _Probe:
         entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
 
     def backward_of(self, number: int) -> None:
-        """Called when the backward between units reaches the results of a unit."""
+        """Called when the backward between units reaches unit results."""
         if number + 1 < len(self._entries):
             self._end_backward(number + 1)
 

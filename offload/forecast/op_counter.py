@@ -45,7 +45,7 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_:
 
 
 _STAND_INS: dict[Any, Any] = {_aten.histc: _histc, _aten._grouped_mm: _grouped_mm}
-"""Replacements for operations whose `meta` kernel is missing or limited to bf16."""
+"""Replacements for operations without a `meta` kernel, or with one limited to bf16."""
 
 
 class UnknownValueError(Exception):

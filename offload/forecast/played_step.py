@@ -2,7 +2,7 @@
 
 `Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `SlotUpdates` and `ActivationOffload` are the engine
 classes, with all fences and rings. Simulated lanes do no work; each job takes the time its bytes take on the link.
-Memory is mapped but never touched, except for padding. Only the call order of each training method is written here.
+Memory is mapped but never touched, except for padding. This module adds only the call order in each training method.
 
 Not simulated: random delays, evaluation, checkpoint writes, and custom loops with several backwards per step.
 """
@@ -41,7 +41,7 @@ from offload.tiers.store import Store
 from offload.tiers.tile import Tile
 
 _NUM_STEPS, _NUM_WARM = 6, 3
-"""Number of simulated steps, and number of warm-up steps among them.
+"""Simulated steps, and warm-up steps among them.
 
 The first step fetches on demand. After it, device residency can still change from step to step for a while.
 """
@@ -54,11 +54,11 @@ class Call:
     Without `regions`, a stretch between units.
 
     regions: unit regions.
-    forward_s, backward_s: seconds of compute. The backward includes activation recomputation.
+    forward_s, backward_s: compute seconds. The backward includes activation recomputation.
     forward_host_s, backward_host_s: launch time on the host; if the host itself computes, time for other work.
-    num_parts: number of micro-batches. Seconds are divided evenly.
-    saved_bytes: bytes of offloaded inputs; 0 if inputs stay on the device or the graph is offloaded.
-    graph_bytes: bytes of the offloaded graph, which replaces the inputs.
+    num_parts: micro-batch count. Seconds are divided evenly.
+    saved_bytes: offloaded input bytes; 0 if inputs stay on the device or the graph is offloaded.
+    graph_bytes: offloaded graph bytes. The graph replaces the inputs.
     reads_weights: True if the backward reads weights.
     """
 
@@ -75,7 +75,7 @@ class Call:
 
 @dataclass(frozen=True)
 class PlayedPlan:
-    """The parts of an engine plan needed to simulate the lanes.
+    """The engine plan, reduced to values needed to simulate the lanes.
 
     regions: all regions, by index.
     settings: update timing, activation tiers and update rule are read; the rest is ignored.
@@ -83,12 +83,12 @@ class PlayedPlan:
     rings: disk ring sizes in bytes, by name.
     buffer_bytes: gradient buffer size on the device.
     capacity_bytes: device memory for streamed weights.
-    lookahead, most: number of cargoes fetched ahead, and held at the same time (None: as many as fit).
+    lookahead, most: cargoes fetched ahead, and maximum held at the same time (None: as many as fit).
     staging_bytes, shard_bytes: device buffers for gradients consumed immediately, and for reduced shards.
     update_ring_bytes: device ring for host states updated on the device.
     resident: indices of regions always on the device.
     lasting: indices of regions whose gradients leave the device only after the backward.
-    num_machines: number of machines the ranks are spread over.
+    num_machines: machines the ranks are spread over.
     on_device: True if optimizer states are stored on the device.
     in_stream: True if compute is an accelerator stream and the host runs ahead.
     inline: True if compute itself makes copies and updates.
@@ -123,7 +123,7 @@ class PlayedPlan:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Averages of a simulated steady-state step."""
+    """Averages for a simulated steady-state step."""
 
     seconds: float
     """Step time in seconds."""
@@ -157,7 +157,7 @@ def simulate(
 
 
 class _PlayedFile(Stripes):
-    """A file that only tracks its size."""
+    """A size counter in place of a file."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -182,7 +182,7 @@ class _PlayedNvme(Nvme):
 
 
 class _PlayedAccelerator(CpuDevice):
-    """CPU memory in the role of accelerator memory, with the same decoding."""
+    """CPU memory in place of accelerator memory, with the same decoding."""
 
     decodes_at_once = AcceleratorDevice.decodes_at_once
 
@@ -225,7 +225,7 @@ class _Place:
 
 
 class _PlayedEngine:
-    """An engine on simulated lanes. `step` calls the components in the order of the real training methods."""
+    """An engine on simulated lanes. `step` calls the components like the real training methods."""
 
     def __init__(self, calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
@@ -321,7 +321,7 @@ class _PlayedEngine:
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
-        """Call order of `offload.engine.methods.backward`."""
+        """Same call order as `offload.engine.methods.backward`."""
         updates, norm = self._updates, None
         if updates.learns_first:
             self._begin_pass(learns=True)
@@ -342,7 +342,7 @@ class _PlayedEngine:
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
-        """Call order of `offload.engine.methods.forwards`. All passes are included in the forward of each call."""
+        """Same call order as `offload.engine.methods.forwards`. The forward of each call includes all passes."""
         self._updates.begin_step(0.0, True, self._number)
         self._executor.begin("step")
         for number, call in enumerate(self._calls):
@@ -355,7 +355,7 @@ class _PlayedEngine:
         self._updates.descend(works, lambda: self._go_on(wraps=False))
 
     def _in_slot(self, region: Region) -> Work:
-        """Return the update for a region. It takes simulated time if compute itself runs updates."""
+        """Return the update for a region, with simulated compute time if compute itself runs updates."""
 
         def work(tile: Tile, _planes: object, _gradients: object) -> int:
             self._lanes.compute(self._here_seconds(region.update_bytes(tile.end - tile.begin)))
@@ -367,7 +367,7 @@ class _PlayedEngine:
         return self._executor.order(lambda region: self._users[region.index])
 
     def _go_on(self, wraps: bool) -> None:
-        """Call order of `Method._go_on`."""
+        """Same call order as `Method._go_on`."""
         self._executor.end()
         self._executor.expect("step", wraps)
 

@@ -27,7 +27,7 @@ class RoutedExperts:
     """
 
     hit: tuple[Region, ...]
-    """Experts one micro-batch is expected to fetch, merged into one region per group of like regions."""
+    """Experts one micro-batch is expected to fetch, with like regions merged."""
     missed: tuple[Region, ...]
     """Experts updated without being fetched."""
     record_bytes: int
@@ -40,7 +40,7 @@ class RoutedExperts:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the fetched weights in compute dtype."""
+        """Fetched weight bytes in compute dtype."""
         return sum(region.weight_bytes for region in self.hit)
 
     def gradient_bytes(self, wide: bool = False) -> int:
@@ -84,7 +84,7 @@ def _merged(regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def told_experts(structure: Structure, workload: Workload) -> list[str]:
-    """Describe the benefit of streamed experts in one sentence. Empty without streamed experts."""
+    """Describe the benefit from streamed experts in one sentence. Empty without streamed experts."""
     experts = next((unit for unit in structure.candidates if unit.records), None)
     if experts is None:
         return []
@@ -107,7 +107,7 @@ def _num_experts(experts: Candidate) -> int:
 
 
 def _miss(experts: Candidate) -> float:
-    """Return the probability of a token skipping a given expert.
+    """Return the probability for a token to skip a given expert.
 
     Reads `num_experts_per_tok` or `moe_topk` from the config, and assumes top-1 routing without these fields.
     """

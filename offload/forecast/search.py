@@ -177,7 +177,7 @@ class Placed:
     def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
         """Return the lower bound for host updates, in seconds.
 
-        Updates that wait for the gradient norm cannot overlap the backward, so its `backward_s` is added.
+        Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
         """
         settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
         waits = settings.judges_gradients and settings.resolved_clip != "speculative" and not settings.delay
@@ -265,7 +265,7 @@ class Placer:
     """Evaluates candidate settings for a model on a machine. Plans and simulations are shared between candidates."""
 
     prepared: EnginePlan
-    """Model structure and parameter layout. Only the precision is read from its settings."""
+    """Model structure and parameter layout. Of the settings, only the precision is read."""
     workload: Workload
     """Model compute."""
     hardware: Hardware

@@ -1,7 +1,7 @@
 """Simulate a model with many identical blocks by simulating two models with fewer blocks.
 
-From some depth on, each further block adds the same time. The step is simulated with 16 and with 10 blocks per row of
-identical blocks, and the line through both results is extended to the real depth. Device memory for weights beyond the
+From some depth on, each further block adds the same time. Each row of identical blocks is simulated with 16 and
+with 10 blocks, and the line through both results is extended to the real depth. Device memory for weights beyond the
 prefetch window scales in proportion.
 """
 
@@ -17,17 +17,17 @@ from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
 from offload.lanes.played import Seconds
 
 FEW, FEWER = 16, 10
-"""Number of simulated blocks in the longest row, for the two simulations.
+"""Simulated blocks in the longest row, for the two simulations.
 
-For thirteen placements of an 80-layer model, the extrapolated step time was within 3 % of the full simulation, median
-0.0 %. The worst cases stream from disk, where the rings are large relative to a few blocks.
+For thirteen placements of an 80-layer model, the extrapolated step time differed from the full simulation by at most
+3 %, median 0.0 %. The worst cases stream from disk, where the rings are large relative to a few blocks.
 """
 _WINDOW = 3
 """Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
 
 
 def simulate_few(calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int) -> Simulated:
-    """Return the result of `simulate`, extrapolated from two models with fewer blocks per row."""
+    """Like `simulate`, but extrapolated from two models with fewer blocks per row."""
     rows = _rows(calls, plan)
     longest = max(map(len, rows), default=0)
     with without_collector():
@@ -52,9 +52,9 @@ def simulate_few(calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, 
 
 
 def _rows(calls: Sequence[Call], plan: PlayedPlan) -> list[list[int]]:
-    """Return call indices grouped into rows of identical units with identical placement.
+    """Return call indices, grouped by identical units with identical placement.
 
-    Head chunks are several calls to one unit; a shortened model keeps all of them.
+    Head chunks are several calls to one unit; a shortened model keeps all chunks.
     """
     num_uses = Counter(region.index for call in calls for region in call.regions)
     rows: dict[tuple[object, ...], list[int]] = {}
@@ -72,7 +72,7 @@ def _left(rows: Sequence[Sequence[int]], share: float) -> int:
 
 
 def _spread(row: Sequence[int], share: float) -> list[int]:
-    """Select a share of the row at even spacing, so that resident and disk-backed blocks stay in proportion."""
+    """Select a share of the row at even spacing, keeping resident and disk-backed blocks in proportion."""
     count = max(2, round(share * len(row)))
     return [row[round(place * (len(row) - 1) / (count - 1))] for place in range(count)]
 
@@ -80,7 +80,7 @@ def _spread(row: Sequence[int], share: float) -> list[int]:
 def _shortened(
     calls: Sequence[Call], plan: PlayedPlan, rows: Sequence[Sequence[int]], share: float
 ) -> tuple[list[Call], PlayedPlan]:
-    """Return calls and plan for a model with `share` of each row."""
+    """Return calls and plan for a model with each row shortened to `share`."""
     left = {number for row in rows for number in _spread(row, share)}
     in_rows = {number for row in rows for number in row}
     chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in left]

@@ -1,4 +1,4 @@
-"""Find the modules of a `meta` model able to run over sequence tiles, by trials on small CPU copies of the blocks."""
+"""Find `meta` modules able to run over sequence tiles, by trial runs with small CPU copies of the blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 2
 
 
 class TiledUses:
-    """Finds tileable modules in blocks with the trial runs of the engine, and runs uses over tiles of `size` tokens."""
+    """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,7 +28,7 @@ class TiledUses:
         self._found: dict[Hashable, Tiles] = {}
 
     def note(self, kind: Hashable, unit: Candidate, arguments: Arguments) -> None:
-        """Record the first use of a kind. Inputs have only a few rows and tokens."""
+        """Record the first use for each kind. Inputs have only a few rows and tokens."""
         if unit.is_block and kind not in self._noted:
             self._noted[kind] = _stand_in(unit.module), arguments
 
@@ -49,7 +49,7 @@ class TiledUses:
 
 
 def _find(stand_in: nn.Module, arguments: Arguments) -> Tiles:
-    """Return the tileable modules of a block, from trial runs on the CPU copy."""
+    """Return the tileable modules in a block, from trial runs on the CPU copy."""
 
     def run(forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_over_copies(forward, arguments, tensors, arguments.others).tensors
@@ -61,7 +61,7 @@ def _find(stand_in: nn.Module, arguments: Arguments) -> Tiles:
 
 
 def _stand_in(block: nn.Module) -> nn.Module:
-    """Return a CPU copy of a block with random weights. Each weight is one row, expanded to the full shape.
+    """Copy a block to the CPU with random weights. Each weight is one row, expanded to the full shape.
 
     Expanded weights are enough for the row trials: only the dependency between input rows and result rows matters.
     """
@@ -80,7 +80,7 @@ def _stand_in(block: nn.Module) -> nn.Module:
 
 
 def _filled(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of the same shape and dtype: random floats, True, or integer zeros."""
+    """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros."""
     if like.is_floating_point():
         return torch.randn(like.shape, dtype=like.dtype, device="cpu")
     return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device="cpu")

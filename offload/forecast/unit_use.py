@@ -1,4 +1,4 @@
-"""Measure the compute and memory of unit uses on the `meta` device, once per group of identical uses."""
+"""Measure compute and memory for unit uses on the `meta` device, once per group of identical uses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from offload.forecast.workload import NO_WORK, UnitWork
 
 @dataclass(frozen=True)
 class SeenUse:
-    """Measured cost and output layout of a unit use, shared by all identical uses.
+    """Measured cost and output layout for a unit use, shared by all identical uses.
 
     work: cost, without unit name.
-    result: structure of the output, with the tensor list emptied.
+    result: output structure, with the tensor list emptied.
     sources: for each result tensor, the index of the identical input tensor, or None.
     differentiable: for each result tensor, True if a gradient is required.
     likes: shape, stride and dtype for each result tensor.
@@ -48,7 +48,7 @@ class SeenUses:
         self._seen: dict[Hashable, SeenUse] = {}
 
     def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
-        """Return the cost of a unit use with these arguments, from the cache or by running the use."""
+        """Return the `SeenUse` for a unit with these arguments, from the cache or by running the unit."""
         kind = _signature(unit), arguments.structure
         key = kind, _shapes(arguments.tensors), repr(arguments.others)
         if key not in self._seen:
@@ -93,7 +93,7 @@ class SeenUses:
         before = counter.begin()
         cost = counter.cost
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            if isinstance(forward, TiledForward):  # this run is repeated in, and counted with, the backward
+            if isinstance(forward, TiledForward):  # work moves to the backward: subtract one forward instead
                 again = run_over_copies(forward.again(), arguments, leaves, arguments.others).tensors
                 cost += forward_cost
             else:
@@ -102,7 +102,7 @@ class SeenUses:
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
         keeps_graph = not saved and is_torchs_own(again)
-        if pairs:  # The backward of tiles runs the forward again; no-op hooks hide those graphs from `pack`.
+        if pairs:  # tiles run again in here; no-op hooks hide their graphs from `pack`
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:

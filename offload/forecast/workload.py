@@ -1,4 +1,4 @@
-"""Compute costs of a training step, unit by unit, derived from tensor shapes alone."""
+"""Compute costs for a training step, unit by unit, derived from tensor shapes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Cost:
     num_bytes: bytes these products read and write, concurrently with the arithmetic.
     num_operations: kernel launches.
     moved_bytes: bytes all other operations read and write, one operation after the other.
-    exchanged_bytes: bytes sent to the ranks of the sequence-parallel group. Compute waits for this exchange.
+    exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     """
 
     flops: float
@@ -47,7 +47,7 @@ NO_COST = Cost(0.0, 0.0, 0)
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One use of a unit in one micro-batch, or a stretch: compute between units, such as losses, norms and model code.
+    """One unit use in one micro-batch, or a stretch: compute between units (losses, norms, model code).
 
     All sizes are per micro-batch.
     """
@@ -59,7 +59,7 @@ class UnitWork:
     backward: Cost
     """Backward cost, without the repeated forward under activation recomputation."""
     input_bytes: int
-    """Bytes of input kept for the backward, on the device or on the activation tier.
+    """Input bytes kept for the backward, on the device or on the activation tier.
 
     Tensors an earlier use already keeps are not counted.
     """
@@ -78,7 +78,7 @@ class UnitWork:
     result_bytes: int = 0
     """Result bytes passed to the next unit."""
     gradient_bytes: int = 0
-    """Bytes of input gradients passed to the previous unit."""
+    """Input gradient bytes passed to the previous unit."""
     staying_bytes: int = 0
     """Input bytes kept on the device even with an activation tier: tensors without gradient, or shared between units.
     """
@@ -87,18 +87,18 @@ class UnitWork:
     leaving_bytes: int = 0
     """Part of `saved_bytes` copied off the device when graphs are offloaded."""
     unsaved_bytes: int = 0
-    """Bytes of differentiable inputs the graph does not save."""
+    """Differentiable input bytes the graph does not save."""
     keeps_graph: bool = False
-    """True if the graph saves nothing but inputs and weights. Such a graph is always saved, without recomputation."""
+    """True if the graph saves nothing but inputs and weights. This graph is always saved, without recomputation."""
     reads_weights: bool = True
     """False if, in addition, the graph saves no weights. The backward then fetches no weights."""
     is_cut: bool = True
     """False if the use runs once for all micro-batches (stretches, a head in chunks)."""
     is_block: bool = False
-    """True if the unit is an element of a module list, neither embedding nor head."""
+    """True if the unit is a module list element, neither embedding nor head."""
 
     def num_runs(self, num_micro_batches: int) -> int:
-        """Return the number of runs in one step."""
+        """Return the run count per step."""
         return num_micro_batches if self.is_cut else 1
 
 
@@ -107,12 +107,12 @@ NO_WORK = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Workload:
-    """Compute of one step.
+    """Compute in one step.
 
     calls: unit uses in forward order, for one micro-batch.
-    num_micro_batches: number of micro-batches each use loops over.
+    num_micro_batches: micro-batches each use loops over.
     num_tokens: rows times positions in the step, on one rank.
-    num_chunks: number of chunks for head and loss, in forward and backward. 1: whole logits. The chunks are the last
+    num_chunks: chunks for head and loss, in forward and backward. 1: whole logits. The chunks are the last
         entries in `calls`.
     logits_bytes: logits bytes present at the same time, in the logits dtype.
     """

@@ -76,7 +76,7 @@ class StreamedModel:
             current and the next, always have room.
         throttle: links to slow down (see lanes/throttle.py).
 
-        Raises ConfigError and the errors of reading.
+        Raises ConfigError and read errors.
         """
         self._infos = _describe(model)
         self._source = source
@@ -140,7 +140,7 @@ class StreamedModel:
         return self._files.bytes_read
 
     def keep(self, unit: Unit) -> None:
-        """Keep the weights of a unit in memory from now on, regardless of the budget, and read all weights again.
+        """Keep unit weights in memory from now on, even over budget, and read all weights again.
 
         The outside read may have modified weights in place (rwkv divides them once), and will do so again.
         """
@@ -152,7 +152,7 @@ class StreamedModel:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """In this context, the first call to each module raises ReadFromOutside if it reads offloaded weights."""
+        """In this context, the first call to each module raises ReadFromOutside on a read from offloaded weights."""
         handles = []
         for module in modules:
             mode = _Reads(self._at_rest)
@@ -199,7 +199,7 @@ class StreamedModel:
         self._executor.expect(_PASS, wraps=False)
 
     def _read(self, index: int, begin: int, end: int) -> torch.Tensor:
-        """Return elements of a parameter. A parameter fused from several tensors is built once as a whole."""
+        """Return parameter elements. A parameter fused from several tensors is built once as a whole."""
         source = self._source(self._infos[index].name)
         assert source is not None, self._infos[index].name
         if not isinstance(source, Fused):
@@ -234,7 +234,7 @@ class StreamedModel:
 
 
 class _Reads(WatchingMode):
-    """Detects operations on the NaN placeholders of offloaded weights during the first call of a module."""
+    """Detects operations on NaN placeholders for offloaded weights during the first module call."""
 
     def __init__(self, at_rest: dict[int, list[Unit]]) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Properties and measured rates of the machine."""
+"""Machine properties and measured rates."""

@@ -1,6 +1,6 @@
-"""Assign CPU cores to ranks sharing a machine: the cores of the NUMA node near the GPU, divided between its ranks.
+"""Assign CPU cores to ranks sharing a machine: the NUMA node near the GPU, with threads divided between local ranks.
 
-Remote memory costs about half of the bandwidth, and copies and updates are limited by memory bandwidth.
+Remote memory has about half the bandwidth, and memory bandwidth limits copies and updates.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 @dataclass(frozen=True)
 class Share:
-    """Cores for the threads of a rank (system numbering), and the number of ranks on these cores.
+    """Cores for the threads in a rank (system numbering), and the rank count on these cores.
 
-    The cores are not divided between the ranks, so a rank can use cores another rank leaves idle.
+    The cores are shared, not divided: a rank can use cores left idle by another rank.
     """
 
     cores: frozenset[int]
@@ -26,17 +26,17 @@ class Share:
 
     @property
     def num_threads(self) -> int:
-        """Number of compute threads for this rank."""
+        """Compute thread count for this rank."""
         return max(1, len(self.cores) // self.num_ranks)
 
 
 def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
-    """Limit this process to the cores of one NUMA node and to a share of threads. No effect with one rank.
+    """Limit this process to cores on one NUMA node and to a share of threads. No effect with one rank.
 
     Sets thread counts for kernels and torch; with several NUMA nodes, also sets the core affinity. Torch threads are
     only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
 
-    gpus: PCI address of the GPU for each local rank, or None.
+    gpus: GPU PCI address for each local rank, or None.
     """
     if len(gpus) == 1:
         return
@@ -56,11 +56,11 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
 
 
 def shares(usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Sequence[int | None]) -> list[Share]:
-    """Return the share of every local rank. Pure function.
+    """Return the share for every local rank. Pure function.
 
     usable: cores this process may use, at least one.
     nodes: cores per NUMA node; empty: unknown.
-    near: NUMA node of the GPU for each rank, or None. Ranks with None are spread over the nodes in turn.
+    near: NUMA node near each rank's GPU, or None. Ranks with None are spread over the nodes in turn.
     """
     allowed = frozenset(usable)
     there = {node: cores & allowed for node, cores in sorted(nodes.items()) if cores & allowed}
@@ -90,7 +90,7 @@ def read_nodes(folder: Path = _NODES) -> dict[int, frozenset[int]]:
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """Parse a kernel core list such as "0-3,8,10-11". Raises ValueError."""
+    """Parse a kernel core list like "0-3,8,10-11". Raises ValueError."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -99,7 +99,7 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
-    """Return the NUMA node of a PCI device at an address such as "0000:3b:00.0". None: unknown."""
+    """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
     try:
         node = int((folder / address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -108,7 +108,7 @@ def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
 
 
 def _pin(cores: frozenset[int]) -> None:
-    """Set the core affinity of all existing threads. New threads inherit the affinity."""
+    """Set the core affinity for all existing threads. New threads inherit the affinity."""
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cores)

@@ -1,4 +1,4 @@
-"""Describe the software and hardware of a run, for env.json and `doctor`. Nothing runs on import."""
+"""Describe software and hardware for env.json and `doctor`. Nothing runs on import."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _cpu() -> dict[str, Any]:
 
 @cache
 def _processor() -> dict[str, Any]:
-    """Return name and instruction set flags of the first core from /proc/cpuinfo.
+    """Return name and instruction set flags for the first core from /proc/cpuinfo.
 
     Where these are missing, as on ARM, py-cpuinfo provides them at the cost of a new process.
     """
@@ -113,7 +113,7 @@ def _caches() -> dict[str, int]:
     """Return the L2 and L3 cache sizes seen by the first core, shared caches included."""
     found: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # such as 3 and 32768K
+        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # like 3 and 32768K
         if level in ("2", "3") and size.endswith("K"):
             found[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
     return found
@@ -134,7 +134,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _native() -> str:
-    """Return whether the C++ module is available."""
+    """Return "compiled" if the C++ module is built, else "torch fallback"."""
     try:
         import offload._core  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Measure the network between the machines of a run at startup."""
+"""Measure the network between machines at startup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Network:
     """Network between identical machines."""
 
     num_machines: int
-    """Number of machines."""
+    """Machine count."""
     bytes_per_s: float
     """Bytes per second one machine sends, while receiving the same amount."""
     latency_s: float
@@ -29,8 +29,8 @@ class Network:
 def measure_network(comm: Comm) -> Network:
     """Measure an all-gather between corresponding ranks on all machines. Collective.
 
-    All machines have the same number of ranks. The rate is from the second half of the bytes, because cloud networks
-    with rate limits often let a first burst pass at full speed.
+    All machines have equal rank counts. The rate covers only the second half of the bytes, because rate-limited cloud
+    networks often let a first burst pass at full speed.
     """
     _, between = comm.split(comm.num_machines)
 

@@ -17,11 +17,11 @@ _SIZES = (512, 4096)
 """Matrix sizes. A GPU needs a large one for full speed; on a CPU a large one takes seconds."""
 _LINK_BYTES = 1 << 25
 _LONG_S = 0.05
-"""Larger products are skipped above this time, and measurements are not repeated."""
+"""Time limit in seconds: larger products predicted to exceed the limit are skipped, and slow measurements run twice."""
 _NUM_LAUNCHES = 256
 """Small enough for the launch queue of a device."""
 _ROOFLINE_PLANES = 3
-"""Planes written in place next to one read plane: weights and two moments, and gradients, as in AdamW."""
+"""Planes written in place (weights, two moments), beside one plane only read (gradients), as in AdamW."""
 
 
 def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:

@@ -12,26 +12,26 @@ from offload.tiers.nvme import RING_TILES
 
 UPDATE_RING = "update ring"
 PLANE_ALIGNMENT = 512
-"""Alignment in bytes for the planes of a tile in the ring."""
+"""Alignment in bytes for tile planes in the ring."""
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 """Tile size limits in elements.
 
-A tile costs about 300 microseconds of Python and launch time. In this time a link moves as many megabytes as one tile
-of the largest size contains. A prefetch in between waits for one tile.
+A tile costs about 300 microseconds for Python and kernel launches. A link moves the largest tile in about the
+same time. A prefetch in between waits for one tile.
 """
 _RING_SHARE = 8
 """The ring takes at most 1/8 of the device budget, unless tiles already have the smallest size."""
 
 
 def trained(regions: Iterable[Region]) -> frozenset[int]:
-    """Return the indices of trainable regions."""
+    """Return the trainable region indices."""
     return frozenset(region.index for region in regions if region.trainable)
 
 
 def seconds(regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds) -> float:
     """Estimate the update time for a layout, in seconds.
 
-    Host updates run beside device updates. The states of device updates share the link with weights and gradients.
+    Host updates run beside device updates. States updated on the device share the link with weights and gradients.
     Compute time is not included.
     """
     on_host = host_update_seconds(regions, layout, throttles, speeds)

@@ -50,7 +50,7 @@ class Allocation:
     """Named memory. Plan, errors and report use the same names."""
 
     tier: str
-    """"device", "cpu" or "nvme"."""
+    """Tier: "device", "cpu" or "nvme"."""
     name: str
     """Allocation name."""
     num_bytes: int

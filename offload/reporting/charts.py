@@ -18,7 +18,7 @@ from offload.reporting.recorded import count_text
 Point = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about phone width in pixels, so text keeps its size
 _TOP, _BOTTOM = 8, 26
-_CHAR = 7.7  # width of a label digit, in drawing units
+_CHAR = 7.7  # label digit width, in drawing units
 _MOST_TICKS = 6
 _MOST_POINTS = 360  # per curve: one per unit of width
 _BEYOND = 1e20  # larger values are omitted: leather decimals have 28 digits
@@ -36,7 +36,7 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     steps, values = zip(*known, strict=True)
     x, y = Steps(min(steps), max(steps)), Values(min(values), max(values))
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
-    right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half of the last label extends beyond the plot
+    right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half the last label extends beyond the plot
     width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
 
     root = ET.Element("svg", {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "class": "curves"})
@@ -56,7 +56,7 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
 def thinned(points: Sequence[Point]) -> list[Point]:
     """Reduce the points to about `_MOST_POINTS`.
 
-    Each group of steps keeps its minimum and maximum, so no spike is lost. A group without values becomes a gap.
+    Each step group keeps the minimum and the maximum, so no spike is lost. A group without values becomes a gap.
     """
     if len(points) <= _MOST_POINTS:
         return list(points)

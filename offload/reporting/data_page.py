@@ -1,4 +1,4 @@
-"""HTML page about the data of a run."""
+"""HTML page about training data."""
 
 from __future__ import annotations
 

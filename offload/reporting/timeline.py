@@ -1,4 +1,4 @@
-"""Draw the lanes of a step as rows of bars, in percent of the step, divided into hidden and exposed work."""
+"""Draw step lanes as bars, in percent, divided into hidden and exposed work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from offload.reporting.recorded import KeptStep, Piece, seconds_text
 
 _PASSES = ("forward", "backward")
 _LANES = (COMPUTE, "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
-_NARROW = 0.004  # share of a step: narrower bars merge with touching ones
-_NEAR = 0.0008  # share of a step: closer bars touch
-_IDLE = 0.0005  # share of a step: shorter compute gaps count as work
+_NARROW = 0.004  # step share: narrower bars merge with touching ones
+_NEAR = 0.0008  # step share: closer bars touch
+_IDLE = 0.0005  # step share: shorter compute gaps count as work
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval of lane work, in percent of the step."""
+    """Lane work interval, in percent of the step."""
 
     begin: float
     width: float
@@ -28,7 +28,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """Bars of a lane, sorted by start."""
+    """Lane bars, sorted by start."""
 
     lane: str
     bars: tuple[Bar, ...]
@@ -76,7 +76,7 @@ def _bars(pieces: Sequence[Piece], gaps: Sequence[tuple[float, float]], seconds:
 
 
 def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> list[tuple[float, float, str, str, int]]:
-    """Merge bars narrower than a pixel with touching ones. Also returns the number of merged intervals."""
+    """Merge bars narrower than a pixel with touching ones. Also returns the merge counts."""
     bars: list[tuple[float, float, str, str, int]] = []
     for begin, end, kind, title in parts:
         if bars:
@@ -90,7 +90,7 @@ def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> l
 
 
 def _cut(piece: Piece, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
-    """Cut an interval at the ends of compute gaps."""
+    """Cut an interval where compute gaps begin and end."""
     found, now = [], piece.begin
     for begin, end in gaps:
         first, last = max(begin, piece.begin), min(end, piece.end)

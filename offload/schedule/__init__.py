@@ -1,1 +1,1 @@
-"""Static fetch schedule: time and device address of each weight fetch. `build` is pure; `execute` runs it on lanes."""
+"""Static schedule for weight fetches: order and device addresses. `build` is pure; `execute` runs it on lanes."""

@@ -1,7 +1,7 @@
-"""Turn the use order of weights into a fetch schedule. Pure functions.
+"""Turn a recorded use order into a fetch schedule. Pure functions.
 
 A *cargo* is a group of regions fetched together: the streamed regions of a unit. Each cargo occupies a contiguous range
-of the `capacity` bytes on the device. Prefetching and eviction follow rules 1 to 4 in Cao, Felten, Karlin and Li, "A
+within `capacity` device bytes. Prefetching and eviction follow rules 1 to 4 in Cao, Felten, Karlin and Li, "A
 study of integrated prefetching and caching strategies" (SIGMETRICS 1995): fetch the missing cargo needed next, as soon
 as there is room, replace the cargo needed last (Belady), and never one needed earlier than the fetched cargo.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Use(NamedTuple):
-    """One use of a cargo by compute: the forward or backward of a unit."""
+    """One cargo use by compute: a unit forward or backward."""
 
     cargo: int
     """Cargo index; 0 for a unit without streamed regions."""
@@ -36,7 +36,7 @@ class Fetch:
     evicts: tuple[int, ...]
     """Cargoes evicted by this fetch."""
     serves: int
-    """Index of the use needing this fetch."""
+    """Index of the use that needs this fetch."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Room:
     capacity: int
     """Total bytes."""
     most: int | None
-    """Maximum number of cargoes at the same time; None: as many as fit."""
+    """Maximum cargo count at the same time; None: as many as fit."""
 
     def holds(self, cargoes: Collection[int]) -> bool:
         """Return True if all these cargoes fit together."""
@@ -114,8 +114,8 @@ def build(
 ) -> Schedule:
     """Schedule one pass over `uses`, assuming the next pass is the same.
 
-    lookahead: number of cargoes fetched early, beyond the next one.
-    held: offsets of cargoes already on the device.
+    lookahead: cargoes fetched early, beyond the next one.
+    held: offsets for cargoes already on the device.
     homes: previous offsets. The same place is preferred, because unit parameters are created once per place.
     trained: cargoes made stale by a backward, since an update follows.
     wraps: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
@@ -161,7 +161,7 @@ def build(
 
 
 class _Calendar:
-    """Next use of each cargo."""
+    """Next use for each cargo."""
 
     def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
         self._length = len(uses)
@@ -195,6 +195,6 @@ class _Calendar:
 
 
 def window_bytes(sizes: Sequence[int], num_units: int) -> int:
-    """Return the maximum total size of `num_units` consecutive units, at least the largest unit."""
+    """Return the maximum total size over `num_units` consecutive units, at least the largest unit."""
     last = max(1, len(sizes) - num_units + 1)
     return max((sum(sizes[first : first + num_units]) for first in range(last)), default=0)

@@ -1,4 +1,4 @@
-"""Execute the schedule: fetch cargoes ahead of compute in the order recorded in the last pass of the same kind."""
+"""Execute the schedule: fetch cargoes ahead of compute, in the order recorded in the last pass with the same kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _family(kind: Hashable) -> Hashable:
 class Executor:
     """Follows compute from use to use and issues the scheduled fetches.
 
-    A *kind* of pass (a step on batches of one shape, an evaluation) has a fixed use order. The first pass of a kind
+    A *kind* of pass (a step on batches of one shape, an evaluation) has a fixed use order. The first pass
     fetches on demand and is recorded; later passes follow a schedule. A pass departing from the recorded order
     continues on demand and is recorded again.
 
@@ -53,7 +53,7 @@ class Executor:
         self._taken = []
 
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
-        """Make compute wait for the weights of a unit. No fetch if `reads` is False."""
+        """Make compute wait for unit weights. No fetch if `reads` is False."""
         cargo = self._slots.cargo_of(regions)
         use = Use(cargo, backward, reads)
         if self._is_open:
@@ -88,7 +88,7 @@ class Executor:
     def suppose(self, kind: Hashable, order: Iterable[Sequence[Region]]) -> None:
         """Assume a use order for a kind until the first pass is recorded.
 
-        Cargoes alternate between both ends of the memory, so the free room stays contiguous.
+        Cargoes alternate between both memory ends, so the free room stays contiguous.
         """
         uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
         self._orders.setdefault(kind, uses)
@@ -111,16 +111,16 @@ class Executor:
         self._homes.clear()
 
     def order(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
-        """Return a sort key for regions: the time of first use in the next pass, assuming the order of the ending pass.
+        """Return a sort key for regions: the first use in the next pass, assuming the same order as in the ending pass.
 
-        users: returns the region tuples of all units with a given region.
+        users: returns the region tuples for all units with a given region.
         """
         first = {use.cargo: time for time, use in reversed(list(enumerate(self._taken)))}
         slots = self._slots
 
         def rank(region: Region) -> float:
             if slots.is_resident(region):
-                return -1  # needed at the start of the step
+                return -1  # needed at the step start
             return min((first.get(slots.cargo_of(regions), math.inf) for regions in users(region)), default=math.inf)
 
         return rank

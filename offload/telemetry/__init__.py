@@ -1,1 +1,1 @@
-"""Telemetry of a run: byte counters, times, progress, traces."""
+"""Run telemetry: byte counters, times, progress, traces."""

@@ -22,7 +22,7 @@ class Counters:
 
     Bytes cover parameters, gradients, optimizer states and activations. Elements exchanged between ranks are counted as
     in ZeRO (arXiv:1910.02054, section 7): an all-gather or reduce-scatter over P elements counts P; sending updated
-    weights counts as an all-gather. An all-to-all counts all elements of a rank, including the own part. network_bytes
+    weights counts as an all-gather. An all-to-all counts all elements on a rank, including the own part. network_bytes
     counts bytes sent to ranks on other machines, including sums over replicas, as if each were sent directly to the
     receiver.
 
@@ -46,7 +46,7 @@ class Counters:
 
     @property
     def total(self) -> int:
-        """All bytes of the last step."""
+        """Total bytes in the last step."""
         return self.h2d_bytes + self.d2h_bytes + self.nvme_read_bytes + self.nvme_write_bytes
 
     @property
@@ -65,7 +65,7 @@ class Counters:
         return self._tiers.store.pinned_bytes if self._tiers else 0
 
     def look_at(self, tiers: Tiers) -> None:
-        """Set the source of the peaks."""
+        """Set the source for peaks."""
         self._tiers = tiers
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
@@ -74,14 +74,14 @@ class Counters:
         setattr(self, name, getattr(self, name) + amount)
 
     def clear(self) -> None:
-        """Reset the counters of the current step. Prefetches for the next step are kept."""
+        """Reset the counters for the current step. Prefetches for the next step are kept."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
         self.all_gather_elements = self.reduce_scatter_elements = self.network_bytes = self.experts_fetched = 0
         self.all_to_all_elements = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore all counters at the end of this context."""
+        """Restore all counters when this context ends."""
         before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
         try:
             yield
@@ -90,7 +90,7 @@ class Counters:
                 setattr(self, name, value)
 
     def begin_pass(self) -> None:
-        """Move prefetches so far to the current step, which continues with another pass."""
+        """Move prefetches so far to the current step before another pass."""
         self.h2d_bytes, self.next_h2d_bytes = self.h2d_bytes + self.next_h2d_bytes, 0
         self.nvme_read_bytes, self.next_nvme_read_bytes = self.nvme_read_bytes + self.next_nvme_read_bytes, 0
         self.all_gather_elements += self.next_all_gather_elements

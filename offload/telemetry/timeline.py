@@ -1,4 +1,4 @@
-"""Record the work intervals of all lanes in a step, and derive busy and exposed time per lane."""
+"""Record work intervals per lane in a step, and derive busy and exposed time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _MOST_SPANS = 1 << 17
-"""Limit between two step ends, as any number of evaluations can run there."""
+"""Limit between two step ends, where any number of evaluations can run."""
 
 
 class Span(NamedTuple):
-    """One interval of lane work, in `time.perf_counter` seconds."""
+    """One lane work interval, in `time.perf_counter` seconds."""
 
     lane: str
     name: str
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Seconds per step a lane was busy, and seconds compute waited for it."""
+    """Busy seconds per step, and seconds compute waited for the lane."""
 
     busy_seconds: float
     exposed_seconds: float
@@ -32,7 +32,7 @@ class LaneTime:
 class Timeline:
     """Spans since the last step ended. Lanes add spans from their threads.
 
-    Work overlapping two steps counts for the step it ends in. `compute` is busy whenever it does not wait.
+    Work overlapping two steps counts for the second step. `compute` is busy except for waits.
     """
 
     def __init__(self, lanes: Iterable[str]) -> None:

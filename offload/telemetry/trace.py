@@ -22,7 +22,7 @@ LAST_STEPS = 10
 """Number of traced steps at the end. With the first and the slowest steps, the file stays small for long runs."""
 
 _STEPS = "steps"
-_GAP = 0.1  # share of a step: width of the gap for omitted steps
+_GAP = 0.1  # step share: gap width for omitted steps
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trace:
         self._marks: list[Span] = []
 
     def mark(self, name: str, begin: float, end: float) -> None:
-        """Record work between two steps, in `time.perf_counter` seconds. Its spans arrive with the next step."""
+        """Record work between two steps, in `time.perf_counter` seconds. The spans arrive with the next step."""
         self._marks.append(Span(_STEPS, name, begin, end))
 
     def step(self, number: int, begin: float, end: float, spans: Sequence[Span]) -> None:
@@ -103,7 +103,7 @@ class Trace:
 
 
 def _moved_up(steps: Sequence[_Step]) -> list[Span]:
-    """Return the spans of all steps, shifted to close the gaps left by omitted steps."""
+    """Return the spans for all steps, shifted to close the gaps left by omitted steps."""
     found: list[Span] = list(steps[0].all) if steps else []
     away = 0.0
     for before, after in pairwise(steps):
