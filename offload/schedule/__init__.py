@@ -1,1 +1,1 @@
-"""Static schedule for weight fetches: order and device addresses. `build` is pure; `execute` runs it on lanes."""
+"""Static weight fetch schedule: order and device addresses. `build` is pure; `execute` runs schedules on lanes."""
