@@ -110,7 +110,7 @@ class PlannedStep:
         self.settings, self.regions, self.units, self.plan = its.settings, structure.regions, structure.units, its.plan
 
     def play(self, num_steps: int = 6) -> Timing:
-        """Simulate `num_steps` steps and return the timing of the later half.
+        """Simulate `num_steps` steps and return the timing after warm-up.
 
         Long rows of identical blocks are shortened.
         """

@@ -28,8 +28,8 @@ Together with the regular ring tiles, room for the states of four of the largest
 _KINDS = ("parameters", "gradients", "optimizer")
 """Kinds in the order of priority for host memory.
 
-Per step, weights are fetched twice and read and written once; all else is written once and read once. Gradients go to
-disk last.
+Per step, weights are fetched twice and read and written once; all else is written once and read once. Gradients precede
+optimizer states, to stay in memory if possible.
 """
 
 
