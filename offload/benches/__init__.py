@@ -1,1 +1,1 @@
-"""What `python -m offload.bench` runs, one module per benchmark."""
+"""Benchmarks for `python -m offload.bench`, one module each."""

@@ -1,8 +1,8 @@
-"""Contenders that are timed over blocks of consecutive steps, each of which begins and ends with nothing pending.
+"""Time contenders over blocks of consecutive steps. Each block begins and ends without pending work.
 
-What a step leaves to be done after it has returned (updates of states on disk go on beside the next forward) is part
-of what it costs. Timed step by step in turn, it would be done while the others are timed, for nothing and at their
-expense. So a block lasts until its contender has nothing left to do, and the next one begins only then.
+Work left after a step returns (disk updates continue during the next forward) is part of the step cost. If contenders
+alternated after every step, this work would overlap and slow down the next contender. So a block lasts until the
+contender has finished all work, and only then the next block begins.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 from offload.benches.report import Result, spread
 
-_MIN_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
+_MIN_WARM_STEPS = 4  # after the third step an engine distributes spare device memory
 _Item = TypeVar("_Item")
 
 
 def none_left() -> None:
-    """The `settle` of what has nothing left to do when a step has returned."""
+    """Default `settle` for contenders without pending work."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a block gave: its seconds, those of them after the last step had returned, and the bytes that moved."""
+    """Measurements for a block: total seconds, seconds after the last step returned, and bytes moved by name."""
 
     seconds: float
     left_seconds: float
@@ -35,10 +35,12 @@ class Block:
 
 @dataclass
 class Contender:
-    """Something that trains on a batch of token ids.
+    """A training implementation for batches of token ids.
 
-    settle: returns when all that `step` has begun is done. reference: the name of the contender that it is compared
-    with. moved: bytes so far, by name. details: more fields for its result, asked for when nothing is pending.
+    settle: waits until all work begun by `step` is done.
+    reference: name of the contender to compare with.
+    moved: bytes moved so far, by name.
+    details: more result fields, read when no work is pending.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Contender:
 
 
 def turned(items: Sequence[_Item], number: int) -> list[_Item]:
-    """Return the items in another order each round, so that none always comes after the same one."""
+    """Rotate the items by `number`, so that the order changes every round."""
     first = number % len(items) if items else 0
     return [*items[first:], *items[:first]]
 
@@ -65,8 +67,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     disk: Callable[[], Mapping[str, int]] | None = None,
 ) -> None:
-    """Let each contender run a block to warm up and then `num_pairs` of `num_steps` steps, in turns. `disk`: bytes that
-    this process has moved so far, by name; what the operating system counts, where None.
+    """Run one warm-up block per contender, then `num_pairs` rounds of blocks with `num_steps` steps each.
+
+    disk: returns disk bytes moved by this process so far, by name; None: operating system counters.
     """
     disk = disk or process_disk_bytes
     for contender in contenders:
@@ -96,7 +99,7 @@ def _run(
 
 
 def process_disk_bytes() -> dict[str, int]:
-    """Return the bytes that this process has read from and written to disks, past the page cache or through it."""
+    """Return the disk bytes read and written by this process, with or without the page cache."""
     import psutil
 
     found = psutil.Process().io_counters()
@@ -104,9 +107,12 @@ def process_disk_bytes() -> dict[str, int]:
 
 
 def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more: dict[str, Any]) -> list[Result]:
-    """Return one result per contender: milliseconds of a step, the median over the blocks; ratios are medians over the
-    rounds, each of two blocks that were measured a moment apart. `tokens`: of a step. `more`: fields of all of them;
-    its "group" is a part of the names.
+    """Return one result per contender: median milliseconds per step over all blocks.
+
+    Ratios are medians over rounds, each from two blocks measured shortly one after the other.
+
+    tokens: tokens per step.
+    more: fields added to every result. The "group" value is appended to names.
     """
     by_name = {contender.name: contender for contender in contenders}
     results = []

@@ -1,4 +1,4 @@
-"""Two files of results, number by number: which differ by more than their measurements did among themselves."""
+"""Compare two result files number by number and mark differences larger than the measurement spread."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ from offload.errors import ConfigError, shorten
 
 SUMMARY = "two files of results"
 LEAST_SPREAD = 0.02
-"""Of numbers that say nothing of theirs, or were measured once."""
+"""Minimum spread, also used for results without spread or with a single measurement."""
 _LARGER_IS_BETTER = ("/s",)
 _CONDITIONS = ("machine", "versions")
 Key = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
+    """Declare the command-line options."""
     parser.add_argument("before", metavar="A", help="what another run printed with --json")
     parser.add_argument("after", metavar="B", help="what is compared with it")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One number of both files."""
+    """One number present in both files."""
 
     name: str
-    """With the benchmark and the threads, where the files say them."""
+    """Name, with benchmark and thread count if known."""
     unit: str
-    """Of both."""
+    """Unit in both files."""
     before: float
-    """In the first file."""
+    """Value in the first file."""
     after: float
-    """In the second."""
+    """Value in the second file."""
     ratio: float
-    """How many times better the second is: 2 is twice as fast."""
+    """Improvement factor of the second file: 2 is twice as fast."""
     spread: float
-    """The larger one of both, as a share of the median."""
+    """Larger spread of the two, relative to the median."""
 
     @property
     def differs(self) -> bool:
-        """True where both are farther apart than the spread of their measurements."""
+        """True if the values differ by more than the spread."""
         return not 1 / (1 + self.spread) <= self.ratio <= 1 + self.spread
 
     @property
     def verdict(self) -> str:
-        """Return "better", "worse", or nothing."""
+        """ "better", "worse", or empty."""
         return "" if not self.differs else "better" if self.ratio > 1 else "worse"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What two files have in common, and what they have not."""
+    """Comparison of two files."""
 
     pairs: list[Pair]
-    """In the order of the first file."""
+    """Numbers in both files, in the order of the first."""
     only_before: list[str]
-    """Names that the second file lacks."""
+    """Names missing in the second file."""
     only_after: list[str]
-    """Names that the first file lacks."""
+    """Names missing in the first file."""
     others: dict[str, tuple[Any, Any]]
-    """What of machine and versions is not the same."""
+    """Differing machine properties and versions."""
 
     def document(self) -> str:
-        """Return all of it as JSON text."""
+        """Return the comparison as JSON text."""
         results = [asdict(pair) | {"differs": pair.differs, "verdict": pair.verdict} for pair in self.pairs]
         only = {"before": self.only_before, "after": self.only_after}
         return json.dumps({"results": results, "only_in": only, "conditions": self.others}, indent=2)
 
     def show(self, title: str) -> None:
-        """Print a table."""
+        """Print the comparison as a table."""
         from rich.table import Table
 
         table = Table(
@@ -95,7 +95,10 @@ class Compared:
 
 
 def run(arguments: argparse.Namespace) -> Compared:
-    """Read both files and compare them. Raises ConfigError for one that holds no results, and where they share none."""
+    """Read and compare both files.
+
+    Raises ConfigError for a file without results, and for files without common numbers.
+    """
     before, after = (_read(Path(path)) for path in (arguments.before, arguments.after))
     mine, its = (_by_key(document["results"]) for document in (before, after))
     if not mine.keys() & its.keys():
@@ -146,7 +149,7 @@ def _pair(key: Key, before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair
 
 
 def _spread_of(result: Mapping[str, Any]) -> float:
-    """Return the spread that a result tells, or that of its measurements, as older files have them."""
+    """Return the recorded spread; older files have only the measurements to derive one."""
     if "spread" in result:
         return max(LEAST_SPREAD, float(result["spread"]))
     return max(LEAST_SPREAD, spread(result.get("all") or result.get("blocks") or ()))

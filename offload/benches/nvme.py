@@ -1,8 +1,8 @@
-"""Files read and written by the I/O engines, beside fio with the same block size, depth, O_DIRECT and flush at the end.
+"""Measure file reads and writes with the I/O engines, compared to fio with equal block size, depth, O_DIRECT and flush.
 
-Virtual disks are shaped and noisy: the same pass can take twice as long a moment later. So all contenders take turns,
-round after round, on the same files; a ratio is the median over the rounds of two rates measured a moment apart.
-CPU time is that of the whole process for the engines, and that of the job's own thread, without its start, for fio.
+Virtual disks are throttled and noisy: the same pass can take twice as long a moment later. So all contenders take turns
+on the same files, round after round, and a ratio is the median over rounds of two rates measured shortly one after the
+other. CPU time covers the whole process for the engines; for fio, the job thread without startup.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GIB = 1 << 30
 
 @dataclass
 class Measured:
-    """One pass: bytes read plus bytes written."""
+    """One pass. num_bytes: bytes read plus bytes written."""
 
     num_bytes: int
     seconds: float
@@ -55,7 +55,7 @@ class Measured:
 
 @dataclass
 class Contender:
-    """Something that does a pass of a pattern; `reference` is the name of what it is compared with."""
+    """Runs passes for one pattern. reference: name of the contender to compare with."""
 
     name: str
     measure: Callable[[], Measured]
@@ -70,7 +70,7 @@ class Contender:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the command-line options."""
     folder = tempfile.gettempdir()
     parser.add_argument("--dir", default=folder, help="folder on the disk to measure (default %(default)s)")
     parser.add_argument("--size", default="2GiB", help="of each of two files, made and removed (default %(default)s)")
@@ -83,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return for every pattern and contender its rate and its CPU time."""
+    """Run the benchmark and return the rate and CPU time for every pattern and contender."""
     import torch
 
-    torch.set_num_threads(1)  # what changes the tiles is no part of what is measured
+    torch.set_num_threads(1)  # the tile computation should not be measured
     size, block = _sizes(arguments)
     folder = Path(arguments.dir)
     with _two_files(folder, size) as paths, contextlib.ExitStack() as stack:
@@ -112,14 +112,14 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 
 class Bench:
-    """An engine's passes over two files: `engines` are one for each direction, as two lanes would have."""
+    """Passes over two files with one engine per direction, like two lanes."""
 
     def __init__(self, engines: tuple[IoEngine, IoEngine], paths: tuple[Path, Path], size: int, ring_bytes: int):
         self.engines = engines
         self.size = size
         self.paths = paths
         tile_bytes = BLOCKS_PER_TILE * engines[0].block_bytes
-        num_tiles = max(4, 2 * ring_bytes // tile_bytes)  # so that a tile can wait while `depth` blocks are under way
+        num_tiles = max(4, 2 * ring_bytes // tile_bytes)  # a tile can wait while `depth` blocks are in flight
         memory = [_noise(num_tiles * tile_bytes) for _ in engines]
         self.rings = [list(whole.split(tile_bytes // whole.itemsize)) for whole in memory]
         self.is_registered = all(engine.register(whole) for engine, whole in zip(engines, memory, strict=True))
@@ -162,7 +162,7 @@ class Bench:
         reader.join()
 
     def update(self) -> None:
-        """Change tile k while the tiles after it are read and those before it are written, in one ring."""
+        """Modify tile k while later tiles are read and earlier tiles are written, in one ring."""
         engine, file, ring = self.engines[0], self.files[0], self.rings[0]
         num_tiles, ahead = -(-self.size // ring[0].nbytes), len(ring) // 2
         reading: deque[Ticket] = deque()
@@ -183,7 +183,7 @@ class Bench:
 
 
 def stream(begin: Callable[[File, int, torch.Tensor], Ticket], file: File, ring: list[torch.Tensor], size: int) -> None:
-    """Read or write a whole file with all tiles of the ring under way."""
+    """Read or write a whole file with all ring tiles in flight."""
     under_way: deque[Ticket] = deque()
     for k in range(-(-size // ring[0].nbytes)):
         if k >= len(ring):
@@ -196,7 +196,7 @@ def stream(begin: Callable[[File, int, torch.Tensor], Ticket], file: File, ring:
 def fio_command(
     fio: str, pattern: str, paths: tuple[Path, Path], size: int, block: int, depth: int, registered: bool
 ) -> list[str]:
-    """Return fio's command for a pattern: files and buffers registered as ours are, and written as they are."""
+    """Return the fio command for a pattern, with file and buffer registration and write mode as in the engines."""
     command = [
         *(fio, "--output-format=json", "--ioengine=io_uring", "--direct=1", "--thread", "--fallocate=none"),
         *(f"--bs={block}", f"--iodepth={depth}", f"--size={size}", "--registerfiles=1"),
@@ -216,7 +216,7 @@ def fio_command(
 
 
 def run_fio(command: list[str]) -> Measured:
-    """Do one pass with fio, its buffers in huge pages as ours are (glibc does it; elsewhere they stay as they are)."""
+    """Run one pass with fio. Buffers are in huge pages, as in the engines (glibc only)."""
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     try:
@@ -233,7 +233,7 @@ def run_fio(command: list[str]) -> Measured:
 
 
 def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: int, block: int) -> list[Result]:
-    """Return the medians, the bests and the medians of the ratios of each round."""
+    """Return medians and best values, with ratios as medians over rounds."""
     by_name = {contender.name: contender for contender in contenders}
     results = []
     for contender in contenders:
@@ -272,14 +272,14 @@ def _measure(contenders: list[Contender], pattern: str, num_pairs: int) -> None:
 
 
 def _place(ring: list[torch.Tensor], k: int, size: int) -> tuple[int, torch.Tensor]:
-    """Return the offset of tile k and the memory it goes through."""
+    """Return the offset and the ring memory of tile k."""
     tile = ring[k % len(ring)]
     offset = k * tile.nbytes
     return offset, tile if offset + tile.nbytes <= size else tile[: (size - offset) // tile.itemsize]
 
 
 def _noise(num_bytes: int) -> torch.Tensor:
-    """Return memory in huge pages, where the system has them, full of noise that no disk can compress."""
+    """Return memory filled with incompressible noise, in huge pages if available."""
     import torch
 
     from offload.tiers.host import Arena

@@ -1,4 +1,4 @@
-"""Lines over a logarithmic axis as SVG, in a light and in a dark version."""
+"""Draw lines over a logarithmic axis as SVG, in a light and a dark version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.errors import DiskError, errno_text
 
 WIDTH, HEIGHT = 900, 500
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
-"""Told apart on either background; after the last one lines are dashed."""
+"""Distinguishable on both backgrounds. Further lines are dashed."""
 _FONTS = {f"{part}_font_family": "Helvetica, Arial, sans-serif" for part in ("title", "axis_title", "legend", "tick")}
 _DARK = {
     "background_color": "#16181d",
@@ -27,7 +27,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of a picture, where it is missing. Raises DiskError."""
+    """Create the folder for a picture. Raises DiskError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,8 +35,9 @@ def make_folder(path: Path) -> None:
 
 
 def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
-    """Write lines of points (x above 0, y), by name, to PATH.svg and PATH-dark.svg; return both. x doubles from tick to
-    tick. Raises DiskError.
+    """Write lines with (x, y) points, by name, to PATH.svg and PATH-dark.svg. Returns both paths.
+
+    x must be positive. Ticks double from one to the next. Raises DiskError.
     """
     stem = path.with_suffix("") if path.suffix == ".svg" else path
     make_folder(stem)
@@ -84,7 +85,7 @@ def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> s
 
 
 def _short(value: float) -> str:
-    """Return a number as an axis shows it."""
+    """Return a number as axis label."""
     for size, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
         if value >= size and value % size == 0:
             return f"{value / size:g}{unit}"
@@ -93,7 +94,7 @@ def _short(value: float) -> str:
 
 @contextmanager
 def _theme(values: Mapping[str, str]) -> Iterator[None]:
-    """Let leather, whose theme is its module's, draw with these fonts and colors."""
+    """Set fonts and colors in the global leather theme in this context."""
     import leather.theme as theme
 
     before = {name: getattr(theme, name) for name in values}

@@ -1,4 +1,4 @@
-"""The form in which every benchmark gives its results."""
+"""Common result format for all benchmarks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from offload.machine.environment import describe_environment, version_of
 
-MIN_WIDTH = 160  # of the table, in characters: a pipe or a narrow terminal wraps it rather than cutting names
+MIN_WIDTH = 160  # table width in characters: narrow output wraps instead of cutting names
 
 
 @dataclasses.dataclass
 class Result:
     """One measured number.
 
-    ratio: how many times better than `reference` it is (2 is twice as fast); None for what is compared with nothing.
-    details: more fields for the JSON; those that `show` prints are named there.
+    ratio: improvement over `reference` (2 is twice as fast); None: no reference.
+    details: more JSON fields. `show` prints some.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Result:
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """Return the result as one flat dictionary."""
+        """Return the result as a flat dictionary."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "details"}
         return own | self.details
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
+    """Return a machine description."""
     import psutil
 
     from offload.native import kernels
@@ -52,14 +52,14 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what was compared; what is not installed is left out."""
+    """Return versions for the installed packages."""
     packages = ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao")
     found = {name: version for name in packages if (version := version_of(name)) is not None}
     return {"python": platform.python_version(), "system": platform.system(), **found}
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return how far measurements lie apart: the distance of their quartiles over their median; 0 for one alone."""
+    """Return the relative spread: interquartile range over median; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -68,14 +68,14 @@ def spread(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass
 class Measured:
-    """What a benchmark gives."""
+    """Benchmark output."""
 
     results: list[Result]
-    """In the order of the table."""
+    """Results in table order."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """What could not be measured here, and why."""
+    """(name, reason) for contenders not measured."""
     files: list[Path] = dataclasses.field(default_factory=list)
-    """What was written beside, such as pictures."""
+    """Other files written, for example pictures."""
 
     def document(self) -> str:
         """Return machine, versions and results as JSON text."""
@@ -115,12 +115,12 @@ class Measured:
 
 
 def shown(value: float) -> str:
-    """Return a number as a table shows it."""
+    """Return a number as shown in tables."""
     return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
 def print_table(table: Any) -> None:
-    """Print a table of rich, wide enough for its names whatever the terminal."""
+    """Print a rich table, at least `MIN_WIDTH` wide on any terminal."""
     from rich.console import Console
 
     console = Console()

@@ -1,10 +1,9 @@
-"""A training step of the engine against plain PyTorch on the same model, in one process, in turns.
+"""Compare training steps of the engine with plain PyTorch on the same model, in one process, taking turns.
 
-All are timed over blocks of steps that begin and end with nothing pending (`offload/benches/blocks.py`). Plain PyTorch
-clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones. All compute
-where an engine does by itself: on the accelerator, where there is one. `recompute always` is compared with per-layer
-activation checkpointing, `never` with none. Where DeepSpeed can be imported, its ZeRO-3 takes part as well, with
-optimizer and parameters on the CPU and, where folders are given, on disk.
+All contenders run blocks of steps without pending work at either end (`offload/benches/blocks.py`), on the device the
+engine selects by default. Plain PyTorch clips like the engine and uses fused AdamW; with bf16 weights it keeps fp32
+masters. `recompute always` is compared with per-layer activation checkpointing, `never` with none. If DeepSpeed is
+installed, ZeRO-3 participates too, with optimizer and parameters on the CPU and, given disk folders, on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MOVED = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the command-line options."""
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per precision, recompute mode and contender."""
+    """Run the benchmark and return one result per precision, recompute mode and contender."""
     threads, batches = begin(arguments)
     num_parameters = sum(parameter.numel() for parameter in llama(arguments).parameters())
     results: list[Result] = []
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 
 def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
-    """Set the threads of torch and of the kernels; return how many, and batches of token ids. Raises ConfigError."""
+    """Set the torch and kernel thread counts. Returns the count and batches of token ids. Raises ConfigError."""
     if arguments.steps < 1 or arguments.pairs < 1:
         raise ConfigError(f"--steps is {arguments.steps} and --pairs {arguments.pairs}; each must be at least one.")
     import torch
@@ -76,7 +75,7 @@ def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
 def _contenders(
     arguments: argparse.Namespace, precision: str, recompute: str, opened: ExitStack
 ) -> Iterator[Contender]:
-    """Yield what is compared; what has to be closed is put into `opened`."""
+    """Yield the contenders. Resources to close are registered in `opened`."""
     checkpoints = recompute == "always"
     name = "plain PyTorch" + (" with checkpointing" if checkpoints else "")
     plain = plain_pytorch(name, llama(arguments, checkpoints), precision)
@@ -99,7 +98,7 @@ def _contenders(
 
 
 def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
-    """Make the model that is trained."""
+    """Return the model to train."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -125,7 +124,10 @@ def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
 
 
 def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None) -> Contender:
-    """Make plain PyTorch: all states resident, clipping, fused AdamW; in micro-batches of so many rows, or without."""
+    """Return the plain PyTorch contender: resident states, clipping, fused AdamW.
+
+    `rows`: micro-batch size; None: whole batch.
+    """
     import torch
 
     from offload.accelerators import device_of, own_accelerator
@@ -168,9 +170,7 @@ def engine(
     opened: ExitStack,
     **placement: Any,
 ) -> Contender:
-    """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, unless
-    `placement` says something else.
-    """
+    """Return the engine contender. Default: parameters and optimizer states in host memory, one slot on the device."""
     from offload.engine.engine import Engine
     from offload.optim.adamw import AdamW
     from offload.tiers.placement import Placement
@@ -188,7 +188,7 @@ def engine(
 
     def step(ids: Any) -> None:
         made.step({"input_ids": ids, "labels": ids})
-        for name in MOVED:  # complete when a step returns, also what has not moved yet
+        for name in MOVED:  # complete once a step returns, including transfers still in progress
             moved[name] += getattr(made.counters, name)
 
     def details() -> dict[str, Any]:
@@ -207,7 +207,7 @@ def deepspeed_zero3(
     opened: ExitStack,
     folder: str | None,
 ) -> Contender:
-    """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU, or in files in `folder`."""
+    """Return the DeepSpeed ZeRO-3 contender with optimizer states and parameters on the CPU or on disk in `folder`."""
     from offload.accelerators import device_of, own_accelerator
 
     accelerator = own_accelerator()

@@ -1,8 +1,8 @@
-"""Training steps over tokens a step (batch and sequence), placement and ZeRO stage: a scaling study of one machine.
+"""Measure training steps over token count (batch and sequence), placement and ZeRO stage on one machine.
 
-Each point is a short run of `python -m offload.train` in processes of its own, on the model, data and settings given
-after `--`, so that a point that does not fit, or fails, costs no other. The first steps, in which memory that is left
-over is found, do not count.
+Each point is a short run of `python -m offload.train` in separate processes, with the model, data and settings given
+after `--`, so a failed point does not affect the others. The first steps do not count, because spare memory is
+distributed during them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from offload.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 
 SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
-NUM_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
+NUM_WARM_STEPS = 4  # after the third step an engine distributes spare device memory
 TIERS = ("device", "cpu", "nvme", "auto")
 MISFIT = "does not fit"
 RESIDENT = "device"
-"""The placement that the others are compared with."""
+"""Reference placement for ratios."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+    """Declare the command-line options."""
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 8, 16], help="rows a step (default: 4 8 16)")
     parser.add_argument("--sequence", type=int, nargs="+", default=[256], help="tokens a row (default: 256)")
     parser.add_argument(
@@ -54,36 +54,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """What one run trains with."""
+    """Configuration for one run."""
 
     batch: int
-    """Rows of a step, of all ranks."""
+    """Batch rows per step, over all ranks."""
     sequence: int
-    """Tokens of a row."""
+    """Tokens per row."""
     placement: str
-    """A tier of `TIERS`, or two as PARAMETERS+OPTIMIZER."""
+    """A tier in `TIERS`, or two as PARAMETERS+OPTIMIZER."""
     stage: int
-    """ZeRO's."""
+    """ZeRO stage."""
     ranks: int
-    """How many."""
+    """Number of ranks."""
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.batch * self.sequence
 
     @property
     def line(self) -> str:
-        """What the points of one line have in common."""
+        """Name shared by all points on one line."""
         return self.placement + (f", stage {self.stage}, {self.ranks} ranks" if self.ranks > 1 else "")
 
     @property
     def name(self) -> str:
-        """What it is called in results."""
+        """Name in results."""
         return f"{self.line}: {self.batch} x {self.sequence}"
 
     def words(self) -> Iterator[str]:
-        """Yield its settings of `train`."""
+        """Yield the `train` options for this point."""
         parameters, _, optimizer = self.placement.partition("+")
         yield from ("--train.batch_size", str(self.batch), "--data.sequence_length", str(self.sequence))
         yield from ("--offload.parameters", parameters, "--offload.optimizer", optimizer or parameters)
@@ -93,18 +93,18 @@ class Point:
 
 
 Steps = list[dict[str, Any]]
-"""The lines of metrics.jsonl of the steps that count."""
+"""metrics.jsonl lines of counted steps."""
 Train = Callable[[Point, Sequence[str], int], Steps]
-"""Trains a point with further settings for so many steps that count. Raises OffloadError."""
+"""Trains a point with further settings for a number of counted steps. Raises OffloadError."""
 
 
 def run(arguments: argparse.Namespace) -> Measured:
-    """Measure all points; return one result each, against what is resident ("device") at as many tokens a step."""
+    """Measure all points. Ratios compare with the resident placement ("device") at the same token count."""
     return sweep(points(arguments), arguments, train_in_child)
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
-    """Return what is asked for. Raises ConfigError."""
+    """Return the requested points. Raises ConfigError."""
     for key in ("steps", "rounds", "gpus"):
         if getattr(arguments, key) < 1:
             raise ConfigError(f"--{key} is {getattr(arguments, key)}; it must be at least 1.")
@@ -114,14 +114,14 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     for name in arguments.placement:
         if not 1 <= len(name.split("+")) <= 2 or not set(name.split("+")) <= set(TIERS):
             raise ConfigError(f"--placement is {name!r}; it must be one of {', '.join(TIERS)}, or two joined by a +.")
-    stages = arguments.stage if arguments.gpus > 1 else arguments.stage[:1]  # with one rank all are the same
+    stages = arguments.stage if arguments.gpus > 1 else arguments.stage[:1]  # with one rank all stages are the same
     shapes = sorted(itertools.product(arguments.batch, arguments.sequence), key=lambda shape: shape[0] * shape[1])
     lines = itertools.product(arguments.placement, stages)
     return list(dict.fromkeys(Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes))
 
 
 def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) -> Measured:
-    """Measure points by `train`, in turns, and draw them."""
+    """Measure points with `train`, taking turns, and draw a picture."""
     if arguments.picture:
         make_folder(Path(arguments.picture))
     runs: dict[Point, list[Steps]] = {point: [] for point in wanted}
@@ -151,13 +151,13 @@ def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) 
         title = "Tokens a second over tokens a step"
         try:
             found.files.extend(draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second"))
-        except DiskError as error:  # what was measured is worth more
+        except DiskError as error:  # keep the measurements
             found.left_out.append(("the picture", str(error)))
     return found
 
 
 def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Steps:
-    """Train in a process of its own, and read its metrics."""
+    """Train in a separate process and return the metrics."""
     with tempfile.TemporaryDirectory(prefix="offload-sweep-") as folder:
         command = [
             *(sys.executable, "-m", "offload.train", *settings, *point.words()),
@@ -180,7 +180,7 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
 
 
 def _rate(point: Point, steps: Steps) -> float:
-    """Return the tokens a second of the median step."""
+    """Return tokens per second at the median step time."""
     return point.tokens / statistics.median(step["step_seconds"] for step in steps)
 
 

@@ -1,1 +1,1 @@
-"""What a run will hold and how long a step will take, told before anything is allocated."""
+"""Forecast memory use and step time before anything is allocated."""

@@ -1,4 +1,4 @@
-"""What else could be done than what is forecast: what fits, what is faster."""
+"""Search for configurations with a better fit or higher speed than the forecast one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from offload.planning.memory import BUDGETS
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
-"""Stands for a folder on a disk that nobody named."""
+"""Placeholder for an unnamed disk folder."""
 _SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the graphs that have room on the host, and of states that have room on the device, those with which a step is
-played.
-"""
+"""Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
 _WORTH = 0.02
-"""By which part of its step the placement that the search finds has to be faster than the one that is given, and by
-which part of its tokens a second another way has to differ."""
+"""Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
 _OF_A_UNIT = frozenset(
     (
         "train.micro_batch_size",
@@ -44,14 +41,16 @@ _OF_A_UNIT = frozenset(
         "offload.update",
     )
 )
-"""What leaves a unit alone on the device, or with fewer rows."""
+"""Options able to reduce device memory to a single unit, or to fewer rows at a time."""
 _ENLARGED = 4
-"""How often budgets are enlarged to what a plan needs, which with more of them places more there."""
+"""Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
 
 def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
-    """Tell what a run of so many ranks on a machine (None: this one, measured), or on each of several alike, will hold
-    and take, and what else could be done. Raises ConfigError.
+    """Forecast a run and list alternatives. Raises ConfigError.
+
+    hardware: target machine, or one of several identical machines; None: measure this machine.
+    num_ranks: ranks per machine.
     """
     hardware = hardware or this_hardware(config)
     forecaster = Forecaster(config, num_ranks)
@@ -63,8 +62,9 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
 
 
 def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
-    """Return this machine, with the disks that a run uses: those of its folders, or that of the model's own files.
-    Raises as `probe`.
+    """Return this machine, with rates for the disks in use: configured folders, or the disk with the model files.
+
+    Raises the errors of `probe`.
     """
     reads = None
     if config.offload.parameters == "files":
@@ -75,7 +75,7 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
 
 
 def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
-    """Return a forecast with the smallest change that fits, where it does not."""
+    """Return the forecast with the smallest fix added if the run does not fit."""
     fix = {} if found.fits else find_fix(forecaster, found) or _larger_budgets(forecaster, found)
     notes = found.notes
     for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
@@ -87,8 +87,9 @@ def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
 
 
 def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> Iterator[Alternative]:
-    """Yield what else than a fix is worth a look: each of a few changes of the settings of `given` that alters whether
-    it fits, or, of what fits, how fast it is beside `found`, which is what the search makes of these settings.
+    """Yield alternatives beyond the fix: changes with a different answer to "does the run fit", or another throughput.
+
+    given: forecast before the placement search. found: forecast after the search.
     """
     if found.memory.total("nvme") or "cpu" in found.memory.shortfalls or found.refusal:
         more_bytes, more = _more_host_memory(forecaster, given)
@@ -96,7 +97,8 @@ def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> It
             yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
     for change in _changes(found):
         other = None if flags(change) == found.fix else _told(forecaster, found, change)
-        # Where the states are now; elsewhere there may be room, as there is for more where fewer rows run at once.
+        # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
+        # search.
         if other is not None and (not other.fits or "train.micro_batch_size" in change):
             other = place(forecaster, _told(forecaster, given, change) or other)
         if other is not None and _is_different(found, other):
@@ -104,14 +106,12 @@ def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> It
 
 
 def is_open(found: Forecast) -> bool:
-    """Tell whether there is a placement to choose: not where everything has room on the device."""
+    """Return True if there is a placement to choose, so not everything fits the device."""
     return not found.fits or found.prepared.plan.tiers != ("device", "device")
 
 
 def _is_different(found: Forecast, other: Forecast) -> bool:
-    """Tell whether another way fits where the one that is given does not, or the reverse; of two that fit, whether
-    their tokens a second are farther apart than a forecast can tell.
-    """
+    """Return True if only one of the two fits, or both fit and throughput differs by more than `_WORTH`."""
     if not found.fits or not other.fits:
         return found.fits != other.fits
     if found.timing is None or other.timing is None:
@@ -120,8 +120,9 @@ def _is_different(found: Forecast, other: Forecast) -> bool:
 
 
 def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> Forecast:
-    """Return the forecast of what `train` makes of settings: with what the search finds for what they leave open; the
-    one that is given, where that does not pay. Without the `times`, the first placement that fits.
+    """Return the forecast as `train` would run it, with open options decided by search.
+
+    Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
     """
     if tile := _tile(forecaster, found):
         tiled = place(
@@ -134,7 +135,7 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
         return chosen
     change = change if chosen is not found else {}
     for states in _states(found, chosen):
-        # What was best without them may not be so beside them.
+        # The best options without these states may not be the best with them.
         for wanted in [change | states, states] if change else [states]:
             other = _better(chosen, _told(forecaster, found, wanted), wanted)
             chosen, change = (other, wanted) if other is not chosen else (chosen, change)
@@ -144,9 +145,10 @@ def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> For
 
 
 def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
-    """Return the change by which sequences are cut in tiles, where that is left open, and the device has no room for
-    what a unit computes otherwise: not for one row at a time, with all else moved away; nothing where it has, or where
-    other memory lacks too, which tiles do not save.
+    """Return the change to tile sequences, or an empty dict.
+
+    Tiles are used only if the option is open and nothing else helps: device memory is short even with one row at a time
+    and everything else offloaded, while all other tiers have room.
     """
     config, before = found.config, found.memory.shortfalls.get("device", 0)
     if config.train.sequence_tile != "auto" or found.memory.shortfalls.keys() != {"device"}:
@@ -161,7 +163,7 @@ def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
 
 
 def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True) -> Forecast:
-    """Return another forecast, of a change, where that fits and pays; else the one that was found."""
+    """Return `other` if it fits and is fast enough to pay for the change, else `found`."""
     if other is None or not other.fits or (times and other.timing is None):
         return found
     before = found.timing.step_seconds if found.fits and found.timing else None
@@ -171,8 +173,9 @@ def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], 
 
 
 def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield more and more optimizer states that rest on the device and are updated there, beside those that the host
-    updates, as far as the device's memory reaches; the most with weights that stream, too.
+    """Yield increasing shares of optimizer states stored and updated on the device, beside host updates.
+
+    The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
     offload, prepared, budget = given.config.offload, found.prepared, found.memory.budgets["device"]
     is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
@@ -188,12 +191,12 @@ def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
 
 
 def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield more and more graphs of units that wait on the host, as far as its memory reaches."""
+    """Yield increasing amounts of graphs offloaded to the host, up to the available memory."""
     whole: dict[str, Any] = {"offload.graphs": "cpu"}
     other = _told(forecaster, found, whole, times=False)
     if other is None or not other.fits:
         return
-    if found.config.train.recompute == "never":  # all of them or none
+    if found.config.train.recompute == "never":  # all graphs or none
         yield whole
         return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * found.num_ranks
@@ -202,7 +205,7 @@ def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]
 
 
 def _told(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
-    """Return what a change comes to; None for settings that do not go together."""
+    """Return the forecast with a change; None: invalid combination."""
     try:
         return forecaster.tell(changed(found.config, change), found.hardware, times=times)
     except ConfigError:
@@ -216,8 +219,9 @@ def _alternative(other: Forecast, change: str) -> Alternative:
 
 
 def find_fix(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
-    """Return the smallest change with which `train` fits, of which no key can be left out: one of those that cost least
-    where one is enough, else several; empty without any.
+    """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
+
+    Tries single changes from cheapest to most expensive, then adds them up in this order.
     """
     changes, together = list(_fixes(found)), dict[str, Any]()
     fitting = (change for change in changes if _fits(forecaster, found, change))
@@ -231,7 +235,7 @@ def find_fix(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
 
 
 def _fewest(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a change that fits without what the rest of it makes needless."""
+    """Drop keys not needed for the run to fit."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
         if fewer and _fits(forecaster, found, fewer):
@@ -245,13 +249,13 @@ def _fits(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) ->
 
 
 def _placed(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> Forecast | None:
-    """Return what a change comes to, placed where that is needed; None for settings that do not go together."""
+    """Return the forecast with a change, with a placement search if needed; None: invalid combination."""
     other = _told(forecaster, found, change, times=False)
     return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
 def _larger_budgets(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
-    """Return the budgets, in whole MiB, that hold what passes those that are set; nothing where that is not enough."""
+    """Return budgets raised by the shortfalls, in whole MiB; empty if larger budgets do not help."""
     change: dict[str, Any] = {}
     larger: Forecast | None = found
     for _ in range(_ENLARGED):
@@ -270,14 +274,14 @@ def _larger_budgets(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
 
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config:
-    """Return a configuration with other values. Raises ConfigError."""
+    """Return the configuration with other values. Raises ConfigError."""
     config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
     config.check()
     return config
 
 
 def flags(change: Mapping[str, Any]) -> str:
-    """Return a change as it is written on a command line."""
+    """Return a change as command-line flags."""
     return " ".join(f"--{key} {_as_flag(key, value)}" for key, value in change.items())
 
 
@@ -288,7 +292,7 @@ def _as_flag(key: str, value: Any) -> Any:
 
 
 def _more_host_memory(forecaster: Forecaster, given: Forecast) -> tuple[int, Forecast]:
-    """Return how much more host memory is worth a look, and what that comes to: what is missing, in whole GiB."""
+    """Return (additional host memory in whole GiB, forecast with this memory)."""
     more_bytes, found = 0, given
     for _ in range(_ENLARGED):
         too_few = found.memory.shortfalls.get("cpu", 0) * given.num_ranks
@@ -303,7 +307,7 @@ def _more_host_memory(forecaster: Forecaster, given: Forecast) -> tuple[int, For
 
 
 def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield what else may be worth a look, whether or not it fits as it is."""
+    """Yield changes to try as alternatives, fitting or not."""
     config = found.config
     if "states" in OFFERS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
@@ -325,7 +329,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
 
 
 def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield what takes less memory, what costs least first."""
+    """Yield memory-saving changes, cheapest first."""
     config, over = found.config, set(found.memory.shortfalls)
     refused_host = bool(found.refusal) and not over
     on_host = "cpu" in over or refused_host
@@ -362,18 +366,18 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
     elif on_device and config.offload.nvme_dir and found.config.offload.gradients != "nvme":
-        # A weight that a head shares is cut in rows, whose sums rest with the gradients.
+        # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
-    if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # gradients wait for their norm
+    if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
     rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
-    while rows > found.num_groups:  # which is other training: last, and no further than it takes
+    while rows > found.num_groups:  # changes the training: last resort
         rows = max(found.num_groups, rows // 2)
         yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
 
 
 def _tile_rows(config: Config) -> int:
-    """Return the tokens of a tile of what a rank has of a sequence."""
+    """Return the tile size in tokens for one rank's part of a sequence."""
     return tile_rows(int(config.data.sequence_length or 0) // config.train.sequence_parallel)
 
 
@@ -383,7 +387,7 @@ def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def wider(found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield the precision that a machine computes faster than bf16, as a CPU does without instructions for that."""
+    """Yield fp32 if the machine computes bf16 more slowly, as CPUs without bf16 instructions do."""
     flops = found.hardware.rates.flops_per_s
     if found.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
         yield {"train.precision": "fp32"}

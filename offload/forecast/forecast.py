@@ -1,4 +1,4 @@
-"""What a run will hold and take, before anything is allocated."""
+"""Forecast memory use and step time of a run before anything is allocated."""
 
 from __future__ import annotations
 
@@ -56,92 +56,93 @@ _SEARCHED = {
     "offload.replicas": "replicas",
     "train.recompute": "recompute",
 }
-"""What the search decides, by its key, and where settings have it."""
+"""Options the placement search decides: config key -> attribute path in `Settings`."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run."""
+    """A changed configuration with its forecast."""
 
     change: str
-    """What is done, as words or flags."""
+    """The change, in words or as flags."""
     step_seconds: float | None
-    """The seconds of a step; None where they are not known."""
+    """Step time in seconds; None: unknown."""
     tokens_per_second: float | None
-    """The tokens of a second; None where they are not known."""
+    """Throughput over all ranks; None: unknown."""
     fits: bool
-    """True if it fits the machine."""
+    """True if the changed run fits the machine."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will hold and take."""
+    """Memory and step time forecast for a run."""
 
     config: Config
-    """The configuration of the run."""
+    """Run configuration."""
     hardware: Hardware
-    """The machine."""
+    """Target machine."""
     name: str
-    """The name of the model."""
+    """Model class name."""
     num_parameters: int
-    """The parameters of the model."""
+    """Number of model parameters."""
     num_ranks: int
-    """How many ranks a machine has; memory is told of one of them."""
+    """Ranks per machine. Memory figures are for one rank."""
     memory: Footprint
-    """What is held, by tier and name."""
+    """Memory use by tier and name."""
     timing: Timing | None
-    """What a step takes; None where that is not known."""
+    """Step timing; None: unknown."""
     prepared: EnginePlan
-    """What the engine would run on."""
+    """Engine plan for this configuration."""
     refusal: str = ""
-    """What the engine would say if it refused; empty where it would not."""
+    """Error message of the engine if planning fails; empty otherwise."""
     placed: str = ""
-    """What the search chose of what the settings leave open, as flags; empty where that is as it was."""
+    """Options chosen by the placement search, as flags; empty: none changed."""
     unplaced_seconds: float | None = None
-    """The seconds of a step without that choice; None where it would not fit."""
+    """Step time without the search result, in seconds; None: the run would not fit."""
     notes: tuple[str, ...] = ()
-    """What else should be known, a line each."""
+    """Further remarks, one line each."""
     fix: str = ""
-    """The smallest change that fits, as flags, where the run does not; empty where none is known."""
+    """Smallest change needed to fit, as flags; empty: the run fits, or no change is known."""
     fix_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes that each tier holds with that change."""
+    """Bytes per tier with the fix applied."""
     alternatives: tuple[Alternative, ...] = ()
-    """What else could be done, the fastest first."""
+    """Other configurations to consider, fastest first."""
 
     @property
     def fits(self) -> bool:
-        """True where neither the engine refuses nor a step passes a budget."""
+        """True if planning succeeds and no tier exceeds the budget."""
         return not self.refusal and self.memory.fits
 
     @property
     def total_ranks(self) -> int:
-        """Return how many ranks all machines have."""
+        """Number of ranks on all machines."""
         return self.num_ranks * self.hardware.num_machines
 
     @property
     def num_groups(self) -> int:
-        """Return over how many groups of ranks, which share sequences, the rows of a step are cut."""
+        """Number of sequence-parallel groups. The batch rows are divided between them."""
         return self.config.train.num_groups(self.total_ranks)
 
     @property
     def num_replicas(self) -> int:
-        """Return how many replicas of the model there are."""
+        """Number of model replicas."""
         return self.prepared.plan.layout.sharding.num_replicas
 
     @property
     def network_bytes(self) -> int:
-        """Return the bytes that a step of a machine's ranks sends to other machines."""
+        """Bytes all ranks of one machine send to other machines per step."""
         return 0 if self.timing is None else self.timing.network_bytes * self.num_ranks
 
     @property
     def written_bytes(self) -> int:
-        """Return the bytes that a step of a machine's ranks writes to disk."""
+        """Bytes all ranks of one machine write to disk per step."""
         return 0 if self.timing is None else self.timing.nvme_written_bytes * self.num_ranks
 
     @property
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Return what plan.json says of each tier: bytes, budget and allocations by name, of one rank. What operations
-        hold of the host's memory is no budget's.
+        """Bytes, budget and allocations per tier for one rank, as in plan.json.
+
+        Excludes operation memory on the host, since no budget covers it.
         """
         found: dict[str, dict[str, Any]] = {}
         for each in self.memory.allocations:
@@ -156,7 +157,7 @@ class Forecast:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
+        """Return all fields in JSON form."""
         timing, day = self.timing, None
         if timing is not None and self.written_bytes:
             day = self.written_bytes / timing.step_seconds * DAY_S
@@ -204,16 +205,16 @@ class Forecast:
 
 @dataclass
 class Forecaster:
-    """Makes forecasts of one model, which is on `meta`, under many configurations and on many machines."""
+    """Forecasts one `meta` model for many configurations and machines. Structures and workloads are cached."""
 
     config: Config
-    """The configuration that names the model."""
+    """Configuration with the model to load."""
     num_ranks: int
-    """How many ranks a machine has."""
+    """Ranks per machine."""
     architecture: PreTrainedConfig | None = None
-    """The model's own configuration, where it was read already."""
+    """Transformers model config; None: loaded on first use."""
     machine: Machine | None = None
-    """What plans ask; None for machines by their figures."""
+    """Machine for planning; None: derived from the hardware figures."""
     _works: dict[Any, Workload | str] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
 
@@ -228,12 +229,12 @@ class Forecaster:
 
     @cached_property
     def _built(self) -> BuiltModel:
-        """The model that is trained, on `meta`, with what of it its files have in few bits."""
+        """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, Quantized]()
         freezes = self.config.adapts or self.config.optimizer.freeze
         if freezes and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
-            model.to(architecture.dtype)  # a frozen weight takes what its files have
+            model.to(architecture.dtype)  # frozen weights keep the checkpoint dtype
         quantization = quantization_of(architecture)
         folder = None if quantization is None else locate(section)
         if quantization is not None and folder is not None and is_pretrained(section, folder):
@@ -248,7 +249,10 @@ class Forecaster:
         return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
 
     def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
-        """Return what a configuration comes to on a machine; without the `times` if told so. Raises ConfigError."""
+        """Return the forecast for a configuration on a machine. Raises ConfigError.
+
+        times: False skips the step simulation.
+        """
         ranks = self._ranks(hardware)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
@@ -279,7 +283,7 @@ class Forecaster:
         if known is not None and times:
             try:
                 timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
-            except RuntimeError as error:  # whose pieces are mapped one by one, and not touched
+            except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
                 notes.append(
@@ -299,8 +303,10 @@ class Forecaster:
         )
 
     def choose(self, found: Forecast, *, times: bool = True) -> dict[str, Any]:
-        """Return what the search finds fastest (or, without the `times`, the first that fits) where a forecast's
-        configuration leaves it open, by key; nothing where that is what was told, nothing fits, or a step is not known.
+        """Return the fastest placement for options left open in the config, by config key.
+
+        Empty if the search keeps the current settings, nothing fits, or the workload is unknown. `times` False: return
+        the first placement with enough room instead.
         """
         prepared, work = found.prepared, self._work(found.config, found.prepared, found.total_ranks)
         told = prepared.settings
@@ -315,7 +321,7 @@ class Forecaster:
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
     def _ranks(self, hardware: Hardware) -> ImaginedRanks:
-        """Return the ranks of all machines."""
+        """Return simulated ranks for all machines."""
         return ImaginedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
 
     def _structure(self, told: Settings, share_bytes: int | None, ranks: ImaginedRanks) -> Structure:
@@ -328,7 +334,7 @@ class Forecaster:
         return self._structures[key]
 
     def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
-        """Return what a step computes on one of so many ranks, or why that is not known."""
+        """Return the workload for one rank, or the reason for a failed measurement."""
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         shared_by = config.train.sequence_parallel
@@ -345,5 +351,5 @@ class Forecaster:
 
 
 def _has_mask(data: DataSection) -> bool:
-    """True where attention needs a mask: for padding, or to keep documents apart."""
+    """True if attention needs a mask, for padding or document isolation."""
     return not data.packing or data.packing_isolated is True

@@ -1,4 +1,4 @@
-"""What a run on this machine will hold and take, told to whoever is about to begin it."""
+"""Forecast a run on this machine and describe the forecast to the user before the run begins."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from offload.planning.machines import ThisMachine
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 _MUCH_FASTER = 0.5
-"""Of a step's seconds: so few have to be left in another precision for a word of it."""
+"""Relative step time in another precision that justifies a note."""
 NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
-"""Of tiers, for people."""
+"""Tier names in messages."""
 
 
 def forecast_run(
@@ -33,11 +33,11 @@ def forecast_run(
     say: Callable[[str], None],
     network: Network | None = None,
 ) -> tuple[Config, Forecast]:
-    """Decide by search where what is left open is to be, and tell what a run of so many ranks here, and on each other
-    machine of a `network`, will hold and take.
+    """Resolve open placement options by search, then forecast memory and step time for a run on this machine.
 
-    The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
-    the device stays there. Raises ConfigError.
+    The machine is measured only if no cached rates exist and a placement decision depends on them; `say` announces the
+    measurement. With `network`, the forecast covers all machines. Returns the resolved config and the forecast. Raises
+    ConfigError.
     """
     forecaster = Forecaster(config, num_ranks, architecture, machine)
     try:
@@ -55,7 +55,7 @@ def forecast_run(
 
 
 def _in(network: Network | None, hardware: Hardware) -> Hardware:
-    """Return a machine as one of a network, or alone."""
+    """Return the hardware as one machine in the network. None: a single machine."""
     if network is None:
         return hardware
     rates = replace(hardware.rates, network_bytes_per_s=network.bytes_per_s, network_latency_s=network.latency_s)
@@ -63,14 +63,14 @@ def _in(network: Network | None, hardware: Hardware) -> Hardware:
 
 
 def placed(found: Forecast) -> Iterator[str]:
-    """Yield what the search has placed, if anything."""
+    """Yield a line about the placement the search has chosen, if any."""
     if found.placed and found.timing is not None:
         instead = f" instead of {found.unplaced_seconds:.3g}" if found.unplaced_seconds else ""
         yield f"placement, by search: {found.placed}, {found.timing.step_seconds:.3g} s a step{instead}"
 
 
 def slow_precision(forecaster: Forecaster, found: Forecast) -> Iterator[str]:
-    """Yield what a step takes in bf16, and what in fp32, where that is far less."""
+    """Yield a note with the bf16 and fp32 step times if fp32 is much faster."""
     for change in wider(found):
         now, other = found.timing, forecaster.tell(changed(found.config, change), found.hardware)
         if now and other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * now.step_seconds:
@@ -81,7 +81,7 @@ def slow_precision(forecaster: Forecaster, found: Forecast) -> Iterator[str]:
 
 
 def _unmeasured(machine: ThisMachine) -> Hardware:
-    """Return this machine without its rates."""
+    """Return this machine with placeholder rates."""
     accelerator = machine.accelerator
     return Hardware(
         name="this machine",
@@ -97,7 +97,7 @@ def _unmeasured(machine: ThisMachine) -> Hardware:
 
 
 def shortage(found: Forecast) -> str:
-    """Return what is missing where a run does not fit."""
+    """Return a sentence about the missing memory, or the reason for refusal."""
     short = " and ".join(
         f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {NAMES[tier]} memory"
         for tier, num_bytes in found.memory.shortfalls.items()
@@ -106,7 +106,7 @@ def shortage(found: Forecast) -> str:
 
 
 def summary(found: Forecast) -> str:
-    """Return a forecast in a line: of each tier the most that a step holds."""
+    """Return the forecast in one line: peak bytes per tier, step time and bottleneck."""
     parts = []
     for tier, held in found.tiers.items():
         parts.append(f"{tier} {format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}")
@@ -118,14 +118,14 @@ def summary(found: Forecast) -> str:
 
 
 def hidden_from(timing: Timing) -> str:
-    """Return from how many tokens a step on links hide behind compute, and how many it has; nothing where none do."""
+    """Return a sentence about the token count needed to hide transfers behind compute; empty if no count is enough."""
     tokens = round(timing.tokens_per_second * timing.step_seconds)
     least = timing.hides_from_tokens
     return "" if least is None else f"transfers hide behind compute above {least:,} tokens a step; this has {tokens:,}"
 
 
 def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
-    """Return how the budget of a tier is told behind its bytes; what is pinned shares that of the rest of the host."""
+    """Return the budget suffix for a tier in a message. Pinned and pageable host memory share one budget."""
     both = [tiers[each] for each in ("pinned", "cpu") if each in tiers]
     budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
     if budget is None or (is_shared and tier == "pinned"):

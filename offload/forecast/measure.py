@@ -1,4 +1,4 @@
-"""The compute of a step, measured on a model on `meta`: nothing is allocated, and blocks that are alike run once."""
+"""Measure the compute of a step on a `meta` model. Nothing is allocated, and identical blocks run only once."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from offload.layout.regions import ParameterInfo
 from offload.telemetry.counters import Counters
 
 _FEW_TOKENS = 8
-"""Of a row on which is found what may run over tiles; half of it is an encoder's, where there is one."""
+"""Row length in tokens for the tile search. In a seq2seq model the encoder reads half."""
 _CHUNKED_LOSS = "ForCausalLMLoss"
-"""Of transformers: the loss that takes labels which are shifted already, and divides by the count that it is given."""
+"""transformers loss function with support for pre-shifted labels and an explicit token count."""
 
 
 class CannotMeasureError(Exception):
-    """A model that does not run on shapes alone; says why."""
+    """The model does not run on shapes alone. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a step of one rank is made on.
+    """Batch shape for a step on one rank.
 
-    kind: of the model: causal, masked, reward, or seq2seq, whose encoder reads the first half of a row.
-    rows, length: of the batch, of whose sequences this rank has so many tokens.
-    is_padded: rows end in padding, so that attention needs a mask.
-    shared_by: how many ranks share each sequence.
+    kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
+    rows, length: batch rows, and tokens per row on this rank.
+    is_padded: rows end in padding, so attention needs a mask.
+    shared_by: sequence-parallel ranks per sequence.
     """
 
     kind: str
@@ -60,7 +60,10 @@ class BatchSpec:
     shared_by: int = 1
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return so many rows, on `meta`. To be called under a OpCounter, which knows their values."""
+        """Return a `meta` batch with `rows` rows.
+
+        Call under an `OpCounter`, so that shape-determined values are known.
+        """
         length = self.length // 2 if self.kind == "seq2seq" else self.length
         ones = functools.partial(torch.ones, rows, dtype=torch.long, device="meta")
         batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
@@ -74,7 +77,10 @@ class BatchSpec:
         return batch
 
     def shared(self, given: Mapping[str, torch.Tensor]) -> SharedRows | None:
-        """Return what a rank knows of the rows of a batch that it was `given` its tokens of; None where it has all."""
+        """Return this rank's view of sequence-parallel rows, from the local batch part.
+
+        None: the rank has whole sequences.
+        """
         if self.shared_by == 1:
             return None
         whole = replace(self, length=self.length * self.shared_by, shared_by=1).make(len(given["labels"]))
@@ -83,10 +89,9 @@ class BatchSpec:
 
 
 def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workload:
-    """Run a micro-batch forward and backward through a model on `meta`, of which `prepared` was made; return what a
-    step computes. The model is as it was afterwards.
+    """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
 
-    Raises CannotMeasureError.
+    The model belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
     """
     settings = prepared.settings
     micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
@@ -97,7 +102,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     try:
         tiles = _find_tiles(model, batch, prepared)
         workload = _run(model, batch, prepared, micro_rows, tiles)
-        if num_micro_batches > 1:  # what is the same for more rows is there once
+        if num_micro_batches > 1:  # a second run with one more row separates shared tensors
             more = _run(model, batch, prepared, micro_rows + 1, tiles)
             workload = replace(workload, calls=tuple(_of_all_rows(workload.calls, more.calls, micro_rows, batch.rows)))
     except UnknownValueError as error:
@@ -114,8 +119,10 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
 
 
 def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> TiledUses | None:
-    """Return what runs over tiles of the sequence, found on a few tokens; None for nothing. An engine that is told auto
-    tiles where a block would not fit otherwise, which is to be forecast with the number that suits.
+    """Find the tileable modules in a run with few tokens. None: no tiling.
+
+    Needs an explicit tile size. With "auto", the engine tiles only blocks too large for the device, and `place`
+    forecasts tiling with a concrete size instead.
     """
     size = prepared.settings.sequence_tile
     if not isinstance(size, int) or batch.length <= size:
@@ -131,7 +138,7 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
 def _run(
     model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None = None
 ) -> Workload:
-    """Return what one micro-batch of so many rows computes."""
+    """Return the workload for one micro-batch with `rows` rows."""
     probe = _Probe(prepared, tiles)
     with probe.routed(), probe.counter.watching(), torch.enable_grad():
         num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
@@ -139,8 +146,9 @@ def _run(
 
 
 def _of_all_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:
-    """Yield calls over so many rows with what `more` over one row more do not have more of; of those that run once, the
-    work of all rows.
+    """Yield the calls with shared bytes, and scale uses run once per step to all rows.
+
+    Both come from the difference between `calls` (`rows` rows) and `more` (one row more).
     """
     for work, other in zip(calls, more, strict=True):
         of_a_row = other.input_bytes - work.input_bytes
@@ -153,19 +161,22 @@ def _of_all_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int,
 
 @dataclass
 class _Entry:
-    """A use of a unit, or a stretch between units, while it is measured."""
+    """Measurement in progress for a unit use or a stretch."""
 
     work: UnitWork
-    """What was measured so far."""
+    """Measurements so far."""
     held_bytes: int = 0
-    """What waits for a backward once the use has run its forward, of all uses so far."""
+    """Bytes kept for the backward by all uses up to and including this one, after the forward."""
 
 
 class _Probe:
-    """Takes the calls of units, and what is computed between them."""
+    """Intercepts unit calls and counts compute between units."""
 
     def __init__(self, prepared: EnginePlan, tiles: TiledUses | None = None, *, looks: bool = False) -> None:
-        """`tiles`: what runs over tiles of the sequence; `looks`: to be found in this run of a few tokens."""
+        """Create a probe. `tiles`: modules to run over sequence tiles.
+
+        `looks`: record uses for the tile search instead.
+        """
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
         self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
@@ -173,17 +184,17 @@ class _Probe:
         self._chunk: list[_Entry] = []
         self._uses = SeenUses(self.counter, tiles, looks=looks)
         self._held: dict[int, int] = {}
-        self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
+        self._movable: dict[int, _Entry] = {}  # storage -> first user, if no other unit shares the input
         self._mark, self._is_inside = NO_COST, False
 
     # -- the model -------------------------------------------------------------------------------------------
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Within, the units' calls come here, and parameters have the dtypes in which the device computes."""
+        """Route unit calls to the probe and give parameters the compute dtypes, in this context."""
         infos, candidates = self._prepared.structure.infos, self._prepared.structure.candidates
         before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
-        made: dict[tuple[int, torch.Size], nn.Parameter] = {}  # by their shapes too: of what is cut there are several
+        made: dict[tuple[int, torch.Size], nn.Parameter] = {}  # one parameter has several shapes if cut into blocks
         with ExitStack() as stack:
             for unit in candidates:
                 for place in unit.places:
@@ -220,7 +231,7 @@ class _Probe:
         module.forward = forward
 
     def run(self, model: nn.Module, given: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
-        """Go forward and backward; return in how many chunks the head ran."""
+        """Run forward and backward. Returns the head chunk count."""
         attention = _attention(model, batch, self.counter)
         attention.divert()
         try:
@@ -241,13 +252,13 @@ class _Probe:
                 return self._run_whole(model, given)
             try:
                 output = head.base_output(lambda: model(**select_inputs(model, given, None)))
-            except TypeError:  # the model goes another way to its head
+            except TypeError:  # the head has an unexpected call pattern
                 self._forget()
                 return self._run_whole(model, given)
             hidden = output["last_hidden_state"]
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
-            # Of a batch of all rows a chunk has so many tokens, and each row the same share of them.
+            # With all rows, a chunk has `size` tokens, evenly divided over the rows.
             if blocks is not None:
                 size = max(1, chunk_bytes // (blocks.most_rows * 4))
             here = min(given["labels"].numel(), len(given["labels"]) * max(1, size // batch.rows))
@@ -262,7 +273,7 @@ class _Probe:
             self._end_backward(0)
         if blocks is not None:
             return 1
-        return -(-batch.rows * (batch.length - 1) // size)  # each token but a row's last has a target
+        return -(-batch.rows * (batch.length - 1) // size)  # the last token of a row has no target
 
     def _run_whole(self, model: nn.Module, given: Batch) -> int:
         loss = find_loss(model(**select_inputs(model, given, None)))
@@ -273,7 +284,7 @@ class _Probe:
         return 1
 
     def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        """Run the first chunk: its memory is its own, and nothing of it waits for the backward of what is below."""
+        """Measure the first head chunk. Chunk memory is separate: nothing is kept for the backward below the head."""
         before, held, held_bytes = self._entries, dict(self._held), sum(self._held.values())
         self._entries = []
         self.counter.begin()
@@ -292,14 +303,15 @@ class _Probe:
         most_bytes = most - held_bytes
         self._chunk = [_Entry(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), held_bytes)]
         if unit is not None:
-            # Its input is a copy of some columns of the hidden states, in the shape of their gradient.
+            # The input is a copy of some hidden states, with the shape of their gradient.
             unit = replace(unit, input_bytes=unit.gradient_bytes, is_cut=False)
             self._chunk.insert(0, _Entry(unit, held_bytes))
         self._entries, self._held = before, held
 
     def _repeat_chunk(self, blocks: RowBlocks, num_chunks: int) -> None:
-        """Of the first chunk over the first block of a head, make all chunks over each of its blocks: forward once
-        without a graph, and in the backward again.
+        """Multiply the measured chunk over all chunks and all row blocks of the head.
+
+        Each runs forward once without a graph and again in the backward.
         """
         names = {unit.module: unit.name for unit in self._prepared.structure.candidates}
         found = []
@@ -315,21 +327,21 @@ class _Probe:
         ]
 
     def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
-        """Return all uses and stretches, without those that do nothing."""
+        """Return all uses, and all stretches with work."""
         works = [entry.work for entry in (*self._entries, *self._chunk * num_chunks)]
         return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
 
     # -- between units ---------------------------------------------------------------------------------------
 
     def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that the graph between units saves."""
+        """Record a tensor saved by the graph between units."""
         key = self.counter.storage_of(tensor)
         if self.counter.is_own(key):
             self._held.setdefault(key, tensor.untyped_storage().nbytes())
         return tensor
 
     def _end_stretch(self) -> None:
-        """What was computed since the last unit is a stretch of its own."""
+        """Record the compute since the last unit as a stretch."""
         held = self._entries[-1].held_bytes if self._entries else 0
         saved = sum(self._held.values()) - held
         work = replace(
@@ -343,7 +355,7 @@ class _Probe:
         self.begin()
 
     def _end_backward(self, number: int) -> None:
-        """A backward has come to the stretch's begin."""
+        """Record a stretch backward."""
         entry = self._entries[number]
         peak = max(0, self.counter.peak_bytes - entry.held_bytes)
         entry.work = replace(entry.work, backward=self.counter.cost - self._mark, backward_temporary_bytes=peak)
@@ -378,11 +390,11 @@ class _Probe:
         return deliver(seen.result, outputs, containers)
 
     def _wait(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the inputs of a use, which wait for its backward, each once."""
+        """Record the inputs kept for the backward of a use, each storage once."""
         fresh = staying = 0
         for storage, tensor in {self.counter.storage_of(tensor): tensor for tensor in tensors}.items():
             num_bytes = tensor.untyped_storage().nbytes()
-            if storage in self._movable:  # it is not put away if another unit gets it too
+            if storage in self._movable:  # an input shared by two units is never offloaded
                 first = self._movable.pop(storage)
                 first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
             elif self.counter.is_own(storage) and storage not in self._held:
@@ -395,18 +407,18 @@ class _Probe:
         entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
 
     def backward_of(self, number: int) -> None:
-        """The backward between units has come to a unit's results."""
+        """Called when the backward between units reaches unit results."""
         if number + 1 < len(self._entries):
             self._end_backward(number + 1)
 
     def begin(self) -> None:
-        """Whatever was computed so far is no part of what comes: a stretch, or the backward of one."""
+        """Start measuring from here: reset cost mark and memory peak."""
         self._mark = self.counter.cost
         self.counter.begin()
 
 
 class _Border(torch.autograd.Function):
-    """A use of a unit in the graph between units: its results and gradients have shapes alone."""
+    """Represents a unit use in the graph between units. Results and gradients have shapes only."""
 
     @staticmethod
     def forward(
@@ -418,7 +430,7 @@ class _Border(torch.autograd.Function):
             torch.empty_strided(*like[:2], dtype=like[2], device="meta") if source is None else tensors[source]
             for source, like in zip(seen.sources, seen.likes, strict=True)
         )
-        if seen.work.keeps_graph:  # a graph that is kept has its results as well
+        if seen.work.keeps_graph:  # a saved graph also keeps the results alive
             ctx.results = [t.detach() for t in outputs]
         plain = [t for t, differs in zip(outputs, seen.differentiable, strict=True) if not differs]
         ctx.mark_non_differentiable(*plain)
@@ -437,7 +449,7 @@ class _Border(torch.autograd.Function):
 
 
 class _CountedExchange(ImaginedRanks):
-    """Ranks that share sequences, none of which runs."""
+    """Simulated sequence-parallel ranks. Counts the bytes sent."""
 
     def __init__(self, size: int, counter: OpCounter) -> None:
         super().__init__(size)
@@ -448,15 +460,16 @@ class _CountedExchange(ImaginedRanks):
 
 
 def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> OwnAttention:
-    """Return the attention of a rank over a batch."""
+    """Return the attention for the batch: sequence-parallel if several ranks share sequences."""
     if batch.shared_by == 1:
         return OwnAttention()
     return SharedAttention(model, _CountedExchange(batch.shared_by, counter), Counters())
 
 
 def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
-    """Return the head of a model whose loss transformers' own function makes, which is known to add up over chunks.
-    (An engine finds out by trying.)
+    """Return the chunkable head of a causal model with the standard transformers loss, else None.
+
+    This loss is known to be additive over chunks. The engine decides by a trial run instead.
     """
     base, loss = base_of(model), getattr(model, "loss_function", None)
     if batch.kind != "causal" or batch.length < 4 or base is None:
@@ -465,23 +478,23 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
 
 
 def _blocks_of_head(model: nn.Module) -> RowBlocks | None:
-    """Return the blocks of rows in which the head of a model goes; None for a whole head."""
+    """Return the row blocks of the output embedding; None: a whole head."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     blocks: RowBlocks | None = getattr(getattr(find(), "weight", None), "blocks", None)
     return blocks
 
 
 class _Nobody:
-    """Has no values of what is cut: it is computed with by its blocks alone."""
+    """Owner of weights cut into row blocks. Only the blocks are computed with, so the whole weight has no values."""
 
     def values_of(self, info: ParameterInfo) -> NoReturn:
         raise ValueError(f"{info.name} is cut in blocks of rows, and read otherwise than by linear and embedding")
 
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
-        """Nothing is lost here."""
+        """Do nothing: no data can be lost here."""
 
     def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Nothing is lost here."""
+        """Do nothing: no data can be lost here."""
 
 
 def _num_logits(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""What a run holds on each tier: the plan's allocations, and what a step adds to them."""
+"""Memory use per tier: planned allocations plus memory added by a step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 
 INPUTS, KEPT = "unit inputs", "kept tensors"
-"""As the engine's ledgers call them."""
+"""Allocation names, as in the engine ledgers."""
 LASTING = "accumulated gradients"
 OPERATIONS = "operations"
-"""The most that operations hold at once beside everything that has a name."""
+"""Peak bytes held by operations beyond all named allocations."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank holds.
+    """Memory use on one rank.
 
-    allocations: by tier (device, pinned, cpu, nvme) and name, each at its most.
-    budgets: what each tier has for them, None without a limit; pinned and cpu share theirs.
-    host_bytes: what there is of the host's memory, for whatever.
-    is_one_memory: the device's is of it.
-    loading_bytes: of it, for a while before the first step, when operations hold nothing yet.
-    kept: the uses, by number, whose graphs are kept on the device instead of recomputed.
+    allocations: peak bytes by tier (device, pinned, cpu, nvme) and name.
+    budgets: byte limit per tier; None: no limit. Pinned and cpu share one limit.
+    host_bytes: total host memory for this rank, for any purpose.
+    is_one_memory: device memory is part of host memory.
+    loading_bytes: temporary host memory before the first step, while operations hold nothing yet.
+    kept: indices of uses with the autograd graph saved on the device instead of recomputation.
     """
 
     allocations: tuple[Allocation, ...]
@@ -46,17 +46,17 @@ class Footprint:
     kept: frozenset[int]
 
     def total(self, *tiers: str) -> int:
-        """Return the bytes of some tiers together."""
+        """Return the total bytes on some tiers."""
         return sum(a.num_bytes for a in self.allocations if a.tier in tiers)
 
     @property
     def operations_bytes(self) -> int:
-        """Return what operations take of the host's memory, where that is what computes: no budget is of that."""
+        """Bytes operations take from host memory when compute runs on the CPU. No budget covers them."""
         return sum(a.num_bytes for a in self.allocations if (a.tier, a.name) == ("cpu", OPERATIONS))
 
     @property
     def shortfalls(self) -> dict[str, int]:
-        """Return by how many bytes a budget is passed, by tier; the host's, of pinned and pageable memory, as cpu."""
+        """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
         operations = self.operations_bytes
         entered = self.total("cpu", "pinned") - operations
         taken = entered + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
@@ -67,18 +67,18 @@ class Footprint:
 
     @property
     def fits(self) -> bool:
-        """True where no budget is passed."""
+        """True if every tier stays within budget."""
         return not self.shortfalls
 
 
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
-    """Return what one of so many ranks holds. `workload`: None where it is not known, nor what a step adds."""
+    """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
     found, kept = prepared.plan.allocations, frozenset[int]()
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
         found, kept = step.allocations, step.kept
     resting = prepared.plan.layout.resting(prepared.structure.regions)
-    pins = hardware.device == "cuda"  # what travels, where the device's driver takes that
+    pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
     placed = (replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in found)
     return Footprint(
         allocations=tuple(a for a in placed if a.num_bytes),
@@ -91,7 +91,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
 
 
 def device_budget(plan: Plan, hardware: Hardware) -> int | None:
-    """Return the bytes of the device that an engine may hold; None without end."""
+    """Return the device memory limit for an engine in bytes; None: no limit."""
     there = None if hardware.device == "cpu" else hardware.device_bytes
     return min((each for each in (plan.device_bytes, there) if each is not None), default=None)
 
@@ -104,38 +104,34 @@ def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int)
 
 
 def _loading_bytes(prepared: EnginePlan) -> int:
-    """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
+    """Return the fp32 size of the largest unit. Without a checkpoint, weights are initialized one unit at a time."""
     infos = prepared.structure.infos
     return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
 
 
 class StepMemory:
-    """What a rank holds in a step of an engine on a machine: the plan's allocations, and what operations and waiting
-    for the backward add.
-    """
+    """Memory use on one rank during a step: planned allocations, tensors kept for the backward, and operation peaks."""
 
     def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
         self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
-        # Blocks of rows, whose gradients add up in the buffer, or on the host.
+        # Row blocks add gradients to the gradient buffer or on the host.
         self._in_blocks = {region for unit in prepared.structure.units if unit.num_layers for region in unit.regions}
 
     @property
     def allocations(self) -> list[Allocation]:
-        """Everything by tier and name, that of the host as the plan names it."""
+        """All allocations by tier and name; host allocations have the names from the plan."""
         planned = _with(self.plan.allocations, "device", LASTING, self._lasting_bytes)
         return [*planned, *self._of_a_step(self.kept)]
 
     @cached_property
     def device_bytes(self) -> int:
-        """The most that the device holds at once, with the least for slots and the gradient buffer."""
+        """Peak device bytes, with minimum sizes for slots and gradient buffer."""
         return self._planned_bytes + self._on_device(self.kept)
 
     def bytes_away(self, number: int) -> tuple[int, int]:
-        """Return how many bytes of the inputs of a use, by its number, and of its graph wait elsewhere than on the
-        device: one of both is 0.
-        """
+        """Return (input bytes, graph bytes) offloaded for a use, by call index. One number is always 0."""
         if not self._has_backward:
             return 0, 0
         call = self.workload.calls[number]
@@ -145,7 +141,7 @@ class StepMemory:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """The uses, by number, whose graphs are kept on the device: as `RecomputePolicy` chooses."""
+        """Call indices with the graph saved on the device, with the same choice as `RecomputePolicy`."""
         calls, mode = self.workload.calls, self.settings.recompute
         budget = device_budget(self.plan, self.hardware)
         if not self._has_backward:
@@ -157,19 +153,17 @@ class StepMemory:
             return frozenset(range(len(calls)))
         room = budget - self._planned_bytes
         more = sorted(self._last_within(always, room - self._on_device(always)))
-        # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
+        # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
 
     @cached_property
     def below(self) -> frozenset[int]:
-        """The uses, by number, whose graphs wait below the device."""
+        """Call indices with offloaded graphs."""
         return self._below(self.kept)
 
     def _below(self, kept: frozenset[int]) -> frozenset[int]:
-        """Return the uses, by number, whose graphs wait below the device where these are `kept` on it: of the others as
-        many as there is room for.
-        """
+        """Return the calls with offloaded graphs: as many calls outside `kept` as the tier has room for."""
         if not self._graphs_leave or not self._has_backward:
             return frozenset()
         calls = [
@@ -196,7 +190,7 @@ class StepMemory:
         return min([*left, *([] if most is None else [most])], default=sys.maxsize)
 
     def _graph_bytes(self, call: UnitWork) -> int:
-        """Return what leaves the device of the graph of a use, its input included."""
+        """Return the offloaded graph bytes of a use, inputs included."""
         inputs = call.input_bytes - call.staying_bytes - call.unsaved_bytes
         inputs = inputs if inputs >= SMALLEST_BYTES else 0
         return (call.leaving_bytes + inputs) * self.workload.num_micro_batches
@@ -209,7 +203,7 @@ class StepMemory:
         return bytes_on("device", self._of_a_step(kept))
 
     def _of_a_step(self, kept: frozenset[int]) -> Iterator[Allocation]:
-        """Yield what a step adds: what waits for the backward, and what operations take."""
+        """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, of_operations = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         if not self._has_backward:
             yield Allocation(of_operations, OPERATIONS, self._of_forwards())
@@ -237,14 +231,14 @@ class StepMemory:
         yield Allocation(of_operations, OPERATIONS, self._operations(kept, sum(on_device.values())))
 
     def _each(self) -> Iterator[tuple[int, UnitWork]]:
-        """Yield the calls with their numbers; of a head in pieces, the last piece."""
+        """Yield (index, call). For a chunked head, only the last chunk."""
         work = self.workload
         ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
         skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
         yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
 
     def _waits(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
-        """Return under which name the inputs of a use wait, and how many bytes of them elsewhere than on the device."""
+        """Return the allocation name for the inputs of a use, and the bytes offloaded from the device."""
         settings = self.settings
         goes_away = settings.placement.activations in ("cpu", "nvme")
         if not is_kept:
@@ -254,17 +248,18 @@ class StepMemory:
         return INPUTS if counts_as_input else KEPT, 0
 
     def _first_away(self, call: UnitWork) -> int:
-        """Return how many bytes of the inputs of a use wait elsewhere in a first step, which recomputes what may be
-        kept later: their memory there is kept for the next ones.
+        """Return the input bytes offloaded in the first step.
+
+        The first step recomputes even graphs saved later, and the memory remains allocated for later steps.
         """
         always_kept = call.keeps_graph or call.name is None
         return 0 if always_kept or self.settings.recompute == "never" else self._waits(call, False)[1]
 
     def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
-        """Return the most that is held on the device at once, less what waits at the end of the forward."""
+        """Return the peak device bytes minus bytes kept at the end of the forward."""
         work, below = self.workload, self._below(kept)
         parts, held, most = work.num_micro_batches, 0, 0
-        # The head in pieces has a whole gradient of the hidden states, which stay as well.
+        # A chunked head holds a full gradient for the hidden states, besides the hidden states.
         last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
         hidden = sum(last) * parts if work.num_chunks > 1 else 0
         for number, call in self._each():
@@ -281,16 +276,16 @@ class StepMemory:
                 continue
             if is_kept:
                 held += call.saved_bytes * parts
-                if parts > 1 and not call.keeps_graph:  # with the results, of which the next unit gets a joined copy
+                if parts > 1 and not call.keeps_graph:  # with the results: the next unit reads a joined copy
                     held += call.result_bytes * parts
             joined = 2 * parts if parts > 1 else 0
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
             graph = call.saved_bytes if is_kept else 0
             backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
-            if leaves:  # the graph goes once the forward is through, and comes back while another is there
+            if leaves:  # offloaded after the forward; prefetched during the backward of another graph
                 forward += call.saved_bytes
                 backward += call.input_bytes + self._graph_bytes(call) // parts
-            elif self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
+            elif self._waits(call, is_kept)[1]:  # fetched per micro-batch, double-buffered
                 backward += min(2, parts) * call.input_bytes
             backward += self._gradient_bytes(call)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
@@ -298,16 +293,17 @@ class StepMemory:
         return max(0, most - waiting_bytes)
 
     def _gradient_bytes(self, call: UnitWork) -> int:
-        """Return what gradients of the unit's parameters take where a backward makes all of them at once: compiled."""
+        """Return parameter gradient bytes for a compiled unit, whose backward creates all gradients at once."""
         if self.settings.compile == "never" or not call.is_block:
             return 0
         regions = [region for region in self._regions if region.trainable and call.name in region.units]
         return sum(region.weight_bytes for region in regions)
 
     def _of_forwards(self) -> int:
-        """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one
-        is within a unit or in what follows, the others behind it with what they gave it and got. What the first unit
-        gave, an embedding, each has under a name (`inputs_embeds`) until its last block is through.
+        """Return the peak operation memory for a forward-only step (MeZO).
+
+        The passes advance side by side: one runs a unit or stretch, and the others hold their input and result for it.
+        The result of the first unit (`inputs_embeds`) stays referenced in every pass until the last block ends.
         """
         work = self.workload
         passes, parts = 2 * self.settings.optimizer.num_directions, work.num_micro_batches
@@ -323,7 +319,7 @@ class StepMemory:
             given = handed_on
             waiting = ((passes - 1) * call.result_bytes + passes * given) * parts
             num_blocks += call.is_block
-            if call.is_block and num_blocks > 1:  # else it is what the block is given
+            if call.is_block and num_blocks > 1:  # the input of the first block is this tensor
                 waiting += passes * entered * parts
             joined = 2 * parts * call.result_bytes if parts > 1 else 0
             most = max(most, waiting + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined))
@@ -331,7 +327,10 @@ class StepMemory:
         return most + passes * staying
 
     def _last_within(self, but: frozenset[int], room: int) -> set[int]:
-        """Return the uses but some whose graphs have room, from the last one back: these are held for the shortest."""
+        """Return the uses outside `but` with room for a saved graph.
+
+        Late uses come first: their graphs are held for less time.
+        """
         found = set()
         for number, call in reversed(list(enumerate(self.workload.calls))):
             size = call.saved_bytes * self.workload.num_micro_batches
@@ -342,8 +341,9 @@ class StepMemory:
 
     @cached_property
     def _lasting_bytes(self) -> int:
-        """What gradients take that are summed in fp32 on the device, since their units are used several times: a
-        head in pieces, where the buffer is none for that; blocks that are shared.
+        """Device bytes for fp32 gradient sums across several uses of a unit.
+
+        Applies to shared blocks, and to a chunked head when the gradient buffer cannot accumulate.
         """
         if not self._has_backward:
             return 0
@@ -360,11 +360,11 @@ class StepMemory:
 
 
 def _over_all(call: UnitWork, num_bytes: int, work: Workload) -> int:
-    """Return what some bytes of a micro-batch's input come to over all of them: what they share is there once."""
+    """Return the total over all micro-batches, given bytes per micro-batch. Shared input bytes count once."""
     return num_bytes * work.num_micro_batches - call.shared_bytes * (work.num_micro_batches - 1)
 
 
 def _with(allocations: Sequence[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
-    """Return a list in which an allocation has so many bytes more."""
+    """Return the list with `num_bytes` added to one allocation."""
     before = next((a for a in allocations if (a.tier, a.name) == (tier, name)), Allocation(tier, name, 0))
     return [*(a for a in allocations if a is not before), replace(before, num_bytes=before.num_bytes + num_bytes)]

@@ -1,8 +1,8 @@
-"""What operations on `meta` tensors would cost, and hold: seen one by one, below autograd.
+"""Count compute and memory of operations on `meta` tensors, one dispatch at a time, below autograd.
 
-Numbers that follow from shapes alone (positions, masks, lengths) are computed beside, on the CPU, since models ask for
-them (`if mask.all()`). What follows from weights or tokens is not known: to a question the answer is no, and whoever
-asks for a number is refused.
+Values determined by shapes alone (positions, masks, lengths) are also computed on the CPU, because models branch on
+them (`if mask.all()`). Values derived from weights or tokens are unknown: a boolean reads as False, and reading a
+number raises `UnknownValueError`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from offload.engine.recording.watching import WatchingMode
 from offload.forecast.workload import NO_COST, Cost
 
 _MOST_KNOWN = 1 << 22
-"""Elements of what is computed beside."""
+"""Size limit, in elements, for values computed on the CPU."""
 _aten = torch.ops.aten
 _ITEMS = (_aten._local_scalar_dense.default,)
 _COPIES = (_aten._to_copy.default,)
 _EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided))
 _NOTHING = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
-"""What computes nothing, beside views: what only makes memory, and what is a view under another name."""
+"""Operations without compute, besides views: allocations, and views not marked as views."""
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
-"""What reads as much as it makes, of a table that may be larger."""
+"""Operations reading only as many bytes as the result has, from a possibly larger table."""
 
 
 def _histc(values: torch.Tensor, bins: int = 100, *_range: float, **_options: float) -> torch.Tensor:
@@ -45,57 +45,58 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_:
 
 
 _STAND_INS: dict[Any, Any] = {_aten.histc: _histc, _aten._grouped_mm: _grouped_mm}
-"""What computes shapes that torch does not know on `meta`, or of bf16 alone."""
+"""Replacements for operations without a `meta` kernel, or with one limited to bf16."""
 
 
 class UnknownValueError(Exception):
-    """A model asks for a value that does not follow from shapes."""
+    """The model reads a value not determined by shapes."""
 
 
 class OpCounter(WatchingMode):
-    """Counts operations of `meta` tensors, and the memory that they would have.
+    """Counts operations on `meta` tensors and the memory they would use.
 
-    live_bytes: of all tensors that operations have made and somebody still holds. peak_bytes: the most of these since
-    `begin`. What was made outside, such as weights, is not counted. cost: all work so far.
+    cost: total work so far.
+    live_bytes: bytes of live tensors created by operations. Tensors from outside, such as weights, are not counted.
+    peak_bytes: maximum live_bytes since `begin`.
     """
 
     def __init__(self, *, fuses_dropout: bool = True) -> None:
-        """`fuses_dropout`: attention with dropout runs in one kernel too, as on GPUs."""
+        """Create a counter. `fuses_dropout`: attention with dropout is one fused kernel too, as on GPUs."""
         super().__init__()
         self._fuses_dropout = fuses_dropout
         self.live_bytes = self.peak_bytes = 0
         self.cost = NO_COST
-        self._own: dict[int, int] = {}  # bytes of storages by address of what torch keeps of them
+        self._own: dict[int, int] = {}  # storage address -> bytes
         self._others: dict[int, Any] = {}
         self._values: Any = WeakIdKeyDictionary()
 
     @contextmanager
     def watching(self) -> Iterator[OpCounter]:
-        """Within, operations are counted, attention as a fused kernel does it."""
+        """Count operations in this context, with attention counted as one fused kernel."""
         with ExitStack() as stack:
             stack.enter_context(self)
             stack.enter_context(_FusedAttention(self, self._fuses_dropout))
             yield self
 
     def exchange(self, num_bytes: float) -> None:
-        """So many bytes are sent to ranks that share sequences."""
+        """Add bytes exchanged with the sequence-parallel ranks."""
         self.cost += replace(NO_COST, exchanged_bytes=num_bytes)
 
     def begin(self) -> int:
-        """Begin to look for a peak; return what is held now, in bytes."""
+        """Reset the peak. Returns the live bytes."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
     def count(self, flops: float, num_bytes: float) -> None:
-        """Add a kernel that no operation stands for."""
+        """Add a kernel no torch operation represents."""
         self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Return what tells a tensor's memory from that of others that live."""
+        """Return an identifier for the tensor storage, unique among live storages."""
         return int(tensor.untyped_storage()._cdata)
 
     def is_own(self, storage: int) -> bool:
-        """True for a storage that an operation has made."""
+        """Return True if an operation under this counter created the storage."""
         return storage in self._own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +105,7 @@ class OpCounter(WatchingMode):
         if func in _ITEMS and given[0].is_meta:
             value = self._values.get(given[0])
             if value is None and given[0].dtype == torch.bool:
-                return False  # a question about tokens: whether any is padding, out of range, ...
+                return False  # a question about tokens, such as "any padding?"
             return func(self._known(given[0]))
         if func in _COPIES and given[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(self._known(given[0]), **kwargs)
@@ -148,7 +149,7 @@ class OpCounter(WatchingMode):
         is_known = all(not t.is_meta or t in self._values for t in given)
         is_small = all(t.numel() <= _MOST_KNOWN for t in (*made, *given))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        is_open = func.overloadpacket in _EMPTY and any(t.is_floating_point() for t in made)  # results of units
+        is_open = func.overloadpacket in _EMPTY and any(t.is_floating_point() for t in made)  # unit results
         if not is_known or not is_small or is_random or is_open:
             for tensor in made:
                 self._values.pop(tensor, None)
@@ -165,7 +166,7 @@ class OpCounter(WatchingMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Puts an attention that makes no matrix of scores in the place of torch's, which on `meta` makes one."""
+    """Replaces torch attention, because the `meta` version materializes the score matrix."""
 
     def __init__(self, counter: OpCounter, fuses_dropout: bool) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ class _FusedAttention(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             given = _signature.bind_partial(*args, **kwargs).arguments
             if self._fuses_dropout or not given.get("dropout_p"):
-                # Kernels skip what is above the diagonal; with a mask they do not know.
+                # A causal kernel skips the upper triangle, unless a mask is given.
                 is_half = given.get("is_causal", False) and given.get("attn_mask") is None
                 tensors = given["query"], given["key"], given["value"]
                 return _Attention.apply(*tensors, self._counter, 0.5 if is_half else 1.0)
@@ -184,15 +185,16 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _attend(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, **options: Any) -> None:
-    """Name the arguments of torch's function, which tells no signature."""
+    """Argument names of torch attention, a builtin without signature."""
 
 
 _signature = inspect.signature(_attend)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention [batch, heads, tokens, size] that saves its inputs, its result and a number for each row of scores
-    (arXiv:2205.14135).
+    """FlashAttention (arXiv:2205.14135) over [batch, heads, tokens, size].
+
+    Saves the inputs, the result and one number per score row.
     """
 
     @staticmethod
@@ -201,7 +203,7 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         batch, heads, tokens, _ = query.shape
         if value.shape[-1] == query.shape[-1]:
-            result = torch.empty_like(query)  # kernels lay it out as the query is
+            result = torch.empty_like(query)  # kernels use the query layout
         else:
             result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -222,7 +224,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return the floating point operations of products: by torch's formulas, which lack that of groups of rows."""
+    """Return the FLOPs of a product, from the torch formulas plus a formula for grouped products."""
     if func.overloadpacket is _aten._grouped_mm:
         return 2.0 * args[0].numel() * args[1].shape[-1]  # [S, K] x [groups, K, N], or [M, S] x [S, N]
     formula = flop_registry.get(func.overloadpacket)
@@ -230,5 +232,5 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of memory that reading or writing a tensor touches: an expanded one's own."""
+    """Return the bytes touched when reading or writing a tensor. An expanded tensor counts only the storage size."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,11 +1,10 @@
-"""What a training step takes, played before it is made: the engine's own parts over lanes in counted time.
+"""Simulate training steps: real engine components on simulated lanes with a virtual clock.
 
-The `Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `SlotUpdates` and `ActivationOffload` here are
-those of an engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link;
-their memory is mapped, and nobody touches it but for padding. Here stands only in what order a method of training calls
-them.
+`Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `SlotUpdates` and `ActivationOffload` are the engine
+classes, with all fences and rings. Simulated lanes do no work; each job takes the time its bytes take on the link.
+Memory is mapped but never touched, except for padding. This module adds only the call order in each training method.
 
-What is not played: random delays, evaluations, checkpoints, and steps of own loops that add several backwards up.
+Not simulated: random delays, evaluation, checkpoint writes, and custom loops with several backwards per step.
 """
 
 from __future__ import annotations
@@ -42,23 +41,25 @@ from offload.tiers.store import Store
 from offload.tiers.tile import Tile
 
 _NUM_STEPS, _NUM_WARM = 6, 3
-"""Played, and of these not counted. The first one fetches on demand; then what a step leaves on the device may differ
-from step to step for a while.
+"""Simulated steps, and warm-up steps among them.
+
+The first step fetches on demand. After it, device residency can still change from step to step for a while.
 """
 
 
 @dataclass(frozen=True)
 class Call:
-    """A use of a unit in a step, over all its micro-batches: its forward and later its backward. Without `regions` it
-    is a stretch of compute between units.
+    """A unit use over all micro-batches in a step: forward, and later backward.
 
-    regions: of the unit.
-    forward_s, backward_s: seconds of compute; the backward's with the forward that a recompute makes again.
-    forward_host_s, backward_host_s: what the host takes to launch it, or, where the host computes, what it does beside.
-    num_parts: micro-batches, over which the seconds are spread evenly.
-    saved_bytes: of the inputs that wait for the backward below the device; 0 where they stay on it, or the graph does.
-    graph_bytes: of the graph, where that waits below the device, instead of the inputs.
-    reads_weights: the backward needs the weights.
+    Without `regions`, a stretch between units.
+
+    regions: unit regions.
+    forward_s, backward_s: compute seconds. The backward includes activation recomputation.
+    forward_host_s, backward_host_s: launch time on the host; if the host itself computes, time for other work.
+    num_parts: micro-batch count. Seconds are divided evenly.
+    saved_bytes: offloaded input bytes; 0 if inputs stay on the device or the graph is offloaded.
+    graph_bytes: offloaded graph bytes. The graph replaces the inputs.
+    reads_weights: True if the backward reads weights.
     """
 
     regions: tuple[Region, ...]
@@ -74,27 +75,27 @@ class Call:
 
 @dataclass(frozen=True)
 class PlayedPlan:
-    """What of an engine's plan says how its lanes work.
+    """The engine plan, reduced to values needed to simulate the lanes.
 
-    regions: all, by their index.
-    settings: of which count what decides when updates are made, where activations go, and the rule.
-    layout: what is on disk, in what tiles, and which range is this rank's.
-    rings: the bytes of the rings of the disk, by name.
-    buffer_bytes: of the device, through which gradients pass from a backward to their landing.
-    capacity_bytes: of the device's memory through which cargoes stream.
-    lookahead, most: how many cargoes come early, and are held at once (None for as many as fit).
-    staging_bytes, shard_bytes: for gradients that do not wait, and for sums over ranks.
-    update_ring_bytes: of the device, for states of the host that are updated there.
-    resident: the indices of the regions that are on the device for good.
-    lasting: the indices of those whose gradients land only once the backward is over.
-    num_machines: over which the ranks of all replicas are spread.
-    on_device: states rest on the device.
-    in_stream: compute is a stream of an accelerator, which the host runs ahead of.
-    inline: copies and updates are made by compute itself.
-    corrects: with speculative clipping, what was updated before the norm was known is corrected.
-    wide: gradients are summed in fp32 in their buffer.
-    step_host_s: what the host does once a step.
-    tile_host_s: what the host does for each tile of an update that it submits.
+    regions: all regions, by index.
+    settings: update timing, activation tiers and update rule are read; the rest is ignored.
+    layout: planes on disk, tile size, and the range for this rank.
+    rings: disk ring sizes in bytes, by name.
+    buffer_bytes: gradient buffer size on the device.
+    capacity_bytes: device memory for streamed weights.
+    lookahead, most: cargoes fetched ahead, and maximum held at the same time (None: as many as fit).
+    staging_bytes, shard_bytes: device buffers for gradients consumed immediately, and for reduced shards.
+    update_ring_bytes: device ring for host states updated on the device.
+    resident: indices of regions always on the device.
+    lasting: indices of regions whose gradients leave the device only after the backward.
+    num_machines: machines the ranks are spread over.
+    on_device: True if optimizer states are stored on the device.
+    in_stream: True if compute is an accelerator stream and the host runs ahead.
+    inline: True if compute itself makes copies and updates.
+    corrects: True if speculative clipping has to correct updates.
+    wide: True if the gradient buffer sums in fp32.
+    step_host_s: host seconds per step.
+    tile_host_s: host seconds per submitted update tile.
     """
 
     regions: tuple[Region, ...]
@@ -122,25 +123,26 @@ class PlayedPlan:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A steady step, as it was played."""
+    """Averages for a simulated steady-state step."""
 
     seconds: float
-    """The seconds of the step."""
+    """Step time in seconds."""
     busy_s: Mapping[str, float]
-    """The seconds that each link, and compute, had work."""
+    """Busy seconds per link, and for compute."""
     exposed_s: Mapping[str, float]
-    """The seconds that compute waited for each link."""
+    """Seconds compute waits, per link."""
     nvme_written_bytes: float
-    """The bytes written to disk."""
+    """Bytes written to disk."""
     network_bytes: float = 0.0
-    """The bytes that a rank sends to other machines."""
+    """Bytes this rank sends to other machines."""
 
 
 def simulate(
     calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
 ) -> Simulated:
-    """Play steps of these calls and return the steady one: the mean of the later half. `seconds`: as of `PlayedLanes`;
-    "collective" is given this rank's own bytes of what all exchange.
+    """Simulate steps and return the mean over the steps after warm-up.
+
+    seconds: transfer time functions, see `PlayedLanes`. "collective" receives the bytes this rank contributes.
     """
     warm = min(_NUM_WARM, num_steps - 1)
     with closing(_PlayedEngine(calls, plan, seconds)) as engine:
@@ -155,7 +157,7 @@ def simulate(
 
 
 class _PlayedFile(Stripes):
-    """A file that there is none of."""
+    """A size counter in place of a file."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -166,7 +168,7 @@ class _PlayedFile(Stripes):
 
 
 class _PlayedNvme(Nvme):
-    """The rings of a run, and no files."""
+    """NVMe tier with rings but no files."""
 
     def __init__(self, rings: Mapping[str, int], lanes: PlayedLanes, counters: Counters) -> None:
         self._ledger = Ledger("nvme", None, "")
@@ -180,36 +182,36 @@ class _PlayedNvme(Nvme):
 
 
 class _PlayedAccelerator(CpuDevice):
-    """Ordinary memory in the part of an accelerator's, which decodes as that does."""
+    """CPU memory in place of accelerator memory, with the same decoding."""
 
     decodes_at_once = AcceleratorDevice.decodes_at_once
 
 
 class _PlayedMeasures(Measures):
-    """Every parameter has a gradient. The norm grows with each of them where clipping `corrects` what was updated."""
+    """Every parameter has a gradient. With `corrects`, gradients are large enough to be clipped."""
 
     def __init__(self, regions: Sequence[Region], square: float) -> None:
         self.touched = {region.index: [True] * len(region.pieces) for region in regions}
         self.squares = {piece: square * region.trainable for region in regions for piece in region.pieces}
 
     def begin_step(self) -> None:
-        """What every step gives is the same."""
+        """Do nothing: all steps are equal."""
 
     def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:  # noqa: ARG002
         return None
 
     def finish(self) -> None:
-        """Ranks exchange a few numbers."""
+        """Do nothing: the simulated ranks exchange only a few numbers."""
 
 
 class _Place:
-    """Where updates run, of which each tile costs the host something."""
+    """Wraps an update place and adds host time per tile."""
 
     def __init__(self, place: UpdatePlace, lanes: PlayedLanes, tile_host_s: float) -> None:
         self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit the update of a tile."""
+        """Submit a tile update."""
         ticket = self._place.submit(tile)
         self._lanes.spend(self._tile_host_s)
         return ticket
@@ -219,11 +221,11 @@ class _Place:
         self._place.begin_step()
 
     def check(self) -> None:
-        """Nothing is computed."""
+        """Do nothing: there is no computation to check."""
 
 
 class _PlayedEngine:
-    """An engine whose lanes are played; `step` calls its parts as the methods of training do."""
+    """An engine on simulated lanes. `step` calls the components like the real training methods."""
 
     def __init__(self, calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
@@ -295,18 +297,18 @@ class _PlayedEngine:
         self._number = settings.delay_after
 
     def so_far(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return what has passed so far: time, written and sent bytes; busy and exposed seconds."""
+        """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
         counters = self._counters
         sent = counters.network_bytes + counters.next_network_bytes
         counts = {"now": self._lanes.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
         return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._store.close()
 
     def step(self) -> None:
-        """Play a step."""
+        """Simulate one step."""
         self._slots.settle()
         if self._plan.settings.optimizer.has_gradients:
             self._step_of_backward()
@@ -319,7 +321,7 @@ class _PlayedEngine:
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
-        """As of `offload.engine.methods.backward`."""
+        """Same call order as `offload.engine.methods.backward`."""
         updates, norm = self._updates, None
         if updates.learns_first:
             self._begin_pass(learns=True)
@@ -340,7 +342,7 @@ class _PlayedEngine:
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
-        """As of `offload.engine.methods.forwards`: what its passes do side by side is in the forward of each call."""
+        """Same call order as `offload.engine.methods.forwards`. The forward of each call includes all passes."""
         self._updates.begin_step(0.0, True, self._number)
         self._executor.begin("step")
         for number, call in enumerate(self._calls):
@@ -353,7 +355,7 @@ class _PlayedEngine:
         self._updates.descend(works, lambda: self._go_on(wraps=False))
 
     def _in_slot(self, region: Region) -> Work:
-        """Return the update of a region, which takes time where compute itself makes it."""
+        """Return the update for a region, with simulated compute time if compute itself runs updates."""
 
         def work(tile: Tile, _planes: object, _gradients: object) -> int:
             self._lanes.compute(self._here_seconds(region.update_bytes(tile.end - tile.begin)))
@@ -365,7 +367,7 @@ class _PlayedEngine:
         return self._executor.order(lambda region: self._users[region.index])
 
     def _go_on(self, wraps: bool) -> None:
-        """As of `Method._go_on`."""
+        """Same call order as `Method._go_on`."""
         self._executor.end()
         self._executor.expect("step", wraps)
 
@@ -406,9 +408,7 @@ class _PlayedEngine:
     # -- saved inputs ----------------------------------------------------------------------------------------
 
     def _bring_back(self, number: int, part: int) -> None:
-        """Wait for the saved inputs of a micro-batch, and start on what is needed after them: as of `Call` and
-        `SavedInputs.look_back`.
-        """
+        """Wait for the saved inputs of a micro-batch and prefetch the next, like `Call` and `SavedInputs.look_back`."""
         call = self._calls[number]
         is_last = part + 1 == call.num_parts
         self._prepare(number, part)
@@ -426,7 +426,7 @@ class _PlayedEngine:
 
     def _look_back(self, number: int, part: int) -> None:
         regions = self._calls[number].regions
-        if regions and self._lanes.overlap:  # pieces of a head are through, each of them, before the next one begins
+        if regions and self._lanes.overlap:  # skip other chunks of the same head: each ends before the next begins
             before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), regions))
             self._prepare(next(before, -1), part)
 

@@ -1,4 +1,4 @@
-"""Which of a mixture's experts a step brings up, where they are streamed."""
+"""Expected traffic for streamed experts in mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -15,40 +15,43 @@ from offload.layout.regions import Region
 from offload.planning.memory import transient_gradient_bytes
 
 _SURE = 0.99
-"""The share of experts that count as all."""
+"""Expert share treated as "all experts"."""
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The streamed experts of one block, as a step is played: all that come up as if they did so together, since what
-    moves is the same, and thousands of records would take minutes.
+    """Streamed experts in one block, merged for simulation.
+
+    All fetched experts are treated as one transfer. The bytes are the same, and simulating thousands of records would
+    take minutes.
     """
 
     hit: tuple[Region, ...]
-    """What a micro-batch is likely to bring up, in a region of those that are alike."""
+    """Experts one micro-batch is expected to fetch, with like regions merged."""
     missed: tuple[Region, ...]
-    """What is updated alone."""
+    """Experts updated without being fetched."""
     record_bytes: int
-    """Bytes of a record that come up."""
+    """Bytes copied to the device per expert record."""
 
     @property
     def travelling_bytes(self) -> int:
-        """Bytes that come up."""
+        """Bytes copied to the device."""
         return sum(region.travelling_bytes for region in self.hit)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that come up, as they are used."""
+        """Fetched weight bytes in compute dtype."""
         return sum(region.weight_bytes for region in self.hit)
 
     def gradient_bytes(self, wide: bool = False) -> int:
-        """Bytes of the gradients that come down; `wide`: as of `transient_gradient_bytes`."""
+        """Return the gradient bytes copied to the host. `wide` as in `transient_gradient_bytes`."""
         return sum(transient_gradient_bytes(region, wide) for region in self.hit)
 
 
 def routed_experts(structure: Structure, workload: Workload) -> dict[str, RoutedExperts]:
-    """Return the streamed experts of each block by its name, and how many of them a micro-batch is likely to need: as
-    many as with a router that spreads tokens evenly.
+    """Return the streamed experts by block name, split into fetched and unused experts.
+
+    The expected number assumes a router with an even token distribution.
     """
     found = {}
     plans = {unit.name: unit for unit in structure.units}
@@ -63,7 +66,7 @@ def routed_experts(structure: Structure, workload: Workload) -> dict[str, Routed
 
 
 def _merged(regions: Iterable[Region]) -> Iterator[Region]:
-    """Yield one region for all that are alike, which has the number of the first."""
+    """Merge regions with equal properties. A merged region has the index of the first."""
     alike: dict[object, list[Region]] = {}
     for region in regions:
         key = region.compute, region.trainable, region.has_low, region.rule, region.link
@@ -81,7 +84,7 @@ def _merged(regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def told_experts(structure: Structure, workload: Workload) -> list[str]:
-    """Say, for people, what streamed experts buy; nothing where there are none."""
+    """Describe the benefit from streamed experts in one sentence. Empty without streamed experts."""
     experts = next((unit for unit in structure.candidates if unit.records), None)
     if experts is None:
         return []
@@ -104,12 +107,15 @@ def _num_experts(experts: Candidate) -> int:
 
 
 def _miss(experts: Candidate) -> float:
-    """Return the probability that a token is not routed to an expert, as far as the configuration tells it."""
+    """Return the probability for a token to skip a given expert.
+
+    Reads `num_experts_per_tok` or `moe_topk` from the config, and assumes top-1 routing without these fields.
+    """
     config = getattr(experts.module, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
     return max(0.0, 1 - chosen / _num_experts(experts))
 
 
 def _tokens(workload: Workload) -> float:
-    """Return the tokens of a micro-batch."""
+    """Return tokens per micro-batch."""
     return workload.num_tokens / workload.num_micro_batches

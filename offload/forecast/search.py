@@ -1,9 +1,8 @@
-"""Placement by search: what of a step rests where, and what it does for that, so that it is the fastest that fits.
+"""Placement search: choose the tiers and options for the fastest step with enough room on every tier.
 
-After "AMSP: Super-Scaling LLM Training via Advanced Model States Partitioning" (arXiv:2311.00257), which searches how
-far each kind of state is sharded, here over tiers; and "Rethinking Memory and Communication Cost for Efficient Large
-Language Model Training" (arXiv:2310.05350), which shards no further than pays: of what is equally fast the one that
-moves the least is taken.
+Follows AMSP (arXiv:2311.00257), a search over the sharding degree of each kind of model state, extended here to tiers.
+Following arXiv:2310.05350, sharding goes no further than needed: among equally fast placements, the one with the least
+traffic is chosen.
 """
 
 from __future__ import annotations
@@ -41,30 +40,36 @@ STATES = (
     ("auto", "auto"),
     ("nvme", "nvme"),
 )
-"""Tiers of parameters and of optimizer states, the highest first. With auto a part of them is on the device, where they
-are updated there, or in memory, with the rest on disk."""
+"""(parameter tier, optimizer tier) candidates, fastest tier first.
+
+Optimizer "auto" splits the states: device (updated there) plus host, or host plus disk.
+"""
 _FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 _RECOMPUTE = ("auto", "never", "always")
 WORTH = 0.01
-"""By which part of its step something has to be faster for more to be moved: less is more than a forecast can tell."""
+"""Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
 _NUM_STEPS = 3
-"""Played of each candidate."""
+"""Simulated steps per candidate."""
 _PREFETCH: tuple[str | int, ...] = ("auto", 1, 4)
-"""Where the device has no budget. With one, auto looks as far ahead as what is left of it reaches."""
+"""Prefetch candidates without a device budget.
+
+With a budget, "auto" prefetches as far as the remaining memory allows.
+"""
 
 
 def search(estimates: Sequence[Placed]) -> Placed | None:
-    """Return what fits and is the fastest; None where none fits. Estimates are to come from the one that moves least to
-    the one that moves most: the first that is no slower than any other by more than `WORTH` is chosen.
+    """Return the fastest estimate among those with enough room; None: none fits.
+
+    Estimates are ordered from least to most traffic. The result is the first within `WORTH` of the fastest.
     """
-    # Branch and bound: whatever has the lowest bound is looked at more closely, until that is a step that was played.
+    # Branch and bound: refine the candidate with the lowest bound until that bound is a simulated step time.
     bounds = {number: (estimate.least_seconds, False) for number, estimate in enumerate(estimates)}
     found: dict[int, float] = {}
     while True:
         limit = (1 + WORTH) * min(found.values(), default=math.inf)
         chosen = min((number for number, seconds in found.items() if seconds <= limit), default=len(estimates))
         best = found.get(chosen, math.inf)
-        # What comes before the chosen one may be chosen instead; what comes behind it may show that it is too slow.
+        # Earlier candidates can replace the chosen one; later candidates can only prove it too slow.
         open_ones = [
             (bound, number, is_planned)
             for number, (bound, is_planned) in bounds.items()
@@ -82,11 +87,12 @@ def search(estimates: Sequence[Placed]) -> Placed | None:
 
 
 def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_machines: int = 1) -> Iterator[Settings]:
-    """Return what settings may mean where they say `auto`, from the one that moves least to the one that moves most: of
-    parameters, optimizer states, gradients and activations, of updates, lookahead and recompute; with several ranks
-    also with every ZeRO stage up to theirs, and over several machines with a replica on each, or one over all. How
-    gradients are clipped changes bits: of that the engine decides. `limited`: the device has a budget, or is an
-    accelerator.
+    """Yield every concrete choice for options set to "auto", from least to most traffic.
+
+    Covers tiers for parameters, optimizer states, gradients and activations, plus update place, prefetch and recompute.
+    With several ranks, also every ZeRO stage up to the configured one; with several machines, one replica per machine
+    or one over all. Clipping changes the numerical result, so `clip` is left to the engine. `limited`: the device has a
+    budget or is an accelerator.
     """
     placement = settings.placement
     several: Sequence[int | str] = (settings.replicas,)
@@ -116,7 +122,7 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
             how |= {"zero_stage": stage, "replicas": replicas}
             try:
                 made = replace(settings, placement=replace(placement, **tiers), **how)  # type: ignore[arg-type]
-            except ConfigError:  # no such combination
+            except ConfigError:  # invalid combination
                 continue
             if repr(made) not in seen:
                 seen.add(repr(made))
@@ -124,21 +130,22 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
 
 
 def _gradients(placement: Placement, states: str) -> Sequence[str]:
-    """Return where gradients may wait: beside the states, or on disk where these are."""
+    """Return the gradient tiers to try: the configured tier, and disk if optimizer states are on disk."""
     on_disk = states == "nvme" and placement.gradients == "auto" and placement.nvme_dir is not None
     return ("cpu", "nvme") if on_disk else (placement.gradients,)
 
 
 def _activations(placement: Placement) -> Sequence[str]:
-    """Return where activations may wait. With auto that is the device."""
+    """Return the activation tiers to try. "auto" is the device."""
     if placement.activations != "auto":
         return (placement.activations,)
     return ("auto", "cpu", "nvme") if placement.nvme_dir is not None else ("auto", "cpu")
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
-    """Return where updates may run. A part of the states on the device is for updates there, of these or of all; a part
-    in memory for a disk.
+    """Return the update places to try.
+
+    States split between device and host need updates on the device. States split between host and disk need a disk.
     """
     if states == "device":
         return ("cpu" if settings.update == "auto" else settings.update,)
@@ -153,7 +160,7 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
 
 
 class Placed:
-    """What is known of the step of a model with these settings, at rising prices."""
+    """Estimates for one candidate, from cheap bounds to a full simulation."""
 
     def __init__(self, settings: Settings, placer: Placer) -> None:
         self.settings, self._placer = settings, placer
@@ -162,14 +169,15 @@ class Placed:
 
     @property
     def least_seconds(self) -> float:
-        """No step of it is faster, by its settings."""
+        """Lower bound for the step time, from settings alone."""
         settings = self.settings
         is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
         return max(self._placer.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
 
     def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
-        """Return the least for updates on the host. Where they wait for the norm they are made before the next
-        backward, of so many seconds, begins.
+        """Return the lower bound for host updates, in seconds.
+
+        Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
         """
         settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
         waits = settings.judges_gradients and settings.resolved_clip != "speculative" and not settings.delay
@@ -178,7 +186,7 @@ class Placed:
 
     @cached_property
     def step(self) -> PlannedStep | None:
-        """The step of the plan, where there is one."""
+        """Planned step; None: planning fails."""
         plan = self._placer.plan(self.settings)
         if plan is None:
             return None
@@ -187,7 +195,7 @@ class Placed:
 
     @cached_property
     def fits(self) -> bool:
-        """True where every budget holds what it needs."""
+        """True if every tier has enough room."""
         step, placement, hardware = self.step, self.settings.placement, self._hardware
         if step is None:
             return False
@@ -207,8 +215,10 @@ class Placed:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No step of it is faster, by its plan, if it fits: the longest of what one thing has to do, or of what cannot
-        begin before another thing is done: all gradients land after the last forward and before the next one.
+        """Lower bound for the step time, from the plan.
+
+        The maximum over busy times of single lanes and over sequential dependencies: gradients arrive after the last
+        forward and before the next one.
         """
         assert self.step is not None
         calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
@@ -240,34 +250,34 @@ class Placed:
 
     @cached_property
     def timing(self) -> Timing:
-        """What a step takes, by simulation. For one that fits."""
+        """Simulated timing. Valid only if the candidate fits."""
         assert self.step is not None
         return self._placer.play(self.step)
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of that step."""
+        """Simulated step time in seconds."""
         return self.timing.step_seconds
 
 
 @dataclass
 class Placer:
-    """Estimates of a model's step on a machine: what several candidates have in common is planned, and played, once."""
+    """Evaluates candidate settings for a model on a machine. Plans and simulations are shared between candidates."""
 
     prepared: EnginePlan
-    """The model, and how its parameters lie. (Of its settings the precision counts.)"""
+    """Model structure and parameter layout. Of the settings, only the precision is read."""
     workload: Workload
-    """What it computes."""
+    """Model compute."""
     hardware: Hardware
-    """The machine, as each of its ranks has it."""
+    """Hardware available to each rank."""
     machine: Machine
-    """What plans ask."""
+    """Machine for planning."""
     num_ranks: int = 1
-    """How many ranks share a machine's memory and disk."""
+    """Ranks sharing the memory and disk of a machine."""
 
     @property
     def ranks(self) -> ImaginedRanks:
-        """The ranks of all machines."""
+        """Simulated ranks on all machines."""
         num_machines = self.hardware.num_machines
         return ImaginedRanks(self.num_ranks * num_machines, num_machines)
 
@@ -276,13 +286,15 @@ class Placer:
         self._timings: dict[str, Timing] = {}
 
     def evaluate(self, settings: Settings) -> Placed:
-        """Return what is known of a candidate."""
+        """Return the estimates for a candidate."""
         return Placed(settings, self)
 
     def choose(self, settings: Settings, *, limited: bool, cuts: bool = False, times: bool = True) -> Settings:
-        """Return settings without `auto`: what `search` finds among `placements`, or without the `times` the first of
-        them that fits. As they were where none fits, so that planning refuses them with all that is missing, and with a
-        rule without gradients, for which no bounds are known. `cuts`: it is open what the ranks of a replica share out.
+        """Return settings with every "auto" replaced by the search result.
+
+        Returns `settings` unchanged if nothing fits, so that planning reports every shortage, and for forward-only
+        optimizers, which have no bounds here. `cuts`: the ZeRO stage is open. `times` False: return the first candidate
+        with enough room.
         """
         if not settings.optimizer.has_gradients:
             return settings
@@ -299,7 +311,7 @@ class Placer:
 
     @cached_property
     def compute_s(self) -> float:
-        """The seconds of the model's own forward and backward, whatever is placed where."""
+        """Seconds of forward and backward compute, independent of placement."""
         work, settings = self.workload, self.prepared.settings
         parts, fuses = work.num_micro_batches, settings.compile == "auto"
         return sum(
@@ -309,8 +321,8 @@ class Placer:
         )
 
     def plan(self, settings: Settings) -> Plan | None:
-        """Return the plan for settings; None where there is none."""
-        # Whatever is recomputed, the plan is the same.
+        """Return the plan for settings; None: planning fails."""
+        # Recomputation does not change the plan.
         key = repr(replace(settings, recompute="always"))
         if key not in self._plans:
             units, regions = self.prepared.structure.units, self.prepared.structure.regions
@@ -321,10 +333,10 @@ class Placer:
         return self._plans[key]
 
     def play(self, step: PlannedStep) -> Timing:
-        """Return the step of a plan."""
+        """Return the simulated timing of a step, cached by everything the simulation depends on."""
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
         plan = step.played()
-        settings = replace(plan.settings, recompute="always", prefetch="auto")  # the calls and the plan have these
+        settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
         key = repr((replace(plan, regions=(), settings=settings), calls))
         if key not in self._timings:
             self._timings[key] = step.play(_NUM_STEPS)
@@ -332,5 +344,5 @@ class Placer:
 
 
 def _rate(seconds: Callable[[int], float], num_bytes: int) -> float:
-    """Return what bytes take without the latency of a piece, of which nobody knows here how many there are."""
+    """Return the transfer time without per-transfer latency, because the number of transfers is unknown here."""
     return seconds(num_bytes) - seconds(0)

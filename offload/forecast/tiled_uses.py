@@ -1,4 +1,4 @@
-"""Which modules of a model on `meta` would run over tiles of the sequence: tried on stand-ins of its blocks."""
+"""Find `meta` modules able to run over sequence tiles, by trial runs with small CPU copies of the blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from offload.engine.units.row_trials import RowTrials
 from offload.engine.units.tiles import TiledForward, Tiles
 
 ROWS = 2
-"""Of a batch whose uses are noted."""
+"""Batch rows in recorded uses."""
 
 
 class TiledUses:
-    """Finds tiles of blocks by the engine's own trials, and runs uses over tiles of so many tokens."""
+    """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,12 +28,12 @@ class TiledUses:
         self._found: dict[Hashable, Tiles] = {}
 
     def note(self, kind: Hashable, unit: Candidate, arguments: Arguments) -> None:
-        """Note a use of a kind, of a few rows and tokens."""
+        """Record the first use for each kind. Inputs have only a few rows and tokens."""
         if unit.is_block and kind not in self._noted:
             self._noted[kind] = _stand_in(unit.module), arguments
 
     def find(self) -> None:
-        """Find out what may run over tiles in uses of the kinds that were noted."""
+        """Run the tile search for every recorded kind. A failed trial run means no tiles."""
         for kind, (stand_in, arguments) in self._noted.items():
             try:
                 self._found[kind] = _find(stand_in, arguments)
@@ -42,14 +42,14 @@ class TiledUses:
         self._noted.clear()
 
     def forward(self, kind: Hashable, unit: Candidate, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs in uses of a kind."""
+        """Return the forward function for a use: tiled if the search was successful, else `own`."""
         modules, tiles = dict(unit.module.named_modules()), self._found.get(kind, Tiles(()))
         found = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
         return TiledForward(own, found, self._size, "cpu") if found else own
 
 
 def _find(stand_in: nn.Module, arguments: Arguments) -> Tiles:
-    """Return what may run over tiles in a block, by its stand-in, in a use like this."""
+    """Return the tileable modules in a block, from trial runs on the CPU copy."""
 
     def run(forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_over_copies(forward, arguments, tensors, arguments.others).tensors
@@ -61,8 +61,9 @@ def _find(stand_in: nn.Module, arguments: Arguments) -> Tiles:
 
 
 def _stand_in(block: nn.Module) -> nn.Module:
-    """Return a copy of a module with weights on the CPU, each of which takes the memory of one row: that is enough to
-    see which rows of a result hang on which of an input.
+    """Copy a block to the CPU with random weights. Each weight is one row, expanded to the full shape.
+
+    Expanded weights are enough for the row trials: only the dependency between input rows and result rows matters.
     """
     found, random = copy.deepcopy(block), torch.get_rng_state()
     for module in found.modules():
@@ -79,7 +80,7 @@ def _stand_in(block: nn.Module) -> nn.Module:
 
 
 def _filled(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU with numbers: random ones, true, or zeros."""
+    """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros."""
     if like.is_floating_point():
         return torch.randn(like.shape, dtype=like.dtype, device="cpu")
     return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device="cpu")

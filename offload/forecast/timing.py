@@ -1,4 +1,4 @@
-"""What a step takes: a plan and a step's compute on a machine's rates, played by `offload.forecast.played_step`."""
+"""Forecast step time: simulate the plan and workload at the rates of a machine (`offload.forecast.played_step`)."""
 
 from __future__ import annotations
 
@@ -36,41 +36,43 @@ from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
 _USE_HOST_S = 0.05e-3, 0.1e-3
 _FUSED_SHARE = 0.43
-"""Of the bytes that operations beside products move, those that are left where torch.compile fuses them: by the tokens
-that torchtitan tells of an 8B Llama on H100s, 5,762 and 6,667 a second (its docs/performance.md, table 1), where 24 %
-of an eager block are such operations.
+"""Share of non-product memory traffic left after torch.compile fusion.
+
+Derived from the torchtitan numbers for an 8B Llama on H100s, 5,762 and 6,667 tokens/s (docs/performance.md, table 1),
+with 24 % of an eager block in such operations.
 """
 _PART_HOST_S = 0.15e-3, 0.35e-3
-"""What a unit's use costs the thread of compute beyond plain PyTorch, in its forward and its backward: once, and for
-each micro-batch; with one 0.65 ms a step (benchmarks/overhead.py).
+"""Host seconds (forward, backward) for a unit use beyond plain PyTorch, per micro-batch; `_USE_HOST_S`: per use.
+
+Together 0.65 ms per use and step with one micro-batch (benchmarks/overhead.py).
 """
 TILE_HOST_S = 0.2e-3
-"""What a tile of an update costs it: `offload.planning.disk`."""
+"""Host time for one update tile, see `offload.planning.disk`."""
 STEP_HOST_S = 1e-3
-"""What a step costs it beside its units: a batch that goes up, a loss that comes down, the norm."""
+"""Host time per step outside units: batch H2D copy, loss D2H copy, gradient norm."""
 _MOST_PARTS = 4
-"""Micro-batches of a use that are played: of more, several as one. A step differs by less than a thousandth."""
+"""Maximum number of simulated micro-batches per use. More are grouped; the step time changes by less than 0.1 %."""
 _MOST_TILES = 4
-"""Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
+"""Maximum number of simulated tiles per region. More tiles hardly change the step time but slow the simulation."""
 _MOST_PIECES = 4
-"""Into which a head is cut here that is made in chunks, for the same reason."""
+"""Maximum number of simulated head chunks, for the same reason."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A step, forecast.
+    """Step time forecast.
 
-    step_seconds: its seconds, in the steady state.
-    lane_seconds: how long each link, and compute, is busy in it.
-    bound_by: which of them is busy longest.
-    tokens_per_second: of all ranks.
-    mfu: the model's own products (forward and backward, no recompute; or those of all forwards, where there are these
-        alone) over what the device could have made meanwhile.
-    nvme_written_bytes: by this rank, in a step.
-    exposed: how long compute had nothing to do, by the link that it waited for.
-    network_bytes: what this rank sends to other machines in a step.
-    hides_from_tokens: with how many tokens of all ranks a step would compute for as long as its busiest link works;
-        None where no number does, as what moves grows with them as fast, or compute itself sends over the network.
+    step_seconds: step time in the steady state.
+    lane_seconds: busy seconds per link, and for compute.
+    bound_by: the busiest lane.
+    tokens_per_second: throughput over all ranks.
+    mfu: model FLOPs (forward and backward without recomputation; all forwards for forward-only training) divided by the
+        FLOPs possible at device peak.
+    nvme_written_bytes: bytes this rank writes per step.
+    exposed: seconds compute was idle, by the link that caused the wait.
+    network_bytes: bytes this rank sends to other machines per step.
+    hides_from_tokens: token count over all ranks at which compute takes as long as the busiest link. None: no such
+        count, because the traffic grows as fast as compute, or compute itself sends over the network.
     """
 
     step_seconds: float
@@ -86,17 +88,21 @@ class Timing:
 
 @dataclass
 class PlannedStep:
-    """A step of a plan, as the played engine wants it. Throttles of the settings stand for the links that they play."""
+    """A planned step, in the form the simulated engine takes.
+
+    Throttles in the settings replace the link rates they limit.
+    """
 
     prepared: EnginePlan
-    """The engine, with its settings and plan."""
+    """Engine plan with settings."""
     workload: Workload
-    """What the model computes."""
+    """Model compute."""
     hardware: Hardware
-    """The machine."""
+    """Target machine."""
     clips: bool = True
-    """True if gradients are longer than they may be, so that with speculative clipping what was updated before the norm
-    was known is corrected.
+    """True if the gradient norm exceeds the clip threshold.
+
+    Speculative clipping then corrects the updates made before the norm was known.
     """
 
     def __post_init__(self) -> None:
@@ -104,8 +110,9 @@ class PlannedStep:
         self.settings, self.regions, self.units, self.plan = its.settings, structure.regions, structure.units, its.plan
 
     def play(self, num_steps: int = 6) -> Timing:
-        """Return what it takes, by playing so many of it, of which the later half counts. Of many blocks that are alike
-        a few are played.
+        """Simulate `num_steps` steps and return the timing after warm-up.
+
+        Long rows of identical blocks are shortened.
         """
         return self._timing(simulate_few(self.calls, self.played(), self.seconds(), num_steps))
 
@@ -117,12 +124,12 @@ class PlannedStep:
 
     @property
     def inline(self) -> bool:
-        """True where compute itself makes copies and updates."""
+        """True if compute itself makes the copies and updates."""
         return not self.plan.overlap and not self._in_stream
 
     @cached_property
     def calls(self) -> list[Call]:
-        """Return the uses of a step, in the order of the forward."""
+        """Unit uses in a step, in forward order."""
         memory, parts = self._memory, self.workload.num_micro_batches
         in_graphs = memory.kept | memory.below
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
@@ -155,12 +162,14 @@ class PlannedStep:
 
     @cached_property
     def _experts(self) -> dict[str, RoutedExperts]:
-        """The streamed experts of blocks, by the blocks' names."""
+        """Streamed experts by block name."""
         return routed_experts(self.prepared.structure, self.workload)
 
     def _alone_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
-        """Return what compute waits for the experts of a layer at least, in its forward and its backward: for the first
-        record, which nothing foretells, and for all of them in each micro-batch but one.
+        """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
+
+        The first record cannot be predicted, so its fetch is exposed. From the second micro-batch on, all records are
+        exposed.
         """
         seconds, again = self.seconds(), self.workload.num_micro_batches - 1
         up = seconds["h2d"](experts.record_bytes) + again * seconds["h2d"](experts.travelling_bytes)
@@ -168,7 +177,7 @@ class PlannedStep:
 
     @cached_property
     def _played_regions(self) -> list[Region]:
-        """All regions, with those of experts put together."""
+        """All regions, with experts merged."""
         gone = {r.index for unit in self.units if unit.in_records for r in unit.regions}
         merged = [region for experts in self._experts.values() for region in (*experts.hit, *experts.missed)]
         return [*(region for region in self.regions if region.index not in gone), *merged]
@@ -178,9 +187,10 @@ class PlannedStep:
         return self.settings.optimizer.has_gradients
 
     def _forwards(self, its: Mapping[str, tuple[Region, ...]]) -> Iterator[Call]:
-        """Yield the uses of a step of forwards alone, each with all of its passes, and with what makes the weights of
-        these: both sides are written, from weights that are read. (As if all took part, and without what random
-        numbers and magnitudes take.)
+        """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
+
+        A perturbation reads the weights once and writes both sides. The estimate assumes every unit participates, and
+        omits random number generation and magnitudes.
         """
         directions = self.settings.optimizer.num_directions
         here = self.seconds()["here"]
@@ -194,7 +204,7 @@ class PlannedStep:
         for work in self.workload.calls:
             regions = its.get(work.name or "", ())
             device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
-            if regions and (directions > 1 or work.name != last):  # one use after the other has them still
+            if regions and (directions > 1 or work.name != last):  # a repeated use keeps the weights
                 device_s += perturb_s(regions)
             last = work.name or last
             if regions:
@@ -202,13 +212,14 @@ class PlannedStep:
             yield Call(regions, device_s, 0.0, host_s, 0.0)
 
     def _host_seconds(self, work: UnitWork) -> tuple[float, float]:
-        """Return what a use costs the host beside its kernels, in its forward and its backward."""
+        """Return the host seconds per use beyond kernel launches, (forward, backward)."""
         num_runs, once, each = work.num_runs(self.workload.num_micro_batches), _USE_HOST_S, _PART_HOST_S
         return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
 
     def _adding_seconds(self, work: UnitWork, regions: Iterable[Region]) -> float:
-        """Return what it takes the device to add up the gradients of a use where those of several micro-batches, or
-        pieces of a head, are one: each is read, and the sum in fp32 read and written.
+        """Return the device seconds for gradient accumulation over micro-batches or head chunks.
+
+        Each partial gradient is read, and the fp32 sum is read and written.
         """
         num_runs = work.num_runs(self.workload.num_micro_batches)
         if num_runs == 1 and (work.is_cut or self.workload.num_chunks == 1):
@@ -229,22 +240,22 @@ class PlannedStep:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Bytes of the device that an engine may hold; None without end."""
+        """Device memory limit for the engine in bytes; None: no limit."""
         return device_budget(self.plan, self.hardware)
 
     def waiting_bytes(self, *tiers: str) -> int:
-        """Return the bytes of unit inputs and of graphs that wait on some tiers, at most."""
+        """Return the peak bytes of offloaded unit inputs and graphs on some tiers."""
         placement = self.settings.placement
         inputs = sum(call.saved_bytes for call in self.calls) if placement.activations in tiers else 0
         return inputs + (sum(call.graph_bytes for call in self.calls) if placement.graphs in tiers else 0)
 
     @property
     def device_bytes(self) -> int:
-        """The most that the device holds at once, with the least for slots and the gradient buffer."""
+        """Peak device bytes, with minimum sizes for slots and gradient buffer."""
         return self._memory.device_bytes
 
     def _room(self) -> tuple[int, int]:
-        """Return the bytes of slots and of the gradient buffer once the rest was given away."""
+        """Return the bytes for slots and gradient buffer after spare memory is distributed."""
         slots, buffer = self.plan.range(SLOT), self.plan.range(BUFFER)
         if self.budget_bytes is None:
             return slots[0], buffer[0]
@@ -253,7 +264,7 @@ class PlannedStep:
     # -- the engine ------------------------------------------------------------------------------------------
 
     def played(self) -> PlayedPlan:
-        """Return how the engine's lanes work."""
+        """Return the description of the engine lanes for the simulation."""
         settings, plan = self.settings, self.plan
         on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
         names = [work.name for work in self.workload.calls]
@@ -265,7 +276,7 @@ class PlannedStep:
         slots, buffer = self._room()
         staged = plan.of("device" if on_device else "cpu", STAGING).num_bytes
         shards = plan.of("device", SHARDS).num_bytes
-        if experts:  # which are put together for the play, and are larger than a record so
+        if experts:  # merged experts are larger than one record
             staged, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
         waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
@@ -297,13 +308,14 @@ class PlannedStep:
         )
 
     def _activation_ring(self, num_bytes: int) -> int:
-        """Return the bytes of the ring for activations, larger where these would have more tiles than regions may."""
+        """Return the activation ring size in bytes, enlarged if activations would exceed the simulated tile limit."""
         largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
         return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
     def _clip(self, on_device: bool) -> str:
-        """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`), and
-        by whether steps are clipped.
+        """Return the time of updates, "deferred" or "speculative".
+
+        "auto" follows the comparison in `resolve_clip`, and depends on `clips`.
         """
         settings, plan = self.settings, self.plan
         waits = settings.judges_gradients and self._has_backward and not settings.delay
@@ -325,17 +337,17 @@ class PlannedStep:
     # -- links -----------------------------------------------------------------------------------------------
 
     def seconds(self) -> dict[str, Seconds]:
-        """Return what bytes take on every link."""
+        """Return the transfer time function for every link."""
         layout = self.plan.layout
         found = link_seconds(self.settings, self.hardware, layout.sharding)
         is_cached = layout.files and not layout.file_staging_bytes and not layout.planes
         if is_cached and "nvme_read" not in self.settings.throttles:
-            # A read is a copy out of the page cache, whose bytes are read and written.
+            # A read from the page cache is a memory copy: every byte is read and written once.
             found["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
         return found
 
     def _timing(self, found: Simulated) -> Timing:
-        """Return a simulated step as it is told."""
+        """Convert a simulated step to a `Timing`."""
         rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.num_ranks, self.workload
         seconds = max(found.seconds, self._both_ways(found))
         passes = 2 * self.settings.optimizer.num_directions
@@ -357,14 +369,15 @@ class PlannedStep:
         )
 
     def _hides_from(self, found: Simulated) -> int | None:
-        """Return `Timing.hides_from_tokens`: what computes and what waits elsewhere grow with the tokens, and the rest
-        of what moves does not.
+        """Return `Timing.hides_from_tokens`.
+
+        Compute and offloaded activations grow with the token count; all other traffic is constant.
         """
         if found.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
-            return None  # compute sends by itself
+            return None  # compute itself sends
         seconds, most = self.seconds(), 0.0
         computes = sum(call.forward_s + call.backward_s for call in self.calls)
-        around = found.busy_s["compute"] - computes  # what the host does for each use
+        around = found.busy_s["compute"] - computes  # host time per use
         for lane, busy in found.busy_s.items():
             tiers = {"h2d": ("cpu", "nvme"), "d2h": ("cpu", "nvme"), "nvme_read": ("nvme",), "nvme_write": ("nvme",)}
             waiting = self.waiting_bytes(*tiers.get(lane, ()))
@@ -377,7 +390,7 @@ class PlannedStep:
         return ceil(most * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
 
     def _both_ways(self, found: Simulated) -> float:
-        """Return what a step's traffic takes in both directions at once, which may share what a machine moves."""
+        """Return the seconds for traffic in both directions, if H2D and D2H copies share bandwidth."""
         rates = self.hardware.rates
         if {"h2d", "d2h"} & self.settings.throttles.keys():
             return 0.0
@@ -386,10 +399,10 @@ class PlannedStep:
 
 
 def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
-    """Return the uses of a step, with the head in a few pieces, and how many of its own each of these stands for."""
+    """Return the uses in a step as (use, multiplier), with the head cut into at most `_MOST_PIECES` chunks."""
     if work.num_chunks <= _MOST_PIECES:
         return [(use, 1.0) for use in work.calls]
-    num_uses = 1 if work.calls[-1] == work.calls[-2] else 2  # of the head, and of the loss behind it
+    num_uses = 1 if work.calls[-1] == work.calls[-2] else 2  # head, and the loss after it
     first = len(work.calls) - num_uses * work.num_chunks
     pieces = work.calls[first : first + num_uses * _MOST_PIECES]
     times = work.num_chunks / _MOST_PIECES
@@ -399,11 +412,10 @@ def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
 def compute_seconds(
     work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware, *, fuses: bool
 ) -> tuple[float, float]:
-    """Return the seconds of some costs of a use on the device, over all micro-batches, and those that the host takes to
-    launch them. On a CPU, which does both, the larger of them and nothing. `fuses`: blocks are compiled.
+    """Return (device seconds, host launch seconds) for the costs of a use, over all micro-batches.
 
-    A product takes what it computes or what it reads and writes, whichever is longer; everything else comes beside the
-    products in turn, each operation over memory, for as long as its bytes take.
+    Products take the longer of compute time and memory time. All other operations run one after the other at memory
+    bandwidth. A CPU does both jobs, so there the result is (the larger, 0). `fuses`: blocks are compiled.
     """
     rates = hardware.rates
     flops = rates.flops_per_s[precision]
@@ -421,7 +433,7 @@ def compute_seconds(
 
 
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
-    """Return what bytes take on every link: as it is throttled, or as the machine has it."""
+    """Return the transfer time function for every link: from its throttle, or from the machine rate."""
     rates, throttles = hardware.rates, settings.throttles
     own = {
         "h2d": rates.h2d_bytes_per_s,
@@ -442,8 +454,10 @@ def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> 
 
 
 def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
-    """Return what exchanges within a replica take, by the bytes of each rank, of which every other one gets a copy; and
-    those between replicas, by the bytes that a rank sends.
+    """Return throttles for "collective" (within a replica) and "network" (between replicas).
+
+    Collective bytes count the shard of one rank, copied to every other rank. Network bytes count the data one rank
+    sends.
     """
     rates, here = hardware.rates, sharding.num_ranks // hardware.num_machines
     num_far = max(0, sharding.size - here)
@@ -455,7 +469,7 @@ def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
 
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
-    """Return a layout whose regions are cut in a few tiles at most, and how many there are in one of these."""
+    """Return a layout with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
     moving = [r for r in regions if layout.of(r) or r.index in layout.streamed]
     tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)
     factor = max(1, -(-tiles // _MOST_TILES))

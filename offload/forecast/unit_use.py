@@ -1,4 +1,4 @@
-"""A use of a unit on `meta`: what it computes and holds, looked at once for all uses that are alike."""
+"""Measure compute and memory for unit uses on the `meta` device, once per group of identical uses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from offload.forecast.workload import NO_WORK, UnitWork
 
 @dataclass(frozen=True)
 class SeenUse:
-    """What one use of a unit does, which others like it need not show again.
+    """Measured cost and output layout for a unit use, shared by all identical uses.
 
-    work: without a name.
-    result: what it hands on, without its tensors.
-    sources: of each tensor of the result the number of the input that it is, or None.
-    differentiable: which of them have gradients.
-    likes: their shapes, strides and dtypes.
+    work: cost, without unit name.
+    result: output structure, with the tensor list emptied.
+    sources: for each result tensor, the index of the identical input tensor, or None.
+    differentiable: for each result tensor, True if a gradient is required.
+    likes: shape, stride and dtype for each result tensor.
     """
 
     work: UnitWork
@@ -36,17 +36,19 @@ class SeenUse:
 
 
 class SeenUses:
-    """Uses of units, of which each that is new runs, under an `OpCounter`."""
+    """Cache of `SeenUse`. A use with a new signature runs once under the `OpCounter`."""
 
     def __init__(self, counter: OpCounter, tiles: TiledUses | None = None, *, looks: bool = False) -> None:
-        """`tiles`: what runs over tiles of the sequence, None for nothing; with `looks` to be found, in uses of a few
-        rows and tokens.
+        """Create an empty cache.
+
+        tiles: modules to run over sequence tiles; None: no tiling.
+        looks: record uses in `tiles` for a later tile search. The inputs then have only a few rows and tokens.
         """
         self._counter, self._tiles, self._looks = counter, tiles, looks
         self._seen: dict[Hashable, SeenUse] = {}
 
     def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
-        """Return what a use of a unit with these arguments does."""
+        """Return the `SeenUse` for a unit with these arguments, from the cache or by running the unit."""
         kind = _signature(unit), arguments.structure
         key = kind, _shapes(arguments.tensors), repr(arguments.others)
         if key not in self._seen:
@@ -58,7 +60,7 @@ class SeenUses:
         return self._seen[key]
 
     def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
-        """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
+        """Run the use forward without a graph, then as recomputation and backward."""
         counter, inputs = self._counter, arguments.tensors
         cost, before = counter.cost, counter.begin()
         with torch.no_grad():
@@ -91,7 +93,7 @@ class SeenUses:
         before = counter.begin()
         cost = counter.cost
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            if isinstance(forward, TiledForward):  # which leaves to the backward what is no part of the cost then
+            if isinstance(forward, TiledForward):  # work moves to the backward: subtract one forward instead
                 again = run_over_copies(forward.again(), arguments, leaves, arguments.others).tensors
                 cost += forward_cost
             else:
@@ -100,7 +102,7 @@ class SeenUses:
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
         keeps_graph = not saved and is_torchs_own(again)
-        if pairs:  # tiles run again in there, whose graphs are no part of the one between units
+        if pairs:  # tiles run again in here; no-op hooks hide their graphs from `pack`
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:
@@ -123,7 +125,7 @@ class SeenUses:
 
 
 def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None  # the gradient buffer has it
+    parameter.grad = None  # already added to the gradient buffer
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
@@ -131,13 +133,13 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
 
 
 def _signature(unit: Candidate) -> Hashable:
-    """Return what units have in common that compute alike: classes, plain attributes, shapes of parameters."""
+    """Return a key shared by units with identical compute: module classes, plain attributes, parameter shapes."""
     parts: list[Hashable] = []
     for name, module in unit.module.named_modules():
         plain = tuple(
             (key, value)
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and not key.startswith("layer_i")  # its number
+            if isinstance(value, bool | int | float | str) and not key.startswith("layer_i")  # layer_idx differs
         )
         weights = tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items())
         parts.append((name, type(module), plain, weights))

@@ -1,4 +1,4 @@
-"""What a step computes, unit by unit, told by shapes alone."""
+"""Compute costs for a training step, unit by unit, derived from tensor shapes alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass, replace
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of the device.
+    """Device work.
 
-    flops: floating point operations of matrix products and attention.
-    num_bytes: memory that these read and write, while they compute.
-    num_operations: operations that are launched.
-    moved_bytes: memory that all other operations read and write, one after the other.
-    exchanged_bytes: what is sent to the ranks that share sequences, for which compute waits.
+    flops: floating point operations in matrix products and attention.
+    num_bytes: bytes these products read and write, concurrently with the arithmetic.
+    num_operations: kernel launches.
+    moved_bytes: bytes all other operations read and write, one operation after the other.
+    exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     """
 
     flops: float
@@ -29,7 +29,10 @@ class Cost:
         return self + Cost(*(-its for its in astuple(other)))
 
     def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
-        """Return the cost with so many rows more, by that with one more: what reads weights reads them once."""
+        """Extrapolate the cost to `num_rows` additional rows, given the cost with one additional row.
+
+        The difference per row excludes weights, since weights are read once for all rows.
+        """
         return replace(
             self,
             flops=self.flops + num_rows * (of_one_more.flops - self.flops),
@@ -44,55 +47,58 @@ NO_COST = Cost(0.0, 0.0, 0)
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One use of a unit over one micro-batch, or a stretch of compute between units: losses, norms, what the model does
-    by itself. Sizes are of one micro-batch too.
+    """One unit use in one micro-batch, or a stretch: compute between units (losses, norms, model code).
+
+    All sizes are per micro-batch.
     """
 
     name: str | None
-    """The name of the unit; None for a stretch."""
+    """Unit name; None for a stretch."""
     forward: Cost
-    """The work of the forward. Of what is not cut, that of all micro-batches together."""
+    """Forward cost. If `is_cut` is False, the cost covers all micro-batches together."""
     backward: Cost
-    """The work of the backward, without the forward that a recompute makes again."""
+    """Backward cost, without the repeated forward under activation recomputation."""
     input_bytes: int
-    """What waits for the backward on the device, or where activations go; what an earlier use has saved already is not
-    counted.
+    """Input bytes kept for the backward, on the device or on the activation tier.
+
+    Tensors an earlier use already keeps are not counted.
     """
     saved_bytes: int
-    """What the graph holds beyond the input where it is kept. That of a stretch is always kept."""
+    """Bytes the saved autograd graph holds beyond the input. A stretch always keeps the graph."""
     forward_temporary_bytes: int
-    """The most that the forward holds at once beside what waits for a backward, results included; for a stretch,
-    results of the unit before it too.
+    """Peak bytes during the forward beyond tensors kept for a backward, results included.
+
+    For a stretch, the results of the previous unit are included too.
     """
     backward_temporary_bytes: int
-    """The most that the backward holds at once beside what waits for a backward, gradients of inputs included: with the
-    graph that a recompute makes, without the gradients of parameters, but for the one that was made last.
+    """Peak bytes during the backward beyond tensors kept for a backward.
+
+    Includes input gradients and the recomputed graph. Among parameter gradients, only the newest counts.
     """
     result_bytes: int = 0
-    """What the use hands on."""
+    """Result bytes passed to the next unit."""
     gradient_bytes: int = 0
-    """The gradients that the backward hands on."""
+    """Input gradient bytes passed to the previous unit."""
     staying_bytes: int = 0
-    """What of the input stays on the device wherever activations go: what takes no gradient, or goes to other units
-    too.
+    """Input bytes kept on the device even with an activation tier: tensors without gradient, or shared between units.
     """
     shared_bytes: int = 0
-    """Of `staying_bytes`, what does not grow with the rows, and is there once for all micro-batches."""
+    """Part of `staying_bytes` independent of the row count and present once for all micro-batches."""
     leaving_bytes: int = 0
-    """Of `saved_bytes`, what leaves the device where graphs wait below it."""
+    """Part of `saved_bytes` copied off the device when graphs are offloaded."""
     unsaved_bytes: int = 0
-    """Of the inputs that take a gradient, what the graph does not save."""
+    """Differentiable input bytes the graph does not save."""
     keeps_graph: bool = False
-    """True if the graph saves nothing but inputs and weights, so that it is kept always, and nothing is recomputed."""
+    """True if the graph saves nothing but inputs and weights. This graph is always saved, without recomputation."""
     reads_weights: bool = True
-    """False if that graph saves no weights either, so that none are brought up for the backward."""
+    """False if, in addition, the graph saves no weights. The backward then fetches no weights."""
     is_cut: bool = True
-    """False if the use runs once, over all micro-batches (stretches, a head in chunks)."""
+    """False if the use runs once for all micro-batches (stretches, a head in chunks)."""
     is_block: bool = False
-    """True if the unit is an element of a list of units, and no embedding or head."""
+    """True if the unit is a module list element, neither embedding nor head."""
 
     def num_runs(self, num_micro_batches: int) -> int:
-        """Return how often it runs in a step."""
+        """Return the run count per step."""
         return num_micro_batches if self.is_cut else 1
 
 
@@ -101,14 +107,14 @@ NO_WORK = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's compute.
+    """Compute in one step.
 
-    calls: the uses of units in the order of the forward, for one micro-batch.
-    num_micro_batches: over how many of these each use loops.
-    num_tokens: rows times positions of the step, of one rank.
-    num_chunks: in how many pieces the head and its loss run, forward and backward, 1 where the logits are whole; so
-        many uses at the end of `calls` are pieces.
-    logits_bytes: what of a step's logits exists at once, in their own dtype.
+    calls: unit uses in forward order, for one micro-batch.
+    num_micro_batches: micro-batches each use loops over.
+    num_tokens: rows times positions in the step, on one rank.
+    num_chunks: chunks for head and loss, in forward and backward. 1: whole logits. The chunks are the last
+        entries in `calls`.
+    logits_bytes: logits bytes present at the same time, in the logits dtype.
     """
 
     calls: tuple[UnitWork, ...]

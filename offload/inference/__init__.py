@@ -1,1 +1,1 @@
-"""Weights for inference that need not fit the memory, and the sampling of text with them."""
+"""Inference with streamed weights for models larger than memory, and text sampling."""

@@ -1,4 +1,4 @@
-"""Text from a model in a folder or a checkpoint, a token at a time, while its weights stream through memory."""
+"""Generate text token by token from a model folder or checkpoint while the weights stream through memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _LEAST_MARGIN_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Choices:
-    """How tokens are drawn; None is what the model's generation_config.json says.
+    """Sampling options. None: the value from generation_config.json.
 
-    temperature: 0 takes the likeliest token. top_p: the likeliest tokens that have this probability together. top_k:
-    so many of the likeliest, 0 for all.
+    temperature: 0 selects the likeliest token.
+    top_p: sample from the likeliest tokens up to this total probability.
+    top_k: sample from this many likeliest tokens; 0: all.
     """
 
     max_new_tokens: int = 128
@@ -44,7 +45,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was written, and what it took."""
+    """Generated tokens, seconds taken, and weight bytes read."""
 
     token_ids: list[int]
     seconds: float
@@ -52,7 +53,7 @@ class Sampled:
 
 
 class Sampler:
-    """A model whose weights stream, and its tokenizer. Used as a context."""
+    """A streamed model with tokenizer. Context manager."""
 
     def __init__(
         self,
@@ -63,10 +64,13 @@ class Sampler:
         accelerator: Accelerator | None,
         adapter: Path | None = None,
     ) -> None:
-        """Open a Hugging Face folder or a checkpoint. dtype: None for that of its weights; memory_bytes: as of
-        StreamedModel; adapter: a folder as PEFT saves it, to be put over the model.
+        """Open a Hugging Face folder or a checkpoint.
 
-        Raises ConfigError for a model that writes no text or has no tokenizer, CheckpointError, DiskError.
+        dtype: compute dtype; None: the dtype of the weights.
+        memory_bytes: as in StreamedModel.
+        adapter: PEFT adapter folder to apply to the model.
+
+        Raises ConfigError for a model without text output or tokenizer, CheckpointError, DiskError.
         """
         config = configuration(path)
         self.kind = model_kind(config)
@@ -104,7 +108,7 @@ class Sampler:
         self._device = device_of(accelerator)
 
     def encode(self, prompt: str, *, chat: bool = False) -> torch.Tensor:
-        """Return the tokens of a prompt, [1, n]; with `chat`, of the conversation that it opens. Raises ConfigError."""
+        """Return the prompt tokens, [1, n]. With `chat`, the prompt opens a conversation. Raises ConfigError."""
         if chat:
             if not self.tokenizer.chat_template:
                 raise ConfigError(f"the tokenizer of {self._path} has no chat template; leave out --chat.")
@@ -127,8 +131,9 @@ class Sampler:
         return torch.tensor([found])
 
     def write(self, tokens: torch.Tensor, choices: Choices, show: Callable[[str], None]) -> Sampled:
-        """Continue `tokens`, [1, n]; `show` is given the text as it comes. Raises ConfigError, CheckpointError,
-        DiskError; OffloadError where the model gives NaN.
+        """Continue `tokens`, [1, n]. `show` receives the text as it is generated.
+
+        Raises ConfigError, CheckpointError, DiskError, and OffloadError if the model returns NaN.
         """
         config = self._generation(choices, tokens.shape[1])
         first, begin = self.stream.bytes_read, time.perf_counter()
@@ -155,7 +160,7 @@ class Sampler:
             )
 
     def _generation(self, choices: Choices, num_tokens: int) -> GenerationConfig:
-        """Return what the model's own settings and the choices come to. Raises ConfigError."""
+        """Return the generation config: model defaults updated with the choices. Raises ConfigError."""
         config: Any = copy.deepcopy(self.model.generation_config)
         config.num_beams, config.max_length, config.max_new_tokens = 1, None, choices.max_new_tokens
         limit = max_positions(self.model.config) if self.kind.name == "causal" else None
@@ -179,8 +184,9 @@ class Sampler:
         return config
 
     def _ends(self, given: int | list[int] | None) -> list[int] | None:
-        """Return the tokens that end a text: the tokenizer's, and the model's as far as they are special ones: a
-        configuration that is older than the tokenizer names ordinary ones.
+        """Return the end-of-text tokens: the tokenizer EOS, and model EOS tokens known as special tokens.
+
+        A config older than the tokenizer may list ordinary tokens.
         """
         of_model = given if isinstance(given, list) else [given]
         found = [
@@ -197,7 +203,7 @@ class Sampler:
 
 
 class _Shown(TextStreamer):
-    """Hands on text whose tokens can change no more."""
+    """Forwards text once its tokens are final."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -218,8 +224,9 @@ class _NoNaN(LogitsProcessor):
 
 
 def free_memory(accelerator: Accelerator | None) -> int:
-    """Return the bytes that weights may take where nothing was asked for: what is free, but for a tenth, at least 1
-    GiB, for the cache of keys and values and for activations.
+    """Return the default weight budget in bytes: free memory minus room for KV cache and activations.
+
+    This room is a tenth, at least 1 GiB.
     """
     free = memory().get("available_bytes", 0) if accelerator is None else accelerator.free_bytes
     return max(0, int(free) - max(_LEAST_MARGIN_BYTES, int(free) // 10))

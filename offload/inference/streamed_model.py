@@ -1,8 +1,8 @@
-"""A model for inference whose weights need not fit the memory: they stream from its files through an engine's slots.
+"""Inference model with weights streamed from files through engine slots, so they need not fit memory.
 
-Units, slots and the executor are those of training: what the budget holds stays, and the rest comes up again in every
-pass, ahead of compute. A tile is read from the files on one lane while the one before it goes up on another. At rest a
-parameter is one NaN, expanded. Small modules outside the blocks are always in memory.
+Units, slots and executor are the training classes. Weights within the budget stay; the rest is fetched again in every
+pass, ahead of compute. One lane reads a tile from the files while another copies the previous tile to the device. An
+offloaded parameter is a single NaN, expanded. Small modules outside the blocks are always resident.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from offload.tiers.store import Store
 
 SLOTS = "slots"
 _TILE_NUMEL = 1 << 22
-"""Elements that are read at once."""
+"""Elements per read."""
 _PASS = "pass"
 
 
 class ReadFromOutside(Exception):
-    """A module read the resting weights of a unit that was not called; `unit` is to be kept, and the pass repeated."""
+    """A module read the offloaded weights of a unit outside the unit forward.
+
+    Keep `unit` resident and repeat the pass.
+    """
 
     def __init__(self, unit: Unit) -> None:
         super().__init__(unit.name)
@@ -52,9 +55,9 @@ class ReadFromOutside(Exception):
 
 
 class StreamedModel:
-    """Puts weights in place when units are called. Used from one thread; ended by `close`.
+    """Installs weights when units are called. Use from one thread; end with `close`.
 
-    total_bytes: of all weights, tied ones once.
+    total_bytes: bytes of all weights, tied weights counted once.
     """
 
     def __init__(
@@ -66,11 +69,14 @@ class StreamedModel:
         accelerator: Accelerator | None,
         throttle: Mapping[str, Throttle] | None = None,
     ) -> None:
-        """Take over `model`, whose parameters are not filled; `source` has the values of each, by its first name.
+        """Take over `model`, whose parameters have no values yet.
 
-        memory_bytes: for weights on the accelerator, or on the CPU without one; None for no limit; two units, the one
-        in use and the next, are there in any case. throttle: how slow links are made to be (see lanes/throttle.py).
-        Raises ConfigError, and what reading raises.
+        source: returns the values of a parameter, by first name.
+        memory_bytes: weight budget on the accelerator, or on the CPU without one; None: no limit. Two units, the
+            current and the next, always have room.
+        throttle: links to slow down (see lanes/throttle.py).
+
+        Raises ConfigError and read errors.
         """
         self._infos = _describe(model)
         self._source = source
@@ -104,7 +110,7 @@ class StreamedModel:
         self._begin: Any = None
         self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
         resting = [_resting(info, device.torch_device) for info in self._infos]
-        self._at_rest: dict[int, list[Unit]] = {}  # of tied weights there are several
+        self._at_rest: dict[int, list[Unit]] = {}  # tied weights have several
         for unit in self._units:
             unit.resting.update({place.parameter: resting[place.parameter] for place in unit.places})
             for place in unit.places:
@@ -130,12 +136,13 @@ class StreamedModel:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of weights that were read so far."""
+        """Weight bytes read so far."""
         return self._files.bytes_read
 
     def keep(self, unit: Unit) -> None:
-        """Have a unit's weights in memory from now on, whatever the budget. All weights are read anew: what read these
-        from outside may have changed some of them in place (rwkv divides them, once), and will do so again.
+        """Keep unit weights in memory from now on, even over budget, and read all weights again.
+
+        The outside read may have modified weights in place (rwkv divides them once), and will do so again.
         """
         self._inside = None
         self._stay(unit)
@@ -145,7 +152,7 @@ class StreamedModel:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Within, the first call of each of the modules raises ReadFromOutside where it reads weights at rest."""
+        """In this context, the first call to each module raises ReadFromOutside on a read from offloaded weights."""
         handles = []
         for module in modules:
             mode = _Reads(self._at_rest)
@@ -158,7 +165,7 @@ class StreamedModel:
                 handle.remove()
 
     def close(self) -> None:
-        """End the threads, and let go of the memory."""
+        """Stop the threads and release the memory."""
         self._lanes.close()
         self._slots.free()
         self._files.close()
@@ -167,9 +174,7 @@ class StreamedModel:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def _capacity(self, memory_bytes: int | None) -> int:
-        """Return the bytes through which units stream: room for all of them, or what the budget leaves beside what
-        stays, and two units at least.
-        """
+        """Return the slot bytes: all streamed units, or the budget minus resident units, but at least two units."""
         sizes = [unit.weight_bytes for unit in self._units if not unit.resident]
         whole = sum(r.weight_bytes for r in {r for unit in self._units if not unit.resident for r in unit.regions})
         if memory_bytes is None or self.total_bytes <= memory_bytes:
@@ -179,7 +184,7 @@ class StreamedModel:
         return min(whole, max(left // 512 * 512, sum(sorted(sizes)[-2:])))
 
     def _stay(self, unit: Unit) -> None:
-        """Give a unit its weights for good; its module runs as it is."""
+        """Make a unit resident. The module then runs without hooks."""
         unit.stay()
         self._slots.keep(unit.regions)
         self._slots.settle()
@@ -194,7 +199,7 @@ class StreamedModel:
         self._executor.expect(_PASS, wraps=False)
 
     def _read(self, index: int, begin: int, end: int) -> torch.Tensor:
-        """Return elements of a parameter. One that is made of several tensors is made as a whole, once."""
+        """Return parameter elements. A parameter fused from several tensors is built once as a whole."""
         source = self._source(self._infos[index].name)
         assert source is not None, self._infos[index].name
         if not isinstance(source, Fused):
@@ -206,8 +211,8 @@ class StreamedModel:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit's forward, as the module would."""
-        if self._inside is not None:  # one unit computes at a time
+        """Run the unit forward."""
+        if self._inside is not None:  # units never nest
             raise ReadFromOutside(unit)
         self._executor.enter(unit.regions, backward=False)
         self._inside, begin = unit, self._lanes.now()
@@ -229,7 +234,7 @@ class StreamedModel:
 
 
 class _Reads(WatchingMode):
-    """Notices an operation on the NaN that stands for weights at rest, in the first call of a module."""
+    """Detects operations on NaN placeholders for offloaded weights during the first module call."""
 
     def __init__(self, at_rest: dict[int, list[Unit]]) -> None:
         super().__init__()
@@ -242,7 +247,7 @@ class _Reads(WatchingMode):
             self.__enter__()
 
     def end(self) -> None:
-        """The call is over."""
+        """The call has ended."""
         if self._calls == 1:
             self.__exit__(None, None, None)
 
@@ -256,7 +261,7 @@ class _Reads(WatchingMode):
 
 
 def _describe(model: nn.Module) -> list[ParameterInfo]:
-    """Return the parameters in torch's order, tied names once. Raises ConfigError for a dtype that does not stream."""
+    """Return the parameters in torch order, tied names once. Raises ConfigError for an unsupported dtype."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     infos = []
     for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -270,6 +275,6 @@ def _describe(model: nn.Module) -> list[ParameterInfo]:
 
 
 def _resting(info: ParameterInfo, device: torch.device) -> nn.Parameter:
-    """Return what hangs in the place of a parameter: of its device, dtype and shape, and a stray read is NaN."""
+    """Return the placeholder for a parameter: same device, dtype and shape, with NaN for stray reads."""
     nan = torch.full((), math.nan, dtype=DTYPES[info.compute], device=device)
     return nn.Parameter(nan.expand(info.shape), requires_grad=False)

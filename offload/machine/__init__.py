@@ -1,1 +1,1 @@
-"""What the machine has and can do."""
+"""Machine properties and measured rates."""

@@ -1,7 +1,6 @@
-"""Which cores a rank uses where several share a machine: those of one NUMA node, near its GPU, and no more threads than
-its share of them.
+"""Assign CPU cores to ranks sharing a machine: the NUMA node near the GPU, with threads divided between local ranks.
 
-What is far away costs about half of the memory's bandwidth, which is what copies and updates are made of.
+Remote memory has about half the bandwidth, and memory bandwidth limits copies and updates.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 @dataclass(frozen=True)
 class Share:
-    """The cores (numbers as the system counts them) that a rank's threads run on, and how many ranks share them: what
-    one of these leaves idle another may use.
+    """Cores for the threads in a rank (system numbering), and the rank count on these cores.
+
+    The cores are shared, not divided: a rank can use cores left idle by another rank.
     """
 
     cores: frozenset[int]
@@ -26,16 +26,17 @@ class Share:
 
     @property
     def num_threads(self) -> int:
-        """How many threads of this rank compute at once."""
+        """Compute thread count for this rank."""
         return max(1, len(self.cores) // self.num_ranks)
 
 
 def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
-    """Keep this process to its share of this machine's cores: the kernels' threads, torch's threads, and where there
-    are several NUMA nodes also the cores that its threads run on. With one rank nothing changes. `gpus`: the place on
-    the PCI bus of the GPU of each rank of this machine, or None.
+    """Limit this process to cores on one NUMA node and to a share of threads. No effect with one rank.
 
-    torch's threads only become fewer: OMP_NUM_THREADS and torch.set_num_threads are the user's.
+    Sets thread counts for kernels and torch; with several NUMA nodes, also sets the core affinity. Torch threads are
+    only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
+
+    gpus: GPU PCI address for each local rank, or None.
     """
     if len(gpus) == 1:
         return
@@ -49,16 +50,17 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     own = shares(usable, nodes, near)[local_rank]
     if len(own.cores) < len(usable):
         _pin(own.cores)
-    kernels.set_threads(None)  # the physical cores among those that are left
+    kernels.set_threads(None)  # physical cores among the allowed ones
     kernels.set_threads(max(1, kernels.num_threads() // own.num_ranks))
     torch.set_num_threads(min(torch.get_num_threads(), own.num_threads))
 
 
 def shares(usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Sequence[int | None]) -> list[Share]:
-    """Return the share of every local rank. Pure.
+    """Return the share for every local rank. Pure function.
 
-    usable: the cores that this process may run on, one at least. nodes: the cores of each NUMA node, empty where that
-    is not known. near: the node of each rank's GPU, or None; ranks without one go round the nodes.
+    usable: cores this process may use, at least one.
+    nodes: cores per NUMA node; empty: unknown.
+    near: NUMA node near each rank's GPU, or None. Ranks with None are spread over the nodes in turn.
     """
     allowed = frozenset(usable)
     there = {node: cores & allowed for node, cores in sorted(nodes.items()) if cores & allowed}
@@ -70,25 +72,25 @@ def shares(usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Seq
 
 
 def usable_cores() -> frozenset[int]:
-    """Return the cores that this process may run on."""
+    """Return the cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def read_nodes(folder: Path = _NODES) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node, as the kernel lists them; {} where it does not."""
+    """Return the cores per NUMA node from sysfs; empty: unknown."""
     found: dict[int, frozenset[int]] = {}
     for path in folder.glob("node[0-9]*/cpulist"):
         try:
             found[int(path.parent.name.removeprefix("node"))] = parse_cpulist(path.read_text(encoding="ascii"))
         except (OSError, ValueError):
-            return {}  # half of an answer would leave cores out
+            return {}  # a partial answer would leave cores unused
     return found
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """Read "0-3,8,10-11", the kernel's way to list cores. Raises ValueError."""
+    """Parse a kernel core list like "0-3,8,10-11". Raises ValueError."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -97,7 +99,7 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
-    """Return the NUMA node of the PCI device at an address such as "0000:3b:00.0"; None where it is not known."""
+    """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
     try:
         node = int((folder / address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -106,9 +108,9 @@ def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
 
 
 def _pin(cores: frozenset[int]) -> None:
-    """Keep this process's threads to these cores: those that exist, and by inheritance those to come."""
+    """Set the core affinity for all existing threads. New threads inherit the affinity."""
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cores)
-        except OSError:  # it has ended, or the system does not allow it: slower, and right all the same
+        except OSError:  # thread ended or no permission: slower but correct
             continue

@@ -1,4 +1,4 @@
-"""What `doctor` tells: what this machine has, and which of the paths through offload are live on it."""
+"""Data for the `doctor` command: machine properties, and the code paths available on this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from offload.tiers.host import Arena
 
 
 def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = False) -> dict[str, Any]:
-    """Return plain data on the machine and on each of the directories. `probes`: with its rates, measured, or as they
-    were before without `refresh`, and what limits it.
+    """Return a description of the machine and of each disk folder, in JSON form.
 
-    Raises ConfigError where two of the directories are the same.
+    probes: include measured rates and the expected bottleneck.
+    refresh: measure again instead of using the cache.
+
+    Raises ConfigError if two folders are the same.
     """
     found: dict[str, Any] = {"environment": describe_environment(), "kernels": kernels.describe()}
     with IoEngine("auto") as engine:
@@ -38,14 +40,14 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
         found["nvme"] = [_describe_dir(given, engine) for given in nvme_dirs]
     usable = [each["dir"] for each in found["nvme"] if each["usable"]]
     if usable:
-        check_dirs(usable)  # each is sound: this is about all of them together
+        check_dirs(usable)  # every folder is usable; this checks the combination
     if probes:
         found["probe"] = _describe_machine(probe(None, usable, refresh=refresh))
     return found
 
 
 def _describe_machine(machine: Hardware) -> dict[str, Any]:
-    """Return a machine's figures and what limits it as plain data."""
+    """Return hardware figures, limits and expected bottleneck in JSON form."""
     limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
     found: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
     found["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
@@ -71,7 +73,7 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
 
 
 def _describe_dir(given: str, engine: IoEngine) -> dict[str, Any]:
-    """Do in a directory what a run does there, on a small scale."""
+    """Test a folder with the disk operations of a run, on a small scale."""
     about: dict[str, Any] = {"dir": given, "file_system": None, "free_bytes": None, "usable": False, "refusal": None}
     about |= {"direct": None, "why_buffered": None}
     path = Path(given)
@@ -89,7 +91,7 @@ def _describe_dir(given: str, engine: IoEngine) -> dict[str, Any]:
 
 
 def _try_direct(directory: Path, engine: IoEngine) -> dict[str, Any]:
-    """Write and read one block; a file system may take the flag O_DIRECT and refuse the transfer."""
+    """Write and read one block. A file system may accept O_DIRECT on open and reject the transfer."""
     block = _pages(ALIGNMENT_BYTES)
     why = ""
     for direct in (True, False):
@@ -116,7 +118,7 @@ def _pages(num_bytes: int) -> Any:
 
 
 def nvml_gpus() -> list[dict[str, Any]]:
-    """Return what there is to tell of each GPU as plain data; nothing without the library, or its driver."""
+    """Return NVML data for each GPU. Empty without pynvml or the NVIDIA driver."""
     try:
         import pynvml
     except ImportError:
@@ -135,12 +137,12 @@ def nvml_gpus() -> list[dict[str, Any]]:
 
 
 def _describe(nvml: Any, index: int) -> dict[str, Any]:
-    """Return what one GPU tells; kinds differ in what they have."""
+    """Return NVML data for one GPU, without unsupported fields."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = nvml.nvmlDeviceGetName(handle)
     found: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
     asked = {
-        "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # the current one is lower while nothing moves
+        "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # the current value drops when the link is idle
         "pcie_lanes": nvml.nvmlDeviceGetCurrPcieLinkWidth,
         "pcie_most_lanes": nvml.nvmlDeviceGetMaxPcieLinkWidth,
         "power_limit_watts": lambda one: nvml.nvmlDeviceGetEnforcedPowerLimit(one) / 1000,
@@ -153,28 +155,32 @@ def _describe(nvml: Any, index: int) -> dict[str, Any]:
 
 
 NUM_PARAMETERS = 10**9
-"""Of which seconds are told."""
+"""Model size for the reported times."""
 _FLOPS = 8
-"""Of a parameter and a token: forward 2, forward again 2, backward 4 (arXiv:2104.07857, equation 7)."""
+"""FLOPs per parameter and token: forward 2, recomputation 2, backward 4 (arXiv:2104.07857, equation 7)."""
 
 
 TRAFFIC = {
     "bf16": {"update": 26, "h2d": 4, "d2h": 2, "nvme_read": 16, "nvme_write": 12},
     "fp32": {"update": 28, "h2d": 8, "d2h": 4, "nvme_read": 20, "nvme_write": 12},
 }
-"""Bytes that a step moves for each parameter, by the precision in which the device computes, with AdamW's states in
-fp32 and gradients that wait for the norm: `update` reads and writes weights, two moments and the gradient in the host's
-memory; up go weights, for the forward and the backward, and down gradients; `nvme_read` and `nvme_write` are with
-weights and optimizer states on disk.
+"""Bytes per parameter and step, by compute precision, for AdamW with fp32 states and gradients waiting for the norm.
+
+update: reads and writes to weights, two moments and the gradient in host memory.
+h2d: weights, for forward and backward.
+d2h: gradients.
+nvme_read, nvme_write: with weights and optimizer states on disk.
 """
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What limits a step of NUM_PARAMETERS parameters.
+    """Expected bottleneck for a step with NUM_PARAMETERS parameters.
 
-    precision: in what it computes. seconds: of each lane, by its name. lane: the one that takes longest.
-    num_tokens: of a step, from which on compute takes longer than that and hides it.
+    precision: compute precision.
+    seconds: seconds per lane.
+    lane: the slowest lane.
+    num_tokens: tokens per step needed for compute to hide the slowest lane.
     """
 
     precision: str
@@ -184,7 +190,7 @@ class Bounds:
 
 
 def find_bounds(machine: Hardware) -> Bounds:
-    """Return what limits a step that is offloaded as far as the machine's folders allow. Pure."""
+    """Return the expected bottleneck with full offloading. Pure function."""
     precision = "fp32" if machine.device == "cpu" else "bf16"
     rates = asdict(machine.rates) | {"update_bytes_per_s": machine.rates.host_bytes_per_s}
     seconds = {

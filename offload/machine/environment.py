@@ -1,4 +1,4 @@
-"""env.json: on what the run ran. For the run's record and `doctor`; nothing here is called on import."""
+"""Describe software and hardware for env.json and `doctor`. Nothing runs on import."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from typing import Any
 from offload.machine.limits import least, memory_limits
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
-"""The oldest and the newest release that the tests ran with: pyproject.toml wants the one, constraints.txt names the
-other."""
+"""(oldest, newest) tested release. Oldest as in pyproject.toml, newest as in constraints.txt."""
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "tyro", "numpy", "nanobind")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, CPU, GPUs and memory as plain data."""
+    """Return versions, CPU, GPUs and memory in JSON form."""
     return {
         "offload": _offload_version(),
         "python": sys.version.split()[0],
@@ -35,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def untested() -> str | None:
-    """Return a sentence about the packages that are older or newer than what the tests ran with; None without any."""
+    """Return a sentence about packages outside the tested version range; None: all are tested."""
     others = [
         f"{name} {version}"
         for name, (oldest, newest) in TESTED.items()
@@ -53,9 +52,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def memory() -> dict[str, int]:
-    """Return the bytes of CPU memory of this machine, those that this process may hope for, and where control groups
-    set one, the least limit of these.
-    """
+    """Return total and available host memory in bytes, and the smallest control group limit if there is one."""
     limits = memory_limits()
     found = {"total_bytes": limits[0].most_bytes, "available_bytes": least(limits).free_bytes}
     groups = [limit.most_bytes for limit in limits if limit.is_group]
@@ -63,7 +60,7 @@ def memory() -> dict[str, int]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the package version; None: not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -91,8 +88,9 @@ def _cpu() -> dict[str, Any]:
 
 @cache
 def _processor() -> dict[str, Any]:
-    """Return what the kernel says of the first core. What it does not say here, as on ARM, py-cpuinfo is asked for,
-    which starts a process.
+    """Return name and instruction set flags for the first core from /proc/cpuinfo.
+
+    Where these are missing, as on ARM, py-cpuinfo provides them at the cost of a new process.
     """
     lines = [line.partition(":") for line in _read("/proc/cpuinfo").split("\n\n")[0].splitlines()]
     told = {name.strip(): value.strip() for name, _, value in lines}
@@ -112,17 +110,17 @@ def _named(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
 
 
 def _caches() -> dict[str, int]:
-    """Return the sizes of the caches that the first core uses, whoever shares them."""
+    """Return the L2 and L3 cache sizes seen by the first core, shared caches included."""
     found: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # 3 and 32768K
+        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # like 3 and 32768K
         if level in ("2", "3") and size.endswith("K"):
             found[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
     return found
 
 
 def _read(path: str | Path) -> str:
-    """Return a file of the kernel's; nothing where there is none."""
+    """Return the text of a kernel file; empty: no such file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:
@@ -136,7 +134,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _native() -> str:
-    """Tell whether the C++ module was built."""
+    """Return "compiled" if the C++ module is built, else "torch fallback"."""
     try:
         import offload._core  # noqa: F401
     except ImportError:

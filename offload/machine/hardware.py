@@ -1,4 +1,4 @@
-"""A machine as a plan sees it: how much memory there is, and how fast what moves and computes."""
+"""Hardware description for planning: memory sizes and rates."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ _LEFT_OUT: dict[str, Any] = {
     "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
     "num_machines": 1,
 }  # fmt: skip
-"""What a description means that does not say these."""
+"""Defaults for omitted keys."""
 _PRECISIONS = ("fp32", "bf16")
 _EXCHANGED = 0.8
-"""Of what goes to the device in a second, through the host, what ranks are taken to exchange."""
+"""Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device of a machine and its host do in a second.
+    """Rates for one device and its host.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: pinned memory to the device and back, one of them at a time.
-    both_ways_bytes_per_s: both at once, added up.
-    flops_per_s: matrix products as torch makes them, by precision ("fp32", "bf16").
-    device_bytes_per_s: memory of the device, read and written.
-    host_bytes_per_s: memory of the host, read and written in place by all cores, as an update does.
-    launch_s: a small operation of torch from Python, forward, in seconds.
-    nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk, the
-        second one alone for one that is only read.
-    collective_bytes_per_s: what one rank exchanges with the others; None for one device, or where nobody knows.
-    network_bytes_per_s: what the machine sends to others, and gets from them, all ranks together; None where nobody
-        knows.
-    network_latency_s: what an exchange between machines takes beside its bytes, in seconds.
+    h2d_bytes_per_s, d2h_bytes_per_s: copies between pinned memory and device, one direction at a time.
+    both_ways_bytes_per_s: both directions concurrently, summed.
+    flops_per_s: torch matrix products, by precision ("fp32", "bf16").
+    device_bytes_per_s: device memory reads and writes.
+    host_bytes_per_s: host memory reads and writes by all cores, in place, as in an update.
+    launch_s: seconds to launch a small torch operation from Python, forward only.
+    nvme_read_bytes_per_s, nvme_write_bytes_per_s: disk rates without the page cache. Both None: no disk; only write
+        None: read-only disk.
+    collective_bytes_per_s: exchange rate between one rank and the others; None: one device, or unknown.
+    network_bytes_per_s: send rate to other machines, equal to the receive rate, for all ranks together; None: unknown.
+    network_latency_s: seconds per exchange between machines, independent of size.
     """
 
     h2d_bytes_per_s: float
@@ -60,25 +59,25 @@ class Rates:
 
     @property
     def has_disk(self) -> bool:
-        """True where it is known how fast files are read and written."""
+        """True if read and write rates are known."""
         return self.nvme_read_bytes_per_s is not None and self.nvme_write_bytes_per_s is not None
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, measured (`offload.machine.probe`) or described (`Hardware.read`).
+    """A machine, measured by `offload.machine.probe` or loaded by `Hardware.read`.
 
-    name: as people call it.
-    device: what computes, as torch names its kind: cuda, cpu, ...
-    num_devices: how many of them, 1 for a CPU.
-    device_bytes: free memory of one device; None for a CPU, where only a budget bounds it.
-    host_bytes: memory of the host that runs may take, all ranks together.
-    disk_bytes: free bytes of the disk; None without one.
-    endurance_bytes: the rated endurance of the disk, in bytes written; None where that is not known.
-    shares_memory: the device computes in the host's memory, so that offloading to it is a loss.
-    rates: how fast it is.
-    num_machines: how many such machines a run is on, connected by their network.
-    sources: where each figure is from, by its name.
+    name: display name.
+    device: device type in torch notation: cuda, cpu, ...
+    num_devices: number of devices; 1 for a CPU.
+    device_bytes: free memory of one device; None: CPU, limited only by a budget.
+    host_bytes: host memory available to all ranks together.
+    disk_bytes: free disk space; None: no disk.
+    endurance_bytes: rated disk endurance in bytes written; None: unknown.
+    shares_memory: the device uses host memory, so offloading to the host saves nothing.
+    rates: rates per device.
+    num_machines: number of machines in the run, connected by a network.
+    sources: source of each figure, by field name.
     """
 
     name: str
@@ -95,9 +94,9 @@ class Hardware:
 
     @classmethod
     def read(cls, path_or_name: str | Path) -> Hardware:
-        """Return the machine that a YAML file describes, or a shipped one by its name, such as "h100" or "RTX 4090".
+        """Load a machine from a YAML file, or a built-in one by name, such as "h100" or "RTX 4090".
 
-        The file has the fields of this class, those of `Rates` below `rates`; sizes may be "24GiB" or "26GB". Raises
+        The file has the fields of this class, with `Rates` fields under `rates`. Sizes may be "24GiB" or "26GB". Raises
         ConfigError.
         """
         path = _find(str(path_or_name))
@@ -111,13 +110,14 @@ class Hardware:
         return _Description(path).hardware(found)
 
     def with_(self, **changes: Any) -> Hardware:
-        """Return the same machine with other values of some fields."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def of_a_rank(self, num_ranks: int) -> Hardware:
-        """Return the machine as each of so many ranks on it has it: disks, network and the host's memory move for all
-        of them, and so does a CPU that computes. Where nobody knows what ranks exchange in a second, it goes through
-        the host.
+        """Return the rates available to each of `num_ranks` ranks.
+
+        Disk, network, host memory and CPU compute are divided. With an unknown collective rate, exchanges are assumed
+        to go through the host.
         """
         rates = self.rates
         if num_ranks == 1:
@@ -135,8 +135,9 @@ class Hardware:
 
 
 def parse_link(value: Any) -> float:
-    """Return bytes a second from what networks are called by, "25Gbit", "25Gbps" or "25Gb/s", which are bits, or from
-    what `parse_size` takes. Raises ConfigError.
+    """Parse a network rate to bytes per second.
+
+    Accepts bits such as "25Gbit", "25Gbps" and "25Gb/s", and any size for `parse_size`. Raises ConfigError.
     """
     text = str(value).strip().removesuffix("/s")
     bits = re.fullmatch(r"(.*?)(?:bits?|bps|(?<=[KMGT])b)", text)
@@ -144,19 +145,19 @@ def parse_link(value: Any) -> float:
 
 
 def _why(error: Exception) -> str:
-    """Return what is wrong with a file, without what stands in it: it may be another than was meant."""
+    """Return the YAML error without file content, because the file may be a different one than intended."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem}, line {error.problem_mark.line + 1}"
     return shorten(" ".join(str(error).split()))
 
 
 def described_names() -> list[str]:
-    """Return the names by which `Hardware.read` knows the machines that are shipped."""
+    """Return the names of the built-in machines."""
     return sorted(path.stem for path in _DESCRIBED.glob("*.yaml"))
 
 
 def _find(given: str) -> Path:
-    with suppress(OSError, RuntimeError):  # what is no path: too long, of a user that there is not
+    with suppress(OSError, RuntimeError):  # not a path: too long, or an unknown user
         path = Path(given).expanduser()
         if path.suffix in (".yaml", ".yml") or path.is_file():
             return path
@@ -170,13 +171,13 @@ def _find(given: str) -> Path:
 
 
 class _Description:
-    """A file that describes a machine, read key by key, so that each error names the key and the file."""
+    """Parser for a machine file. Every error names the key and the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def hardware(self, found: Any) -> Hardware:
-        """Return what the file says. Raises ConfigError."""
+        """Return the parsed hardware. Raises ConfigError."""
         values = _LEFT_OUT | self._known(found, "", Hardware)
         device = self._device(values["device"])
         if values["device_bytes"] is None and device != "cpu":
@@ -209,7 +210,7 @@ class _Description:
         )
 
     def _known(self, found: Any, prefix: str, kind: type) -> dict[str, Any]:
-        """Return a mapping that has the fields of a dataclass: no others, and those that have no default."""
+        """Return the mapping after checking for unknown and missing dataclass fields."""
         needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
         allowed = [each.name for each in fields(kind)]
         return self._keys(found, prefix, allowed, [name for name in needed if name not in _LEFT_OUT])
@@ -248,9 +249,9 @@ class _Description:
         return None if value is None else int(self._number(key, value))
 
     def _number(self, key: str, value: Any, is_whole: bool = False) -> float:
-        """Read a number above 0, or a size with a unit."""
+        """Parse a positive number, or a size with a unit."""
         try:
-            number = float(value) if isinstance(value, float | str) else 0.0  # YAML reads 1e-5 as a text
+            number = float(value) if isinstance(value, float | str) else 0.0  # YAML parses 1e-5 as text
         except ValueError:
             number = 0.0
         try:

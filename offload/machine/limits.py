@@ -1,6 +1,7 @@
-"""What bounds the memory that a run may take: the machine's own, the NUMA nodes and the control groups that this
-process is in, and its own limits. The kernel ends who passes a group's (signal 9, without a word), so they have to be
-known before.
+"""Find the limits on host memory: machine, NUMA nodes, control groups and process limits.
+
+A process over a control group limit is killed by the kernel (SIGKILL, without a message), so the limits are checked in
+advance.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from offload.machine.cores import parse_cpulist
 
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60
-"""What a first version's group has for no limit is a little below 2**63, by page size."""
+"""cgroup v1 reports "no limit" as a number slightly below 2**63."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One bound of the memory that this process takes.
+    """One limit on memory for this process.
 
-    what: what bounds it, as a sentence names it.
-    where: the file, or the command, that tells.
-    most_bytes: how much there may be.
-    free_bytes: how much of that is left; caches that the kernel gives back on demand are.
-    is_own: of this process alone; else what is left is for all of its ranks.
-    is_group: of a control group.
+    what: name of the limit, for messages.
+    where: file or command reporting the limit.
+    most_bytes: limit in bytes.
+    free_bytes: bytes left, including caches the kernel can reclaim.
+    is_own: the limit applies to this process alone; otherwise all ranks share the remainder.
+    is_group: the limit belongs to a control group.
     """
 
     what: str
@@ -41,7 +42,7 @@ class Limit:
     is_group: bool = False
 
     def share(self, num_sharing: int) -> int:
-        """Return the bytes that one of so many ranks may take."""
+        """Return the bytes available to one of `num_sharing` ranks."""
         return self.free_bytes if self.is_own else self.free_bytes // num_sharing
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Version:
-    """The files of a version of control groups: the limits, what is taken, and what of that is cache."""
+    """File names for a cgroup version: limits, usage, and keys for reclaimable cache."""
 
     limits: tuple[str, ...]
     taken: str
@@ -64,15 +65,15 @@ _VERSIONS = {
     "cgroup": _Version(
         ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
     ),
-    "cgroup2": _Version(  # past `high` nobody is ended, but slowed down until nothing moves
+    "cgroup2": _Version(  # above memory.high processes are throttled to a standstill
         ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
     ),
 }
-"""By the file system's name. A machine may have both, of which one has the memory."""
+"""By file system name. A machine can have both versions; one controls memory."""
 
 
 def memory_limits(root: Path | None = None) -> list[Limit]:
-    """Return all bounds of host memory here, the machine's own first. `root`: of a tree to read in place of /."""
+    """Return all host memory limits, machine memory first. `root`: replaces / in tests."""
     root = _ROOT if root is None else root
     machine = psutil.virtual_memory()
     whole = Limit("the memory of this machine", "/proc/meminfo", machine.total, machine.available)
@@ -80,12 +81,12 @@ def memory_limits(root: Path | None = None) -> list[Limit]:
 
 
 def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
-    """Return the bound that a run of so many ranks meets first."""
+    """Return the tightest limit for `num_sharing` ranks."""
     return min(limits, key=lambda limit: limit.share(num_sharing))
 
 
 def integrated_note(name: str) -> str:
-    """Return what to know of a device that computes in the host's memory."""
+    """Return a note about devices using host memory."""
     return (
         f"{name} computes in the host's memory: what is offloaded to the cpu tier takes the same bytes, and copies on "
         "top. --offload.parameters device --offload.optimizer device is faster; nvme is what makes more room."
@@ -93,20 +94,24 @@ def integrated_note(name: str) -> str:
 
 
 def lockable_bytes() -> int | None:
-    """Return how much memory this user may lock, as buffers of io_uring are; None without end. (What a GPU's driver
-    pins is not counted there, but in control groups.)
+    """Return the mlock limit in bytes, relevant for registered io_uring buffers. None: no limit.
+
+    Memory pinned by a GPU driver is not counted here, but counts in control groups.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
 
 
 def node_bytes(root: Path | None = None) -> dict[int, int]:
-    """Return the memory of each NUMA node; {} where the kernel does not tell."""
+    """Return the memory of each NUMA node in bytes; empty: unknown."""
     return {node: table["MemTotal"] for node, table in _nodes(_ROOT if root is None else root).items()}
 
 
 def _node_limits(root: Path) -> Iterator[Limit]:
-    """Yield what there is on the nodes that this process is kept to (cpusets, numactl's are not told)."""
+    """Yield the memory limit from the NUMA nodes this process is bound to by a cpuset.
+
+    numactl policies are not visible.
+    """
     nodes = _nodes(root)
     try:
         allowed = parse_cpulist(_table(root / "proc/self/status").get("Mems_allowed_list", ""))
@@ -126,7 +131,7 @@ def _node_limits(root: Path) -> Iterator[Limit]:
 
 
 def _group_limits(root: Path) -> Iterator[Limit]:
-    """Yield the limits of this process's control groups and of all above them: the least is what counts."""
+    """Yield the limits of the process control groups and all ancestors. The smallest is effective."""
     for kind, folder in _groups(root):
         version = _VERSIONS[kind]
         for name in version.limits:
@@ -142,7 +147,7 @@ def _group_limits(root: Path) -> Iterator[Limit]:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield version and folder of each control group that may bound memory, from this process's own up."""
+    """Yield (version, folder) for each control group able to limit memory, from the process group upwards."""
     own: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -155,7 +160,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
             continue
         point = root / mount[4].replace("\\040", " ").lstrip("/")
         below = os.path.relpath(own[kind], mount[3])
-        if below.startswith(".."):  # a namespace, or a container's mount, that does not show where it is
+        if below.startswith(".."):  # a namespace or container mount hides the real path
             below = "."
         folder = point / below
         yield kind, folder
@@ -165,7 +170,7 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _process_limits(root: Path) -> Iterator[Limit]:
-    """Yield the limits of `ulimit` that count memory which is asked for, touched or not."""
+    """Yield the ulimits on allocated memory, touched or not."""
     status = _table(root / "proc/self/status")
     for number, flag, counted in ((resource.RLIMIT_AS, "-v", "VmSize"), (resource.RLIMIT_DATA, "-d", "VmData")):
         most = resource.getrlimit(number)[0]
@@ -186,13 +191,13 @@ def _nodes(root: Path) -> dict[int, dict[str, int]]:
 
 
 def _table(path: Path, unit: int | None = None) -> dict[str, str]:
-    """Return the lines "NAME: VALUE" of a file of the kernel's, or "NAME VALUE" with a unit."""
+    """Return the "NAME: VALUE" lines of a kernel file as a dict, or "NAME VALUE" lines if `unit` is set."""
     parts = (line.partition(":" if unit is None else " ") for line in _text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is none, or "max"."""
+    """Return the number in a file; None: no file, or "max"."""
     try:
         return int(_text(path))
     except ValueError:
@@ -200,7 +205,7 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """Return a file of the kernel's; nothing where there is none."""
+    """Return the text of a kernel file; empty: no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""How fast the network between the machines of a run is: measured as the run begins."""
+"""Measure the network between machines at startup."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import torch
 from offload.distributed.comm import Comm
 
 _SHORT_S = 0.02
-"""What takes less than that is measured again, with more bytes."""
+"""Shorter measurements are repeated with more bytes."""
 _NUM_BYTES = (1 << 20, 1 << 24)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The network of some machines that are alike."""
+    """Network between identical machines."""
 
     num_machines: int
-    """How many machines there are."""
+    """Machine count."""
     bytes_per_s: float
-    """The bytes that a machine sends to others in a second, while it gets as many."""
+    """Bytes per second one machine sends, while receiving the same amount."""
     latency_s: float
-    """The seconds that an exchange takes beside its bytes."""
+    """Seconds per exchange, independent of size."""
 
 
 def measure_network(comm: Comm) -> Network:
-    """Let each rank give its bytes to those that stand in its place on all other machines, which have as many ranks
-    each. Collective.
+    """Measure an all-gather between corresponding ranks on all machines. Collective.
 
-    The rate is that of the second half of so many bytes: a network that limits what one sends often lets some through
-    at once, as clouds do, and no step is made of these.
+    All machines have equal rank counts. The rate covers only the second half of the bytes, because rate-limited cloud
+    networks often let a first burst pass at full speed.
     """
     _, between = comm.split(comm.num_machines)
 
@@ -50,5 +49,5 @@ def measure_network(comm: Comm) -> Network:
         taken = seconds(num_bytes)
         if taken > _SHORT_S:
             break
-    taken = max(seconds(2 * num_bytes) - taken, taken / 2, 1e-9)  # were it less, it was noise
+    taken = max(seconds(2 * num_bytes) - taken, taken / 2, 1e-9)  # a smaller value is noise
     return Network(comm.num_machines, num_bytes * (between.size - 1) * comm.local_size / taken, latency_s)

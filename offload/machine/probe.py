@@ -1,7 +1,7 @@
-"""This machine, measured: what a plan asks of it, in a few seconds, and kept for the next time.
+"""Measure this machine in a few seconds, and cache the rates.
 
-Memory is looked at anew each time. Only rates are kept, in one file for the machine and one for each set of folders, by
-what they depend on.
+Memory is examined on every call. Only rates are cached: one file for the machine and one per set of folders, with the
+properties the rates depend on as key.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.host import Arena
 
 LEFT_OUT: Mapping[str, str] = {"memory": "Free memory changes all the time; the total is in the key."}
-"""Items of the environment that are not in the key of kept rates, each with the reason."""
+"""Environment items left out of the cache key, with the reason."""
 _PAGE_BYTES = 4096
 LEAST_BYTES = 4 << 20
-"""Of a disk, that are moved to measure it."""
+"""Minimum bytes for a disk measurement."""
 _OF_DISKS = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 _OF_MACHINE = tuple(each.name for each in fields(Rates) if each.default is MISSING)
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,13 +50,13 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved to measure.
+    """Measurement sizes.
 
-    link_bytes: by a copy within the host's memory, which stands for a link where there is no device.
-    core_bytes: of the host's memory for each core, so that caches do not hold it; an eighth of what is free at most.
-    device_bytes: of the device's memory.
-    disk_bytes: of each folder's disk, less where that would take long.
-    disk_s: how long each pass over the disk may take, about.
+    link_bytes: copy size within host memory, used as the link without a device.
+    core_bytes: host memory per core, large enough to exceed caches; at most an eighth of free memory in total.
+    device_bytes: device memory.
+    disk_bytes: bytes per disk folder, reduced for slow disks.
+    disk_s: approximate seconds per disk pass.
     """
 
     link_bytes: int = 32 << 20
@@ -76,14 +76,16 @@ def probe(
     sizes: Sizes = Sizes(),
     cache_dir: Path | None = None,
 ) -> Hardware:
-    """Measure this machine, or take what was measured before: in two to four seconds, or at once.
+    """Return this machine, from cached rates or measured in two to four seconds.
 
-    device: as torch names it; None for the accelerator that there is, else the CPU, whose links are copies in memory.
-    dirs: the folders of the nvme tier, over which files are striped. reads: without these, a file that a run will read
-    again and again, of at least `LEAST_BYTES`: how fast its disk is read is measured by it, and nothing is written.
-    refresh: measure again. measures: else LookupError is raised where nothing was kept. cache_dir: where rates are
-    kept, by default the user's. Raises ConfigError for a folder that is no use, DoesNotFitError for one that is full,
-    DiskError.
+    device: device in torch notation; None: the available accelerator, else the CPU, with memory copies as links.
+    dirs: folders of the NVMe tier, with files striped over them.
+    reads: without `dirs`, a file of at least `LEAST_BYTES` the run reads repeatedly. Measures the read rate only.
+    refresh: ignore the cache.
+    measures: False raises LookupError instead of measuring.
+    cache_dir: cache folder; None: the user cache.
+
+    Raises ConfigError for an unusable folder, DoesNotFitError for a full one, and DiskError.
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
     folder, about = _user_cache() if cache_dir is None else cache_dir, _about_machine(accelerator)
@@ -93,7 +95,7 @@ def probe(
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         path = None if folder is None else folder / f"rates-{digest[:16]}.json"
         kept = None if path is None or refresh else read_json(path)
-        # A folder that cannot be used, and a file that is damaged, are as if there were none.
+        # An unusable cache folder or a damaged file counts as a cache miss.
         if isinstance(kept, dict) and kept.get("about") == about and _are_sound(kept.get("rates"), names):
             return {**kept["rates"], "day": str(kept.get("day"))}
         if not measures:
@@ -128,7 +130,7 @@ def probe(
 
 
 def _are_sound(rates: Any, names: Collection[str]) -> bool:
-    """Tell whether what was kept is a table of these rates, each a number above 0."""
+    """Return True if the cached value is a dict with exactly these rates, all finite and positive."""
     if not isinstance(rates, dict) or set(rates) != set(names):
         return False
     return all(
@@ -142,12 +144,12 @@ def _are_sound(rates: Any, names: Collection[str]) -> bool:
 def _user_cache() -> Path | None:
     try:
         return default_cache_dir()
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # user without a home directory
         return None
 
 
 def _about_machine(accelerator: Accelerator | None) -> dict[str, Any]:
-    """Return everything known that rates of memory and compute may depend on."""
+    """Return every known property memory and compute rates may depend on."""
     return {
         **{key: value for key, value in describe_environment().items() if key not in LEFT_OUT},
         "total_bytes": psutil.virtual_memory().total,
@@ -157,7 +159,7 @@ def _about_machine(accelerator: Accelerator | None) -> dict[str, Any]:
 
 
 def _about_disks(places: Sequence[Path]) -> dict[str, Any]:
-    """Return what tells disks from others. The number of a device alone may be that of another one after a restart."""
+    """Return properties identifying the disks. Device numbers alone can change owner after a reboot."""
     status = [os.statvfs(place) for place in places]
     sizes = [(each.f_blocks * each.f_frsize, each.f_fsid) for each in status]
     numbers, kinds = [place.stat().st_dev for place in places], [file_system(place.resolve()) for place in places]
@@ -165,7 +167,7 @@ def _about_disks(places: Sequence[Path]) -> dict[str, Any]:
 
 
 def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, Any]:
-    """Return the rates of `Rates` that are not a disk's."""
+    """Return the `Rates` fields except disk rates."""
     device = device_of(accelerator)
     room = least(memory_limits()).free_bytes // 8
     host = host_bytes_per_second(min(room, sizes.core_bytes * (psutil.cpu_count() or 1)))
@@ -187,12 +189,13 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
 
 
 def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
-    """Return what the disks of folders read and write in a second, all at once, past the page cache."""
+    """Return disk read and write rates without the page cache, with all folders in use concurrently."""
     room = min(free_bytes(place) for place in places) // (8 * len(places))
     num_bytes = max(LEAST_BYTES, min(room, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES)
     check_space(places, num_bytes * len(places))
     arena = Arena(num_bytes)
-    # Disks are quick with zeros. Whoever measures before training draws nothing from torch's own generator.
+    # Random data, since disks handle zeros faster. A separate generator keeps the torch RNG state unchanged for
+    # training.
     block = arena.take(num_bytes // 8, torch.int64).random_(generator=torch.Generator())
     with IoEngine() as engine:
         files = [engine.open(place, num_bytes=num_bytes, opener=open_nameless) for place in places]
@@ -206,7 +209,7 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
             return time.perf_counter() - begin
 
         most = _within(sizes.disk_s, seconds(True, LEAST_BYTES), num_bytes)
-        seconds(True, most)  # what is only reserved is slower than what is written over, as in every step but the first
+        seconds(True, most)  # the first write to reserved space is slower than overwriting, and a run mostly overwrites
         written = seconds(True, most)
         for file in files:
             _drop_cached(file)
@@ -216,7 +219,7 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
 
 
 def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:
-    """Return what the disk of a file of at least `LEAST_BYTES` reads in a second, past the page cache."""
+    """Return the disk read rate for a file of at least `LEAST_BYTES`, without the page cache."""
     num_bytes = min(path.stat().st_size, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES
     block = Arena(num_bytes).take(num_bytes, torch.uint8)
     with IoEngine() as engine:
@@ -233,12 +236,12 @@ def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def _within(seconds: float, for_the_least: float, num_bytes: int) -> int:
-    """Return how many bytes are moved in so many seconds, by those that the least take: that, or up to `num_bytes`."""
+    """Return the bytes to transfer in `seconds`, extrapolated from the time for `LEAST_BYTES`, at most `num_bytes`."""
     most = int(LEAST_BYTES * seconds / max(for_the_least, 1e-6)) // _PAGE_BYTES * _PAGE_BYTES
     return min(num_bytes, max(LEAST_BYTES, most))
 
 
 def _drop_cached(file: File) -> None:
-    """Let what is read next come from the disk, also where the file system refuses O_DIRECT."""
+    """Drop cached pages so that the next read comes from disk, also without O_DIRECT."""
     if not file.is_direct and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""How fast this machine is, as far as a plan has to know: measured once, in a few milliseconds."""
+"""Measure the rates used in planning. Each measurement takes milliseconds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from offload.native import kernels
 from offload.tiers.host import Arena
 
 _SIZES = (512, 4096)
-"""Of matrices. A GPU shows by a large one what it can; a CPU is busy with it for seconds."""
+"""Matrix sizes. A GPU needs a large one for full speed; on a CPU a large one takes seconds."""
 _LINK_BYTES = 1 << 25
 _LONG_S = 0.05
-"""A product that would take longer is not made, and what takes longer is not repeated."""
+"""Time limit in seconds: larger products predicted to exceed the limit are skipped, and slow measurements run twice."""
 _NUM_LAUNCHES = 256
-"""Of which a device's queue holds all."""
+"""Small enough for the launch queue of a device."""
 _ROOFLINE_PLANES = 3
-"""Written in place, beside one that is read: weights, two moments and gradients, as of AdamW."""
+"""Planes written in place (weights, two moments), beside one plane only read (gradients), as in AdamW."""
 
 
 def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:
-    """Return the bytes that pinned memory sends to an accelerator ("h2d") and gets from it ("d2h") in a second: of one
-    way by itself, or of both at once, added up.
+    """Return the copy rate between pinned memory and accelerator in bytes per second.
+
+    ways: "h2d", "d2h" or both. With both, the copies run concurrently and the rates are summed.
     """
     sides = []
     for way in ways:
@@ -45,7 +46,7 @@ def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:
 
 
 def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
-    """Return the bytes that so many copies at once, each of `num_bytes` within the host's memory, move in a second."""
+    """Return the total rate of `num_copies` concurrent host memory copies of `num_bytes` each, in bytes per second."""
     pairs = [[torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in range(num_copies)]
     with ThreadPoolExecutor(num_copies) as pool:
         seconds = _best_seconds(lambda: list(pool.map(lambda pair: pair[0].copy_(pair[1]), pairs)))
@@ -53,7 +54,7 @@ def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
 
 
 def device_bytes_per_second(device: torch.device, num_bytes: int) -> float:
-    """Return the bytes that a device's memory is read and written in a second, by an operation in place."""
+    """Return the device memory rate in bytes read and written per second, for an in-place operation."""
     flat = torch.zeros(num_bytes // 4, device=device)
 
     def run() -> None:
@@ -64,8 +65,9 @@ def device_bytes_per_second(device: torch.device, num_bytes: int) -> float:
 
 
 def host_bytes_per_second(num_bytes: int) -> float:
-    """Return the bytes that all cores read and write in a second, in place, as an update does, of `num_bytes` of the
-    host's memory, which caches should not hold.
+    """Return the host memory rate in bytes read and written per second, in place with all cores, as in an update.
+
+    num_bytes: memory size, larger than the caches.
     """
     if not kernels.is_native():
         return device_bytes_per_second(torch.device("cpu"), num_bytes)
@@ -78,7 +80,7 @@ def host_bytes_per_second(num_bytes: int) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Return the seconds that Python takes to begin a small operation of torch."""
+    """Return the seconds Python takes to launch a small torch operation."""
     small = torch.zeros(8, device=device)
 
     def run() -> None:
@@ -92,7 +94,7 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating point operations of a matrix product in a second, of a large one where that takes no time."""
+    """Return the matrix product rate in FLOP/s, from the largest size fast enough to measure."""
     found = 0.0
     for size in _SIZES:
         num_operations = 2 * size**3
@@ -114,7 +116,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _best_seconds(run: Callable[[], object]) -> float:
-    """Return the least of four times, or of two where that is long already."""
+    """Return the best of four runs, or of two if they are slow."""
     best, begun = float("inf"), time.perf_counter()
     for number in range(4):
         begin = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What will be needed, before anything is allocated."""
+"""Plan memory and placement before anything is allocated."""

@@ -1,4 +1,4 @@
-"""Whether states of the host are updated on the device, and the memory there through which they stream."""
+"""Plan updates on the device for optimizer states stored on the host: tile size and ring buffer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from offload.tiers.nvme import RING_TILES
 
 UPDATE_RING = "update ring"
 PLANE_ALIGNMENT = 512
-"""Bytes: where a plane of a tile may begin in the ring."""
+"""Alignment in bytes for tile planes in the ring."""
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
-"""Elements. A tile costs some 300 microseconds of Python and of launches, in which a link moves as many megabytes as a
-tile of the largest size has; a fetch that comes in between waits for one tile."""
+"""Tile size limits in elements.
+
+A tile costs about 300 microseconds for Python and kernel launches. A link moves the largest tile in about the
+same time. A prefetch in between waits for one tile.
+"""
 _RING_SHARE = 8
-"""The ring takes at most this part of the device's budget, if smaller tiles can make it that small."""
+"""The ring takes at most 1/8 of the device budget, unless tiles already have the smallest size."""
 
 
 def trained(regions: Iterable[Region]) -> frozenset[int]:
-    """Return the indices of the regions that are trained."""
+    """Return the trainable region indices."""
     return frozenset(region.index for region in regions if region.trainable)
 
 
 def seconds(regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds) -> float:
-    """Estimate what updates take where a layout has them: on the host, and beside that on the device, with the way of
-    the states there and back, over the link that weights and gradients share. Compute is assumed to take no time.
+    """Estimate the update time for a layout, in seconds.
+
+    Host updates run beside device updates. States updated on the device share the link with weights and gradients.
+    Compute time is not included.
     """
     on_host = host_update_seconds(regions, layout, throttles, speeds)
     if not layout.streamed:
@@ -37,7 +42,7 @@ def seconds(regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[st
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
-    """Return the elements of a tile, as far as the device's budget (None: without end) has room for a ring of them."""
+    """Return the tile size in elements for a ring within the device budget. device_bytes None: no limit."""
     tile = _LARGEST_TILE
     while device_bytes is not None and tile > _SMALLEST_TILE:
         layout = DiskLayout(tile_numel=tile, sharding=sharding, streamed=trained(regions))
@@ -49,7 +54,7 @@ def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sh
 
 
 def ring_bytes(layout: DiskLayout, regions: Sequence[Region]) -> int:
-    """Return the bytes of the ring: one tile goes up, one is updated, one comes down, and one is on hand."""
+    """Return the ring size in bytes: one tile each in H2D copy, update and D2H copy, and one spare."""
     most = 0
     for region in regions:
         if region.index in layout.streamed:

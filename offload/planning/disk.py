@@ -1,4 +1,4 @@
-"""Which states go to disk, and in what tiles they move. Pure."""
+"""Choose the states to store on disk, and the tile size for disk transfers. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_R
 from offload.tiers.watched_files import staging_bytes
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
-"""Elements. A record has 12 to 16 bytes of each. Every tile of an update costs some 200 microseconds of Python."""
+"""Tile size limits in elements. A record has 12 to 16 bytes per element.
+
+A tile update costs about 200 microseconds of Python.
+"""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
 _RINGS_SHARE = 4
-"""The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
+"""The rings take at most 1/4 of the host budget, unless tiles already have the smallest size."""
 _CACHED_SHARE = 0.75
-"""Of weights in files, for which the page cache has to have room to be of use."""
+"""Share of file-backed weights the page cache must hold to be useful."""
 _MOST_EARLY_TILES = 12
-"""With the tiles that a ring has in any case, the states of four of the largest region."""
+"""Maximum number of tiles read early.
+
+Together with the regular ring tiles, room for the states of four of the largest regions.
+"""
 _KINDS = ("parameters", "gradients", "optimizer")
-"""In the order in which they get memory: weights are fetched twice, read and written in a step, everything else is
-written once and read once; gradients are to be on disk only where there is no other place.
+"""Kinds in the order of priority for host memory.
+
+Per step, weights are fetched twice and read and written once; all else is written once and read once. Gradients precede
+optimizer states, to stay in memory if possible.
 """
 
 
@@ -37,10 +45,13 @@ def lay_out(
     most_numel: int | None = None,
     device_bytes: int = 0,
 ) -> DiskLayout:
-    """Return what goes to disk. `tiers` says of parameters, optimizer and gradients: "cpu", "nvme", or "auto" for
-    memory as far as `host_bytes`, of this rank, reach (None: without end). `staging_bytes`: what gradients that do not
-    wait need in memory. `update`: where that of what is in memory runs, "cpu", or "device" or "both": there it moves in
-    tiles of `most_numel` elements, and states may have `device_bytes` of the device's memory for good.
+    """Return the disk layout.
+
+    tiers: "cpu", "nvme" or "auto" for parameters, optimizer and gradients. "auto" uses host memory up to `host_bytes`.
+    staging_bytes: host memory for gradients consumed immediately.
+    host_bytes: host memory for this rank; None: no limit.
+    update: place of updates for states in host memory. With "device" or "both", the states move in tiles of
+        `most_numel` elements, and `device_bytes` of optimizer states may stay on the device.
     """
     staying = _stay(regions, sharding, device_bytes, is_spread=update == "device")
     streamed = {"device": trained(regions), "both": staying}.get(update, frozenset())
@@ -58,7 +69,7 @@ def lay_out(
         return states.give_out(tiers, None if left is None else left - rings, tile_numel)
 
     found = beside(sum(ring_bytes(everything, regions).values()))
-    # What is on disk may need less than all of it would; what that leaves is given out as well.
+    # The chosen planes may need smaller rings than everything on disk; a second pass distributes the difference.
     rings = sum(ring_bytes(found, regions).values())
     better = beside(rings)
     return better if sum(ring_bytes(better, regions).values()) <= rings else found
@@ -66,21 +77,21 @@ def lay_out(
 
 @dataclass(frozen=True)
 class _States:
-    """What is to be placed, and the memory that there is for it. Fields are those of `lay_out`."""
+    """States to place and the memory for them. Fields as in `lay_out`."""
 
     regions: Sequence[Region]
     """All regions."""
     keeps_gradients: bool
     """True if gradients wait for the norm."""
     staging_bytes: int
-    """The bytes of the host through which gradients pass that do not wait."""
+    """Host bytes for gradients consumed immediately."""
     host_bytes: int | None
-    """The memory of the host; None without end."""
+    """Host memory in bytes; None: no limit."""
     base: DiskLayout
-    """The layout without any plane on disk."""
+    """Layout without disk planes."""
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
-        """Return what of the host's memory is left once all is there that does not go to disk."""
+        """Return the host memory left after storing every kind not on disk. None: no limit."""
         if self.host_bytes is None:
             return None
         in_memory = [kind for kind in _KINDS if tiers[kind] != "nvme"]
@@ -89,7 +100,7 @@ class _States:
         return self.host_bytes - staging - sum(sizes)
 
     def give_out(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> DiskLayout:
-        """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
+        """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
         on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
         for kind in _KINDS:
             if tiers[kind] == "cpu":
@@ -119,7 +130,7 @@ class _States:
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
-    """Return the bytes of the rings through which tiles of states move, by name; none where nothing is on disk."""
+    """Return the sizes in bytes of the rings for state tiles, by name. Empty if nothing is on disk."""
     fetch = update = 0
     for region in regions:
         numel = layout.largest_tile(region)
@@ -127,16 +138,20 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
             update = max(update, layout.record_bytes(region, numel))
         if region.travelling.name in layout.of(region):
             fetch = max(fetch, region.travelling.disk_bytes(numel))
-    # Those of all partners come at once, while one's own is in the other ring; and at the end there may be no room.
+    # Tiles for all partners arrive together while own tiles occupy the other ring, and a tile may not fit at the ring
+    # end.
     num = max(RING_TILES, len(layout.sharding.partners))
     sizes = {FETCH_RING: num * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 
 
 def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None, free_bytes: int) -> DiskLayout:
-    """Return a layout whose frozen regions rest in the model's own files. `host_bytes`: as of `lay_out`. `free_bytes`:
-    of the host, for the page cache: where these hold most of the weights, a step finds there what the pass before has
-    read, and else pushes out what the next pass begins with, and reads faster without.
+    """Return a layout with frozen regions read from the model files.
+
+    host_bytes: as in `lay_out`.
+    free_bytes: host memory available to the page cache. If the cache holds most weights, a pass finds the data cached
+        by the previous pass. Otherwise each pass evicts the data the next pass needs first, and uncached reads are
+        faster.
     """
     frozen, tile = [region for region in regions if not region.trainable], _LARGEST_TILE
     sizes = (layout.sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
@@ -151,15 +166,16 @@ def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | No
 
 
 def read_ring(layout: DiskLayout, regions: Iterable[Region]) -> int:
-    """Return the bytes of the ring through which tiles of the model's files are read."""
+    """Return the size in bytes of the ring for reading model file tiles."""
     its = [(region, layout.largest_tile(region)) for region in regions if region.index in layout.files]
     sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in its)
     return RING_TILES * max(sizes, default=0)
 
 
 def with_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
-    """Return the rings with room for more tiles to be updated, as far as `room_bytes` reach: what the next forward
-    needs first is read before the norm is known.
+    """Return the rings, with the update ring enlarged within `room_bytes`.
+
+    The extra tiles are needed first in the next forward, and are read before the gradient norm is known.
     """
     tile = rings.get(UPDATE_RING, 0) // RING_TILES
     if not tile:
@@ -168,8 +184,9 @@ def with_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int
 
 
 def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> dict[str, int]:
-    """Return the bytes of the ring through which activation checkpoints move: more where units are larger, whose inputs
-    are larger too (how large is not known before a step).
+    """Return the ring size in bytes for activation checkpoints.
+
+    Larger units get a larger ring, because their inputs are larger too; input sizes are unknown before a step.
     """
     share = 4 * max((region.numel for region in regions), default=0)
     if host_bytes is not None:
@@ -178,10 +195,10 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
 
 
 def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_spread: bool) -> frozenset[int]:
-    """Choose the regions whose optimizer states are on the device for good. Where the others are updated on the host,
-    these are the first ones, unless they are to be spread: gradients of theirs come last, and the next forward needs
-    them first, before which the host would have to be through with all others; so it is the end of what it updates that
-    they take away, and it has the time of their forward besides.
+    """Choose the regions with optimizer states on the device.
+
+    If the other regions are updated on the host, the first regions are chosen: their gradients arrive last and their
+    weights are needed first, so they would delay the next forward. Otherwise the choice is spread evenly.
     """
     sizes = {region: optimizer_bytes([region], sharding) for region in regions if region.trainable and device_bytes}
     sizes = {region: size for region, size in sizes.items() if size}
@@ -189,14 +206,14 @@ def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_s
         return frozenset(region.index for region in _spread(sizes, device_bytes))
     kept = set()
     for region, size in sizes.items():
-        if size <= device_bytes:  # a smaller one behind it may have room
+        if size <= device_bytes:  # a smaller region may still fit
             kept.add(region.index)
             device_bytes -= size
     return frozenset(kept)
 
 
 def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
-    """Return what this rank's optimizer states of regions take."""
+    """Return the bytes of optimizer states this rank owns in some regions."""
     planes = [(region, plane) for region in regions for plane in region.states if plane.kind == "optimizer"]
     return sum(sharding.share(plane, plane.num_bytes(region.numel)) for region, plane in planes)
 
@@ -206,13 +223,13 @@ def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
 
 
 def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:
-    """Choose regions that fill a budget, spread evenly over their order: disk and memory then take turns."""
+    """Choose regions up to a budget, evenly spaced in order, so that disk and memory alternate."""
     if budget_bytes is None:
         return set(sizes)
     share = min(1.0, max(0, budget_bytes) / max(1, sum(sizes.values())))
     kept: set[Region] = set()
     used = seen = 0
-    for is_second_pass in (False, True):  # the second takes whatever still fits
+    for is_second_pass in (False, True):  # the second pass takes all that still fits
         for region, size in sizes.items():
             seen += size
             limit = budget_bytes if is_second_pass else share * seen

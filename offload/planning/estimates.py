@@ -1,4 +1,4 @@
-"""What parts of a step take, estimated from what the machine was measured to do."""
+"""Estimate parts of a step from measured machine rates."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning.machines import Speeds
 
 _SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
-"""An update of fewer bytes, or seconds, is not worth that a machine is measured."""
+"""Updates below both limits do not justify measuring the machine."""
 _DISPATCH_S = 3e-4
-"""What Python takes to dispatch a block's forward, however few its tokens."""
+"""Python time to dispatch the forward of one block, independent of the token count."""
 
 
 def is_small(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]) -> bool:
-    """Return True if an update is too small to be worth a look at what else could be made of it."""
+    """Return True if the update is too small for alternatives to matter."""
     num_bytes = update_bytes(regions, sharding)
     return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S
 
 
 def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
-    """Return the bytes that the update of all that this rank updates reads and writes."""
+    """Return the bytes this rank reads and writes in updates."""
     return sum(region.update_bytes(region.numel // sharding.num_ranges) for region in regions if region.trainable)
 
 
 def host_update_bytes(regions: Iterable[Region], layout: DiskLayout) -> int:
-    """Return the bytes that the updates on the host read and write, of what this rank updates."""
+    """Return the bytes this rank reads and writes in host updates."""
     return update_bytes([region for region in regions if region.index not in layout.streamed], layout.sharding)
 
 
 def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, int]:
-    """Return the bytes that go up to the device and come down from it for updates there: states that do not rest there,
-    and up also gradients.
+    """Return the (H2D, D2H) bytes for updates on the device.
+
+    Both count states not stored on the device; H2D also counts gradients.
     """
     up = down = 0
     for region in regions:
@@ -49,15 +50,16 @@ def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, 
 def host_update_seconds(
     regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate what the updates on the host take, of what this rank updates."""
+    """Estimate the host update time for this rank, in seconds."""
     return _update_seconds(host_update_bytes(regions, layout), throttles, speeds, on_device=False)
 
 
 def streamed_update_seconds(
     regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate what the updates on the device of states of the host take, whose lanes work side by side: the longest of
-    them. Without an accelerator copies take no time but that of a throttle.
+    """Estimate the device update time for states stored on the host, in seconds.
+
+    The lanes run in parallel, so the result is the longest. Without an accelerator, copies take only throttle time.
     """
     num_bytes = update_bytes(regions, layout.sharding) - host_update_bytes(regions, layout)
     links = _link_seconds(*streamed_bytes(regions, layout), throttles, speeds)
@@ -67,7 +69,7 @@ def streamed_update_seconds(
 def update_seconds(
     regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate what all updates of this rank take, those on the host beside those on the device."""
+    """Estimate the update time for this rank in seconds, with host and device updates in parallel."""
     return max(
         host_update_seconds(regions, layout, throttles, speeds),
         streamed_update_seconds(regions, layout, throttles, speeds),
@@ -86,7 +88,7 @@ def weight_seconds(
     throttles: Mapping[str, Throttle],
     speeds: Speeds,
 ) -> float:
-    """Estimate what weights and gradients take over the link in a step: up twice, down once."""
+    """Estimate the link time for weights (two H2D copies) and gradients (one D2H copy) per step, in seconds."""
     up = 2 * sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
@@ -110,7 +112,7 @@ def forward_seconds(
     throttles: Mapping[str, Throttle],
     speeds: Speeds,
 ) -> float:
-    """Estimate what a forward pass over so many tokens takes: its products, or its fetches."""
+    """Estimate the time for a forward pass over `tokens` tokens: the longer of products and weight fetches."""
     numel = sum(info.numel for info in infos)
     precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units

@@ -1,4 +1,4 @@
-"""What a configuration tells an engine."""
+"""Convert a configuration to engine settings."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from offload.tiers.placement import Placement
 
 
 def placement(config: Config) -> Placement:
-    """Return where the states are to be. Raises ConfigError where that cannot be."""
+    """Return the state placement. Raises ConfigError if impossible."""
     return Placement(**_named(Placement, config.offload))
 
 
 def update_rule(config: Config) -> UpdateRule:
-    """Return the rule of the updates. Raises ConfigError."""
+    """Return the update rule. Raises ConfigError."""
     section = config.optimizer
     return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
 
 
 def settings(config: Config) -> Settings:
-    """Return what an engine is told by a resolved configuration. Raises ConfigError."""
+    """Return the engine settings for a resolved configuration. Raises ConfigError."""
     named = _named(Settings, config.train, config.offload, config.run)
     of_rows = {"micro_batch_size": config.train.micro_rows}
     return Settings(**named | of_rows | {"optimizer": update_rule(config), "placement": placement(config)})
 
 
 def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
-    """Return what sections of a configuration say of the fields of a dataclass, which have the same names there."""
+    """Return the values from config sections for dataclass fields with the same name."""
     said = {name: value for section in sections for name, value in section}
     return {field.name: said[field.name] for field in fields(kind) if field.name in said}

@@ -1,4 +1,4 @@
-"""What a plan asks of the machine that it is for: this one, or one that is described."""
+"""Machine properties needed for planning, for this machine or one given by a specification."""
 
 from __future__ import annotations
 
@@ -15,73 +15,73 @@ from offload.machine.probe import probe
 
 @dataclass(frozen=True)
 class Free:
-    """How much memory one rank may take, and what bounds it."""
+    """Memory available to one rank."""
 
     device_bytes: int | None
-    """Bytes of the accelerator's memory; None without an accelerator."""
+    """Free accelerator memory in bytes; None: no accelerator."""
     host_bytes: int
-    """Bytes of the host's memory."""
+    """Free host memory in bytes."""
     host_bound: str
-    """What bounds the host's memory, for people."""
+    """Name of the tightest host memory limit, for messages."""
     in_host: bool
-    """True if the device's memory is the host's."""
+    """True if the device uses host memory."""
     given_bytes: int = 0
-    """Bytes of the host's memory that the model gives back once its weights are taken over."""
+    """Host bytes the model releases after the engine has copied the weights."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast what a plan compares is for one rank, by the rates of a machine that was measured, or is described."""
+    """Rates for one rank, used to compare plans."""
 
     hardware: Hardware
-    """Whose rates they are."""
+    """Machine with the rates."""
     num_ranks: int = 1
-    """How many ranks share the host's memory."""
+    """Ranks sharing host memory bandwidth."""
 
     def update(self, *, on_device: bool) -> float:
-        """Return the bytes of states that an update reads and writes in a second."""
+        """Return the update rate in bytes read and written per second."""
         rates = self.hardware.rates
         return rates.device_bytes_per_s if on_device else rates.host_bytes_per_s / self.num_ranks
 
     def link(self, *, is_up: bool) -> float | None:
-        """Return the bytes that go up to the device, or down from it, in a second; None where that takes no time."""
+        """Return the H2D or D2H rate in bytes per second. None: copies take no time."""
         if self.hardware.device == "cpu":
             return None
         return self.hardware.rates.h2d_bytes_per_s if is_up else self.hardware.rates.d2h_bytes_per_s
 
     def flops(self, precision: str) -> float:
-        """Return the floating point operations of matrix products in "fp32" or "bf16" that are made in a second."""
+        """Return the matrix product rate in FLOP/s for "fp32" or "bf16"."""
         return self.hardware.rates.flops_per_s[precision]
 
 
 class Machine(Protocol):
-    """What a plan asks."""
+    """Properties a plan depends on."""
 
     @property
     def device(self) -> str:
-        """What computes, as torch names it."""
+        """Compute device in torch notation."""
 
     @property
     def has_accelerator(self) -> bool:
-        """True where what computes is not the CPU, so that copies run beside it."""
+        """True if compute runs on an accelerator, so copies can overlap."""
 
     def speeds(self, comm: Comm) -> Speeds:
-        """Return how fast it is. Collective."""
+        """Return the rates. Collective."""
 
     def free(self, comm: Comm) -> Free:
-        """Return what each rank may take. Collective."""
+        """Return the memory available to each rank. Collective."""
 
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The machine on which the plan is made, as it is now."""
+    """The current machine."""
 
     accelerator: Accelerator | None
-    """The accelerator of this rank; None for the CPU."""
+    """Accelerator for this rank; None: CPU."""
     given_bytes: int = 0
-    """Bytes of the host's memory that the model has until the engine has its weights."""
+    """Host bytes the model occupies until the engine has copied the weights."""
     found: Free | None = None
-    """What all ranks found free, where one of them plans alone."""
+    """Result from all ranks, set when one rank plans alone."""
 
     @property
     def device(self) -> str:
@@ -92,14 +92,14 @@ class ThisMachine:
         return self.accelerator is not None
 
     def speeds(self, comm: Comm) -> Speeds:
-        """Return the rates that were measured and kept; where there are none, rank 0 measures, in a few seconds."""
+        """Return the cached rates. Without a cache, rank 0 measures for a few seconds."""
         measured = probe(self.device) if comm.rank == 0 else None
         hardware = comm.gather_objects(measured, "rates of the machine")[0]
         assert hardware is not None
         return Speeds(hardware, comm.local_size)
 
     def free(self, comm: Comm) -> Free:
-        """Return the least that any rank has, as their plans have to be the same."""
+        """Return the minimum over all ranks, because all ranks need the same plan."""
         if self.found is not None:
             return self.found
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
@@ -114,12 +114,12 @@ class ThisMachine:
 
 @dataclass(frozen=True)
 class DescribedMachine:
-    """A machine by its figures. Nothing of this machine is looked at."""
+    """A machine from a specification. This machine is not examined."""
 
     hardware: Hardware
-    """The figures."""
+    """Hardware figures."""
     num_ranks: int = 1
-    """How many ranks share the machine."""
+    """Ranks sharing the machine."""
 
     @property
     def device(self) -> str:

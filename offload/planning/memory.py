@@ -1,4 +1,4 @@
-"""The list of allocations: what each tier will hold, to the byte. The engine allocates from this very list."""
+"""Plan all lasting allocations per tier, exact to the byte. The engine allocates from this list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.tiers.model_files import READ_RING
 from offload.tiers.watched_files import READ_STAGING
 
 BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
-"""The setting that bounds each tier."""
+"""Config key of the budget for each tier."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
@@ -42,74 +42,72 @@ _PASSING = (
     UPDATE_RING,
     DECODING,
 )
-"""What the device holds wherever the states are."""
+"""Device allocations independent of the state placement."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Memory under a name that the plan, the errors and the report share."""
+    """Named memory. Plan, errors and report use the same names."""
 
     tier: str
-    """The tier: device, cpu or nvme."""
+    """Tier: "device", "cpu" or "nvme"."""
     name: str
-    """The name."""
+    """Allocation name."""
     num_bytes: int
-    """The bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What the plan knows of a unit."""
+    """Unit properties needed for planning."""
 
     name: str
-    """The name of the unit."""
+    """Unit name."""
     regions: tuple[Region, ...]
-    """The regions that hold the unit's parameters."""
+    """Regions with the unit parameters."""
     resident: bool
-    """True if the unit's weights stay on the device."""
+    """True if the weights stay on the device."""
     in_records: bool = False
-    """True if the unit is a layer's experts, which come up a few at a time, through memory of their own."""
+    """True if the unit contains the experts of a layer. Experts are fetched a few at a time into separate memory."""
     num_layers: int = 0
-    """How many layers have the weight of which the unit is a block of rows; 0 for units that are none. The gradients of
-    such a unit may come chunk by chunk, and add up in the buffer.
+    """Number of layers using the weight this unit is a row block of; 0: not a row block.
+
+    Gradients for a row block can arrive in several chunks, accumulated in the gradient buffer.
     """
 
     @property
     def records(self) -> list[tuple[Region, ...]]:
-        """The regions of experts that come up together."""
+        """Expert regions grouped by record. A record is fetched as one piece."""
         return [tuple(its) for _, its in groupby(self.regions, key=lambda region: region.units)]
 
 
 def adds_up(units: Iterable[UnitPlan]) -> bool:
-    """Return True if gradients of a step add up on the host, in fp32: several layers share a weight that is larger than
-    the device's share.
+    """Return True if gradients accumulate on the host in fp32.
+
+    This is the case if several layers share a trainable weight cut into row blocks.
     """
     return any(unit.num_layers > 1 and any(region.trainable for region in unit.regions) for unit in units)
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
-    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters, or in fp32
-    where micro-batches add up.
-    """
+    """Return the gradient bytes for a region in the backward. wide: fp32 accumulation instead of parameter dtype."""
     if not region.trainable:
         return 0
     return 4 * region.numel if wide else region.weight_bytes
 
 
 def slot_bytes(unit: UnitPlan, resident: set[int], layout: DiskLayout = DiskLayout()) -> int:  # noqa: B008 (frozen)
-    """Bytes of a unit's weights in a device slot, and of what comes up beside them, without the regions that are on the
-    device anyway.
-    """
+    """Return the slot bytes for a unit: weights and co-fetched planes. Resident regions are excluded."""
     return sum(cargo_bytes(region, layout) for region in unit.regions if region.index not in resident)
 
 
 def cargo_bytes(region: Region, layout: DiskLayout) -> int:
-    """Bytes of a region in a slot."""
+    """Return the bytes a region occupies in a slot."""
     return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.co_fetched(region))
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
-    """Return the indices of the regions that some unit keeps on the device."""
+    """Return the indices of regions any unit keeps on the device."""
     return {region.index for unit in units if unit.resident for region in unit.regions}
 
 
@@ -120,8 +118,9 @@ def staging_bytes(
     accumulates: bool = False,
     splits: bool = False,
 ) -> int:
-    """Bytes through which the gradients of `stagings` neighbours pass that do not wait, or are added to what waits:
-    those that micro-batches, chunks of a head that is cut in rows (`splits`) or ranks have summed in fp32.
+    """Return the staging bytes for `stagings` consecutive gradients, consumed immediately or added to stored sums.
+
+    accumulates: gradients are added to stored sums. splits: these are fp32 sums over micro-batches or chunks.
     """
     wide = accumulates and (splits or sharding.size > 1)
     own = sharding.size if accumulates and sharding.size > 1 else sharding.num_ranges
@@ -130,24 +129,28 @@ def staging_bytes(
 
 
 def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> int:
-    """Bytes of the device in which `shards` neighbours' bf16 gradients are summed over ranks, in fp32. (Those in fp32
-    are summed where they are.)
+    """Return the device bytes for fp32 reduction of bf16 gradients, `shards` regions at a time.
+
+    fp32 gradients are reduced in place.
     """
     split = [4 * region.numel // sharding.size for region in regions if region.trainable and region.is_bf16]
     return window_bytes(split, shards) if sharding.size > 1 else 0
 
 
 def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
-    """Bytes of the device for pieces of gradients that come from other ranks: two sets of one per rank, a sum and a
-    term, in fp32, of a quarter of a shard where shards are small.
+    """Return the device bytes for gradient pieces from other ranks.
+
+    In fp32, two pieces per rank plus a sum and a term. Small shards use a quarter of a shard per piece.
     """
     largest = max((region.numel // sharding.size for region in regions if region.trainable), default=0)
     return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
 def between_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) -> tuple[int, int]:
-    """Bytes beside the states in which the gradients of `stagings` neighbours are summed over replicas: for shards in
-    fp32, with the sums where these go to disk from there, and for pieces that come from the other replicas.
+    """Return (shard bytes, scratch bytes) for gradient sums over replicas, beside the states.
+
+    Shards are in fp32 for `stagings` consecutive regions, plus the sums if gradients are written to disk from there.
+    Scratch holds the pieces received from other replicas.
     """
     sharding = layout.sharding
     if sharding.num_replicas == 1:
@@ -164,8 +167,9 @@ def between_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) 
 
 
 def perturbed_bytes(units: Iterable[UnitPlan], num_directions: int) -> int:
-    """Bytes of the device for weights on both sides of where they are: of the unit that computes, along one direction,
-    and of all that stay, along each.
+    """Return the device bytes for weights perturbed in both directions.
+
+    One unit in compute needs room for one direction; resident units need room for all directions.
     """
     passing = max((_trained_bytes(unit) for unit in units if not unit.resident), default=0)
     return 2 * (passing + num_directions * sum(_trained_bytes(unit) for unit in units if unit.resident))
@@ -192,12 +196,17 @@ def plan_memory(
     update_ring_bytes: int = 0,
     num_directions: int = 0,
 ) -> list[Allocation]:
-    """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
-    up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
-    gradients have room on the device and, where they do not wait there, on the host. `layout`: what is on disk;
-    `rings`: the bytes of the buffers through which it moves. `workspace_bytes`: what an update takes on the device;
-    `update_ring_bytes`: the ring there through which states of the host stream to be updated. `num_directions`: along
-    which a step without gradients measures the loss; 0 for one with a backward.
+    """Return every lasting allocation in a run.
+
+    splits: a step has several micro-batches, with gradients accumulated in fp32.
+    layout: planes on disk.
+    rings: ring sizes in bytes for disk transfers.
+    ahead: number of prefetched units.
+    buffers: number of consecutive unit gradients with room on the device.
+    stagings: number of consecutive region gradients with room on the host, if consumed immediately.
+    workspace_bytes: device memory used by an update.
+    update_ring_bytes: device ring for host states updated on the device.
+    num_directions: loss measurement directions in a forward-only step; 0: the step has a backward.
     """
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
@@ -268,7 +277,7 @@ def plan_memory(
 
 
 def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int, layout: DiskLayout) -> Allocation:
-    """Return the memory through which units stream: for the largest, for neighbours, or for all where they stay."""
+    """Return the slot memory: all units if they stay, else the largest window of `1 + ahead` consecutive units."""
     cargoes = {
         tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, layout)
         for unit in units
@@ -282,17 +291,19 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int
 
 
 def gradient_lasts(region: Region, resident: set[int]) -> bool:
-    """True where a region's gradients are known to have several contributions, and land after the backward. `resident`:
-    as of `resident_regions`.
+    """Return True if a gradient has several contributions and leaves the device only after the backward.
+
+    resident: as in `resident_regions`.
     """
     return len(region.units) > 1 or region.index in resident
 
 
 def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], floor: str, num_sharing: int = 1) -> None:
-    """Refuse a rank's plan that a tier's budget cannot hold: DoesNotFitError with every allocation and the shortfall.
+    """Raise DoesNotFitError, with all allocations and the shortfall, if a tier exceeds the budget.
 
-    `floor` says which unit is the largest and what it needs at least, for the device's message. `num_sharing` ranks
-    share what the machine has: the budgets are of one of them.
+    budgets: byte limits for one rank; None: no limit.
+    floor: sentence about the largest unit, used in the device message.
+    num_sharing: ranks sharing the machine.
     """
     for tier, budget in budgets.items():
         wanted = [allocation for allocation in plan if allocation.tier == tier]
@@ -312,17 +323,17 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
 
 
 def bytes_on(tier: str, allocations: Iterable[Allocation]) -> int:
-    """Return the bytes that allocations take of a tier."""
+    """Return the bytes allocated on a tier."""
     return sum(allocation.num_bytes for allocation in allocations if allocation.tier == tier)
 
 
 def name_all(allocations: Sequence[Allocation]) -> str:
-    """Return allocations and their bytes as messages list them."""
+    """Return the allocations as text, with sizes."""
     return ", ".join(f"{allocation_name(a.name)} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
 
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
-    """Say what else than a larger budget would help; nothing where nothing does."""
+    """Return advice other than a larger budget; empty if there is none."""
     if tier == "cpu":
         return without_host_memory(plan)
     ways = []
@@ -339,7 +350,7 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
 
 
 def without_host_memory(plan: Sequence[Allocation]) -> str:
-    """Say what takes less of the host's memory, to be put behind a number of bytes; nothing where nothing does."""
+    """Return advice to save host memory, to append to a byte count; empty if there is none."""
     names, ways = _names(plan, "cpu"), list[str]()
     if _names(plan, "nvme"):
         if all(name.startswith("nvme") for name in names):
@@ -354,7 +365,7 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
 
 
 def _placed(names: set[str], tier: str) -> str:
-    """Return the flags that place what has these names on a tier."""
+    """Return the flags to move the named states to a tier."""
     weights, passing = {"weights", "low", CODES}, ("nvme", "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
     kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
@@ -362,7 +373,7 @@ def _placed(names: set[str], tier: str) -> str:
 
 
 def _narrower(plan: Sequence[Allocation], tier: str) -> list[str]:
-    """Say that bf16 takes less of a tier, where it does: states have as many bytes in it, gradients half."""
+    """Return the bf16 advice if bf16 saves memory on the tier: gradients halve, states stay the same size."""
     has_gradients = not {"gradients", STAGING}.isdisjoint(_names(plan, tier))
     is_split = any(allocation.name == "low" for allocation in plan)
     return ["train with --train.precision bf16"] if has_gradients and not is_split else []
@@ -379,12 +390,15 @@ def _joined(ways: Sequence[str]) -> str:
 def check_host(
     plan: Sequence[Allocation], free_bytes: int, bound: str, *, given_bytes: int, is_device: bool, num_sharing: int = 1
 ) -> None:
-    """Refuse a rank's plan that the host cannot hold: DoesNotFitError with what bounds it, every allocation and the
-    shortfall. Who takes memory that a control group does not have is ended by signal 9, long after a plan could tell.
+    """Raise DoesNotFitError, with the limit, all allocations and the shortfall, if the host has too little memory.
 
-    free_bytes: what this rank may take of the host's memory. bound: what bounds that, as a sentence names it.
-    given_bytes: what the model takes of it until the engine has its weights. is_device: the host computes as well, so
-    that the device's memory is of it. num_sharing: ranks of this machine.
+    Without this check the kernel would kill the process (SIGKILL) when the control group limit is exceeded.
+
+    free_bytes: host memory available to this rank.
+    bound: name of the tightest limit.
+    given_bytes: memory the model occupies until the engine has copied the weights.
+    is_device: compute runs on the host, so device memory counts as host memory.
+    num_sharing: ranks on this machine.
     """
     wanted = [
         allocation for allocation in plan if allocation.tier == "cpu" or (is_device and allocation.tier == "device")

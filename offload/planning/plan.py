@@ -1,4 +1,4 @@
-"""What follows from an engine's settings before anything is allocated: tiers, lookahead, allocations."""
+"""Derive tiers, lookahead and allocations from engine settings before anything is allocated."""
 
 from __future__ import annotations
 
@@ -41,73 +41,74 @@ from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
 _SHARE_OF_FREE_MEMORY = 0.9
-"""Where there is no budget: the rest is for whoever else runs there."""
+"""Share of free memory used without a budget. The rest is left to other processes."""
 _SHARE_FOR_STATES = 0.6
-"""Of the device's budget, or of an accelerator's free memory: the rest is for activations."""
+"""Share of device memory for states. The rest is left to activations."""
 AUTO_LOOKAHEAD = 2
-"""Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
+"""Units fetched ahead by default: one in transfer, one waiting for compute."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything is to be, and how it is to move."""
+    """Placement and data movement for a run."""
 
     tiers: tuple[str, str]
-    """The tier of the parameters, and that of the optimizer's states: device or cpu."""
+    """(parameter tier, optimizer tier): "device" or "cpu"."""
     layout: DiskLayout
-    """What of the states is on disk."""
+    """States on disk."""
     rings: Mapping[str, int]
-    """The bytes of each ring of the host through which the disk is read and written, by the ring's name."""
+    """Host ring sizes in bytes for disk reads and writes, by name."""
     overlap: bool
-    """True if copies and updates run beside compute."""
+    """True if copies and updates overlap compute."""
     update: str
-    """Where states that rest on the host are updated: cpu, device or both."""
+    """Update place for states stored on the host: "cpu", "device" or "both"."""
     ahead: int
-    """How many units are fetched ahead."""
+    """Number of units fetched ahead."""
     device_bytes: int | None
-    """The bytes that the device may hold in all; what is left of them may be given to units. None without end."""
+    """Total device memory limit in bytes; spare memory may go to units. None: no limit."""
     allocations: list[Allocation]
-    """What is allocated."""
+    """Planned allocations."""
     most: list[Allocation]
-    """What would be allocated with all the memory that there can be."""
+    """Allocations with unlimited memory."""
     adds_up: bool
-    """True if gradients of a step add up on the host, as of `adds_up` in `planning/memory.py`."""
+    """True if gradients accumulate on the host, see `adds_up` in `planning/memory.py`."""
 
     @property
     def limited(self) -> bool:
-        """True where the device has a budget."""
+        """True if the device has a budget."""
         return self.device_bytes is not None
 
     @property
     def corrects_cheaply(self) -> bool:
-        """False where a correction is a second pass over states on disk, which costs more than the first one hides."""
+        """False if states are on disk: a correction is then a second disk pass, more expensive than waiting."""
         return not self.layout.planes
 
     def lookahead(self, prefetch: str | int, num_regions: int) -> tuple[int, int | None]:
-        """Return how many cargoes may come early, and at most how many are held at once (None for as many as fit).
-        Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        """Return the number of cargoes fetched ahead, and the maximum held at the same time (None: as many as fit).
+
+        Without a budget the device holds only the lookahead. With a budget, spare room keeps units on the device.
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
         return ahead, None if self.tiers[0] == "device" or self.limited else 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
-        """Return the parameters, by index, whose updates the host makes."""
+        """Return the indices of parameters updated on the host."""
         is_device = "device" in (self.update, self.tiers[1])
         its = [region for region in regions if not is_device and region.index not in self.layout.streamed]
         return {index for region in its for index in region.parameters}
 
     @property
     def fits_device(self) -> bool:
-        """True where the device's budget, or its free memory, holds what is planned."""
+        """True if the planned allocations fit the device."""
         return self.device_room_bytes is None or self.device_room_bytes >= 0
 
     @property
     def device_room_bytes(self) -> int | None:
-        """What the device's budget leaves beside what is planned; None without end."""
+        """Device bytes left by the plan; None: no limit."""
         return None if self.device_bytes is None else self.device_bytes - bytes_on("device", self.allocations)
 
     def told_updates(self, regions: Sequence[Region]) -> str:
-        """Return where states that rest on the host are updated, for people; empty where that is the host alone."""
+        """Return a message about update placement; empty if all updates run on the host."""
         streamed = self.layout.streamed
         if not streamed or self.update != "both":
             return "updates on the device" if self.update == "device" else ""
@@ -120,11 +121,11 @@ class Plan:
         )
 
     def of(self, tier: str, name: str) -> Allocation:
-        """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
+        """Return the allocation with this name, ignoring notes in parentheses. Empty allocation if not found."""
         return _find(self.allocations, tier, name)
 
     def range(self, name: str) -> tuple[int, int]:
-        """Return the bytes of an allocation on the device, planned and at most."""
+        """Return (planned, maximum) bytes for a device allocation."""
         planned = self.of("device", name).num_bytes
         most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
         return planned, max(planned, most)
@@ -136,9 +137,7 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 
 
 def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], layout: DiskLayout) -> str:
-    """Return which frozen weights rest in codes, and which do not, or what is read of those in the model's own files,
-    for people; empty where they rest as others do.
-    """
+    """Return a message about quantized or file-backed frozen weights; empty if there are none."""
     files = ""
     if layout.files:
         size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
@@ -171,13 +170,14 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
 
 
 def num_replicas(settings: Settings, comm: Comm) -> int:
-    """Return how many replicas the ranks are to hold."""
+    """Return the number of replicas."""
     return comm.num_machines if settings.replicas == "auto" else int(settings.replicas)
 
 
 def gradient_codec(settings: Settings, comm: Comm) -> Codec:
-    """Return how gradients travel between replicas. Raises ConfigError for codes where the update rule has no
-    gradients, or one replica is shared out over several machines.
+    """Return the codec for gradients between replicas.
+
+    Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
     """
     if settings.link_gradients != EXACT.name and not settings.optimizer.has_gradients:
         raise ConfigError(
@@ -196,9 +196,7 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 
 
 def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
-    """Return what travels in codes of trained weights, and of gradients between replicas, and what that changes, for
-    people; empty where nothing does.
-    """
+    """Return a message about quantized transfers and their effect on training; empty if all transfers are exact."""
     trained = [region for region in regions if region.trainable]
     coded, said = [region for region in trained if region.link is not EXACT], []
     if coded:
@@ -219,8 +217,9 @@ def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
 
 
 def sharding_of(settings: Settings, comm: Comm) -> Sharding:
-    """Return how the ranks share regions. Collective, the first time. Raises ConfigError where replicas cannot share
-    out their states.
+    """Return the sharding of regions over ranks. Collective on the first call.
+
+    Raises ConfigError if replicas cannot share states.
     """
     within, between = comm.split(num_replicas(settings, comm))
     spreads = settings.replica_states == "shared" and between.size > 1
@@ -243,22 +242,23 @@ def make_plan(
     *,
     checks: bool = True,
 ) -> Plan:
-    """Choose the tiers, where to update and how far to look ahead; unless it `checks` nothing, refuse what the budgets,
-    or the host, cannot hold. Collective.
+    """Choose tiers, update place and lookahead. Collective.
+
+    checks: raise DoesNotFitError if a budget or the host is too small.
     """
     sharding = sharding_of(settings, comm)
     free = machine.free(comm)
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
     )
-    if not settings.optimizer.has_gradients:  # ranks have a part of the weights each, which is updated where it rests
+    if not settings.optimizer.has_gradients:  # each rank updates a part of the weights where they are stored
         return plan_with("cpu" if settings.update == "cpu" or sharding.num_ranks > 1 else "device")
     if settings.update != "auto":
         return plan_with(settings.update)
-    on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
+    on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
-    # Each rank goes by its own throttles.
+    # Throttles can differ between ranks.
     if not comm.any(not is_small(regions, sharding, settings.throttles), "whether updates are small"):
         return on_host
     speeds, chosen = machine.speeds(comm), on_host
@@ -300,7 +300,7 @@ def _make_plan(
         (settings.optimizer.parts[r.rule].workspace_bytes(p.shape) for r in regions for p in r.pieces if r.by_matrix),
         default=0,
     )
-    # Whoever reads from a disk has to wait, and does it beside compute.
+    # Disk reads block, so they must overlap compute.
     overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
     overlap = overlap or from_files or placement.nvme_dir is not None
 
@@ -328,7 +328,7 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
-        if there.in_host:  # what the device has is of the host's memory, and leaves less to states
+        if there.in_host:  # device memory is host memory here, so less remains for states
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = bytes_on("device", plan_for(*tiers, widest, 2))
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
@@ -341,10 +341,11 @@ def _make_plan(
             if placement.optimizer_memory is not None:
                 room = int(placement.optimizer_memory)
             elif placement.optimizer == "auto" and budget is not None:
-                # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
+                # Weights first: each weight byte is copied to the device twice per step, other state bytes once per
+                # direction.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
                 room = max(0, budget - bytes_on("device", most))
-                # A step that has room beside updates on the host should have it still: what it takes is not known here.
+                # Leave room for the step itself; step memory is unknown here.
                 room = room // 3 if update == "both" else room
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
@@ -390,7 +391,7 @@ def _make_plan(
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any("gradients" in layout.of(region) for region in regions):
         planned = bytes_on("cpu", plan_for(*tiers, ahead, buffers))
-        # What an own loop will take in place of the gradients that are planned.
+        # Memory a custom training loop needs in place of the planned gradients.
         trained = [region for region in regions if region.trainable]
         sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trained)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
@@ -422,7 +423,7 @@ def _make_plan(
 
 
 def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:
-    """Return the bytes of an accelerator's memory that are left beside what the host takes, where it is the host's."""
+    """Return the accelerator memory left, minus host allocations if both share memory."""
     assert there.device_bytes is not None
     if not there.in_host:
         return there.device_bytes
@@ -431,32 +432,33 @@ def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:
 
 
 def _device_bytes(placement: Placement, free: Free) -> int | None:
-    """Return the bytes of the device that states may count on; None without end."""
+    """Return the device bytes available for states; None: no limit."""
     budget = budget_bytes(placement.device_memory)
     budget = free.device_bytes if budget is None else budget
     return None if budget is None else int(budget * _SHARE_FOR_STATES)
 
 
 def _host_bytes(placement: Placement, free: Free) -> int:
-    """Return the bytes of the host's memory of which what the plan leaves is left for good."""
+    """Return the host memory budget, with the unplanned remainder free for permanent use."""
     budget = budget_bytes(placement.host_memory)
     if budget is None:
         return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     return (
         0 if "cpu" in (placement.activations, placement.graphs) else budget
-    )  # how much will wait there depends on the batch
+    )  # offloaded activation size depends on the batch
 
 
 def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[str, str], int | None]:
-    """Return where parameters, optimizer and gradients are below the device, and the host's bytes for them (None:
-    without end), as `lay_out` wants them: with `auto` and a folder, whatever the host's budget, or its free memory,
-    does not hold beside what is `reserved` goes to disk.
+    """Return the tiers below the device by kind, and the host bytes for them (None: no limit), as `lay_out` takes them.
+
+    With "auto" and a disk folder, states beyond the host budget or free memory go to disk. `reserved` is subtracted
+    first.
     """
     tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
-    tiers["parameters"] = tiers["parameters"].replace("files", "cpu")  # of what is trained
-    if tiers["parameters"] == "device":  # they go up from where their master is
+    tiers["parameters"] = tiers["parameters"].replace("files", "cpu")  # for trainable parameters
+    if tiers["parameters"] == "device":  # copied from the master weights
         tiers["parameters"] = tiers["optimizer"]
-    if tiers["gradients"] == "device":  # beside the optimizer states, for which there was no room
+    if tiers["gradients"] == "device":  # next to the optimizer states, which did not fit the device
         tiers["gradients"] = "cpu"
     host_bytes = budget_bytes(placement.host_memory)
     if placement.nvme_dir is None:
@@ -469,15 +471,16 @@ def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[
 def _choose_tiers(
     placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]], state_bytes: Callable[[], int]
 ) -> tuple[str, str]:
-    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
-    called cpu here.
+    """Resolve "auto" to (parameter tier, optimizer tier): "device" if everything fits, else "cpu".
+
+    "cpu" here means any tier below the device.
     """
     below = {"nvme": "cpu", "files": "cpu"}
     wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
     if "auto" not in wants:
         return wants[0], wants[1]
     budget = _device_bytes(placement, free)
-    if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
+    if budget is None and placement.nvme_dir is not None:  # the host computes, and host memory is limited
         budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     fits = budget is None or bytes_on("device", plan_for("device", "device")) <= budget
     if placement.optimizer_memory is not None:

@@ -1,4 +1,4 @@
-"""What an engine is told, checked in one place."""
+"""Engine settings, validated in one place."""
 
 from __future__ import annotations
 
@@ -22,76 +22,76 @@ from offload.optim.rule import UpdateRule
 from offload.tiers.placement import Placement
 
 LEAST_CHUNK_BYTES = 256 << 20
-"""Of logits in fp32 at once, where nobody says."""
+"""Default limit for fp32 logits, in bytes."""
 _CHUNK_SHARE = 30
-"""The part of the device's budget that they take. With what the loss and the gradients hold beside them it is a tenth:
-larger chunks crowd out graphs that are kept, and smaller ones add up the head's gradient so often that it shows.
+"""The default limit is 1/30 of the device budget, about a tenth with loss and gradients.
+
+Larger chunks displace saved graphs; smaller chunks accumulate the head gradient too often.
 """
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is told; each field is a keyword of `Engine` as well. Raises ConfigError, which names the key that
-    the field has in a configuration.
+    """Engine settings. Each field is also a keyword of `Engine`.
 
-    optimizer: the update rule.
-    placement: which states live on which tier, and the budgets.
-    precision: in what the device computes: fp32, or bf16, with fp32 masters unless the optimizer says otherwise.
-    max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping. A rule that has a `clip_norm`
-        goes by that instead; one without gradients has nothing to clip.
-    clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto, for
-        which see `Engine.resolve_clip`.
-    on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
-    micro_batch_size: rows that a unit computes at a time; None for all of a batch.
-    rows: what of a batch has its rows, where it is not all whose first axis has their number. A list of names: these
-        have them along the first axis, and nothing else has any. A mapping says it of single names: the axis; None for
-        what belongs to every row; the name of a tensor [rows, ...] whose product over all other axes is the number of
-        entries of each row, as in {"pixel_values": "image_grid_thw"}; or a function (batch, numbers) that returns the
-        rows of these numbers, int64.
-    recompute: whether a unit's forward is computed again in its backward: always, never, or auto (where memory is
-        short).
-    compile: whether blocks run as torch.compile makes them, one compilation for all equal ones: never, or auto, which
-        leaves those as they are that cannot be compiled, or give something else.
-    sequence_tile: how many tokens of a sequence those modules of a block compute at a time that are functions of single
-        tokens, as MLPs and norms are, which is tried out: each tile is recomputed in the backward (arXiv:2506.13996).
-        none: all at once; auto: tiles where a block would not fit the device's budget otherwise.
-    sequence_parallel: how many neighbouring ranks share the same rows, each with a part of their tokens; attention has
-        all tokens of some heads on each (DeepSpeed-Ulysses, arXiv:2309.14509). All of them give the same batch. With it
-        auto of recompute is always, so that all exchange alike.
-    prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
-    zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
-    replicas: how many copies of the model the ranks hold, each shared out over as many of them as zero_stage says, with
-        gradients summed between them; auto: one on each machine where there are several, else one.
-    replica_states: whole: each replica has all states of the optimizer; shared: one rank of all replicas has a state,
-        updates its weights and gives them to the others (hpZ in ZeRO++, arXiv:2306.10209, section 3.2). In stage 3.
-    throttle: links that are played slower than they are, by name.
-    seed: of what a step draws in micro-batches.
-    debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
-    head_chunk_bytes: logits that may exist at once, in fp32; None for all; auto for a thirtieth of the device's budget,
-        and at least 256 MiB.
-    delay: by how many steps updates come late, 0 or 1: the update of a step is made beside all of the next one, which
-        computes with the weights from before (ZeRO-Offload, arXiv:2101.06840, section 5.2).
-    delay_after: the steps before that, whose updates come in time.
-    update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; both: on
-        the device those of regions whose other states rest there, as many as it has room for, and the others on the
-        host; or auto, whichever is measured to be fastest.
-    noise_scale: measure in each step how the gradients of micro-batches and ranks scatter (`StepResult.noise`).
-    frozen_weights: how the matrices of frozen blocks rest and travel: exact; int8, a byte each with a scale for 128; or
-        nf4, half a byte each as in QLoRA (arXiv:2305.14314). They are decoded on the device, and training is exact over
-        the decoded weights. Embeddings, and what is outside of the blocks or has fewer than 4,096 elements or less than
-        two dimensions, stay as they are.
-    link_weights: how trained weights travel to where they are used, and between ranks: exact; or int8, a byte each with
-        an fp32 scale for 128, which the update makes of the master weights (ZeRO++, arXiv:2306.10209, section 3.2).
-        Training is then over what these stand for, and so is evaluation; gradients go to the master weights as they
-        are, which alone are in checkpoints and exports. What has less than two dimensions, or fewer than 4,096
-        elements, travels exactly.
-    link_gradients: how gradients travel between replicas: exact; or int8, or int4, a byte or half of one each with an
-        fp32 scale for 128. What the codes lack of a step's gradients is kept, in bf16, and added to the next step's
-        (ZeRO++, section 3.4, with error feedback: arXiv:1901.09847). All replicas make the same update. One replica
-        has none to send.
-    device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
-        chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
+    optimizer: update rule.
+    placement: tier and budget for each kind of state.
+    precision: compute dtype: fp32, or bf16 (with fp32 masters by default).
+    max_grad_norm: gradient clipping threshold; None or 0: no clipping. An update rule with a `clip_norm` uses that
+        instead. Forward-only rules have nothing to clip.
+    clip: time of updates with clipping: deferred (after the norm is known), speculative (before, with a correction if
+        needed), or auto (see `Engine.resolve_clip`).
+    on_nonfinite: reaction to non-finite gradients: stop (error) or skip the step.
+    micro_batch_size: rows per unit run; None: the whole batch.
+    rows: batch entries with one item per row. None: all tensors whose first axis has the batch size. A list of names:
+        these tensors, along the first axis. A mapping from names: the axis; None for data shared by all rows; the name
+        of a tensor [rows, ...] whose product over the other axes counts the entries of each row, as in {"pixel_values":
+        "image_grid_thw"}; or a function (batch, row indices int64) returning these rows.
+    recompute: activation recomputation: always, never, or auto (only when memory is short).
+    compile: torch.compile for blocks, one compilation for all equal blocks: never or auto. auto skips blocks with
+        compile errors or different results.
+    sequence_tile: tokens per tile for token-wise modules such as MLPs and norms, found by trial runs. Each tile is
+        recomputed in the backward (arXiv:2506.13996). With none, sequences are whole; with auto, only blocks too large
+        for the device budget are tiled.
+    sequence_parallel: number of neighbouring ranks sharing rows, each with a part of the tokens. For attention each
+        rank has all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). All these ranks take the same batch.
+        `recompute` auto then means always, so that all ranks make the same exchanges.
+    prefetch: number of units fetched ahead, or auto for as many as memory allows.
+    zero_stage: ZeRO stage, 0 to 3 (arXiv:1910.02054).
+    replicas: number of model copies, each sharded by zero_stage, with gradients summed between them. With auto, one per
+        machine.
+    replica_states: whole (each replica has all optimizer states) or shared (each state is on one rank among all
+        replicas, and updated weights are sent to the others: hpZ in ZeRO++, arXiv:2306.10209, section 3.2). The second
+        needs stage 3.
+    throttle: links to slow down, by name.
+    seed: random seed for operations in micro-batches.
+    debug: poison released memory. A number also delays lanes at random, with this seed.
+    head_chunk_bytes: maximum fp32 logits bytes at the same time; None for no limit, auto for a thirtieth of the device
+        budget and at least 256 MiB.
+    delay: number of steps updates are late, 0 or 1. With 1, an update overlaps the whole next step, and this step still
+        uses the previous weights (ZeRO-Offload, arXiv:2101.06840, section 5.2).
+    delay_after: number of initial steps without delay.
+    update: update place for states stored on the host: cpu; device (states stream there beside compute); both (on the
+        device for as many regions as have room for resident states, on the host for the others); or auto (the fastest
+        by measurement).
+    noise_scale: measure the gradient noise over micro-batches and ranks in each step (`StepResult.noise`).
+    frozen_weights: storage and transfer format for matrices in frozen blocks: exact; int8 (one byte per element, a
+        scale per 128); or nf4 (half a byte, QLoRA, arXiv:2305.14314). Weights are dequantized on the device, and
+        training is exact for the dequantized weights. Embeddings, weights outside blocks, vectors, and matrices below
+        4,096 elements are not quantized.
+    link_weights: transfer format for trainable weights: exact; or int8 (one byte per element, an fp32 scale per 128),
+        quantized from the master weights at each update (ZeRO++, arXiv:2306.10209, section 3.2). Training and
+        evaluation then use the dequantized weights. Gradients apply to the exact master weights, and checkpoints and
+        exports contain only these. Vectors, and matrices below 4,096 elements, are transferred exactly.
+    link_gradients: transfer format for gradients between replicas: exact; int8 or int4 (one byte or half a byte per
+        element, an fp32 scale per 128). The quantization error is kept in bf16 and added in the next step (ZeRO++,
+        section 3.4, with error feedback: arXiv:1901.09847). All replicas make the same update. A single replica sends
+        no gradients.
+    device: compute device in torch notation: cpu, cuda, cuda:1, ... None: the accelerator selected in this thread, else
+        the one for LOCAL_RANK, else the first, else the CPU. The device becomes current in the thread.
+
+    Errors are ConfigError and name the configuration key.
     """
 
     optimizer: UpdateRule = field(default_factory=AdamW)
@@ -157,7 +157,7 @@ class Settings:
                     "would come up for each tile of a sequence. Set --train.sequence_tile none, or "
                     "--offload.experts whole."
                 )
-            # Blocks with such experts run by their own code.
+            # Blocks with streamed experts run their own code.
             object.__setattr__(self, "sequence_tile", "none")
             object.__setattr__(self, "compile", "never")
         self._check_sequences()
@@ -220,7 +220,7 @@ class Settings:
         self.chunk_bytes(None)
 
     def _check_sequences(self) -> None:
-        """Raise ConfigError where ranks cannot share sequences."""
+        """Raise ConfigError if the settings rule out sequence parallelism."""
         size = self.sequence_parallel
         if size < 1:
             raise ConfigError(f"train.sequence_parallel is {size!r}; a number of ranks, at least 1.")
@@ -262,7 +262,7 @@ class Settings:
 
     @property
     def _why_exact_links(self) -> str:
-        """Say what asks for weights that travel as they are, and what to set; empty where nothing does."""
+        """Reason against quantized weight transfers, with the fix; empty if they are allowed."""
         if self.delay:
             return (
                 "train.delay is 1, which keeps the weights from before an update as they are: set --train.delay 0, or"
@@ -273,15 +273,13 @@ class Settings:
 
     @property
     def resolved_clip(self) -> str:
-        """When clipped updates are made, as far as that follows from the settings: deferred where there is nothing to
-        correct, or no way to.
-        """
+        """The clip option as far as settings decide: deferred if no correction is needed or possible."""
         corrects = all(rule.can_correct for rule in self.optimizer.parts) and self.max_grad_norm and not self.skips
         return self.clip if corrects and not self.delay else "deferred"
 
     @property
     def host_bound(self) -> str:
-        """Why states that rest on the host are updated there, whatever `update` says; empty where they need not be."""
+        """Reason for updates on the host regardless of `update`; empty if there is none."""
         if self.delay:
             return "train.delay is 1, which keeps the weights from before an update on the host"
         whole = next((type(rule).__name__ for rule in self.optimizer.parts if rule.by_matrix), "")
@@ -289,42 +287,38 @@ class Settings:
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:
-        """The throttles by the names of their links."""
+        """Throttles by link name."""
         return parse_throttle(self.throttle)
 
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
-        """Return the bytes of logits that may exist at once on a device that may hold so many (None: without end); None
-        for all.
-        """
+        """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""
         found = parse_chunks(self.head_chunk_bytes, "train.head_chunk_bytes")
         return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE) if isinstance(found, str) else found
 
     @property
     def skips(self) -> bool:
-        """True where a step is skipped for a gradient that is not finite."""
+        """True if steps with non-finite gradients are skipped."""
         return self.on_nonfinite == "skip"
 
     @property
     def splits(self) -> bool:
-        """True where a step may have several micro-batches."""
+        """True if a step may have several micro-batches."""
         return self.micro_batch_size is not None
 
     @property
     def keeps_gradients(self) -> bool:
-        """True where gradients wait on the host: for the norm, for the certainty that they are finite, for a
-        correction, or as updates are late.
-        """
+        """True if gradients wait on the host: for the norm, the finite check, a correction, or a delayed update."""
         waits = self.optimizer.has_gradients and not self.optimizer.drops_gradients
         return self.judges_gradients and waits
 
     @property
     def judges_gradients(self) -> bool:
-        """True where the gradients as a whole say how, or whether, or when units are updated."""
+        """True if an update depends on the gradients as a whole."""
         return self.max_grad_norm is not None or self.skips or self.delay > 0
 
     @property
     def delay_seed(self) -> int | None:
-        """The seed by which lanes wait at random; None where they do not."""
+        """Seed for random lane delays; None: no delays."""
         return None if self.debug is False else int(self.debug)
 
 
@@ -340,13 +334,13 @@ def _check_rule(given: Any) -> None:
 
 
 def check_max_grad_norm(norm: float | None) -> None:
-    """Raise ConfigError unless gradients can be clipped to this, or not at all."""
+    """Raise ConfigError unless the norm is None or finite and not negative."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
         raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
 
 
 def check_tile(tile: int | str) -> None:
-    """Raise ConfigError unless sequences can be cut in tiles of this."""
+    """Raise ConfigError unless the tile size is "none", "auto" or at least 1."""
     if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
         raise ConfigError(
             f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole sequences, or "
@@ -355,7 +349,7 @@ def check_tile(tile: int | str) -> None:
 
 
 def with_settings(function: _Function) -> _Function:
-    """Let a function that takes `**settings` show each of them to `help`, and what it means."""
+    """Show the fields of `Settings` in the signature and docstring of a function taking `**settings`."""
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     known = {each.name for each in own}
@@ -371,7 +365,7 @@ def with_settings(function: _Function) -> _Function:
 
 
 def _check_ranks(settings: Settings) -> None:
-    """Raise ConfigError for a wrong value of what ranks share out."""
+    """Raise ConfigError for invalid sharding and replica options."""
     _check(settings.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
     if settings.replicas != "auto" and (isinstance(settings.replicas, str) or settings.replicas < 1):
         raise ConfigError(f"offload.replicas is {settings.replicas!r}; a number of copies, at least 1, or auto.")

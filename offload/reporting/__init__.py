@@ -1,1 +1,1 @@
-"""One page about a run, or about several: read from run folders, worked out, drawn."""
+"""HTML reports about one or several runs, from the files in their run folders."""

@@ -1,4 +1,4 @@
-"""What to change so that a run takes less time, or fits with less, from the figures of its steps."""
+"""Suggest changes to make a run faster or smaller, from its step figures."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from offload.errors import format_bytes, ratio
 from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
 from offload.reporting.recorded import Recorded, number, seconds_text
 
-_WORTH = 0.02  # of a step: waits below are not worth a change
-_FULL = 0.9  # of a step: a lane that works longer cannot begin any earlier
-_ROOM = 0.75  # of a budget: a peak below leaves room
+_WORTH = 0.02  # share of a step: shorter waits are not worth a change
+_FULL = 0.9  # share of a step: a lane busier than this cannot start earlier
+_ROOM = 0.75  # share of a budget: a lower peak leaves room
 _ALTERNATIVES = 3
-_FAR_SLOWER = 2.0  # times the plan, from which on a plan is not merely rough
+_FAR_SLOWER = 2.0  # times the planned step: beyond normal plan error
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change."""
+    """One suggested change."""
 
     change: str
-    """A flag of `train`, or a sentence where no flag does it."""
+    """A `train` flag, or a sentence if no flag applies."""
     why: str
     saves_s: float | None = None
-    """Of a step, at most; None where it is not known."""
+    """Maximum savings per step, in seconds; None: unknown."""
 
 
 def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
-    """Return what to change, what may save most first."""
+    """Return the suggestions, largest savings first."""
     found: list[Advice] = []
     binding = figures.binding
     if binding is not None:
@@ -43,7 +43,7 @@ def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
 
 
 def _slower_than_planned(figures: Figures) -> list[Advice]:
-    """Tell of a run whose steps take far longer than the plan says: no setting explains that."""
+    """Return a warning if steps take far longer than planned, since no setting explains the difference."""
     planned = number(figures.planned, "step_seconds")
     if planned is None or figures.binding is None or figures.binding.step_s < _FAR_SLOWER * planned:
         return []
@@ -82,7 +82,7 @@ def _computes(run: Recorded, binding: Binding) -> Advice:
 
 
 def _lanes(run: Recorded, binding: Binding) -> list[Advice]:
-    """Tell what to do about the lanes for which compute waits, once for all that have the same remedy."""
+    """Return suggestions for lanes compute waits for, one per remedy."""
     waits: dict[str, list[LaneShare]] = {}
     for lane in binding.lanes:
         if lane.exposed_s >= _WORTH * binding.step_s:
@@ -96,7 +96,7 @@ def _lanes(run: Recorded, binding: Binding) -> list[Advice]:
 
 
 def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
-    """Return what lets a lane work earlier; of one that works for nearly all of a step, what gives it less to do."""
+    """Return a remedy to start a lane earlier or, for a lane busy almost all the time, to reduce its work."""
     ways = []
     if lane.name in ("h2d", "d2h"):
         if run.setting("offload.device_memory") is not None and lane.busy_s < _FULL * binding.step_s:
@@ -118,7 +118,7 @@ def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
 
 
 def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[Advice]:
-    """Tell which budgets that were set have room, but for those of which other advice is to have more."""
+    """Return budgets with unused room, except budgets other advice wants to raise."""
     found = []
     for tier in figures.tiers:
         key = {"device": "offload.device_memory", "cpu": "offload.host_memory"}.get(tier.name)
@@ -134,7 +134,7 @@ def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[A
 
 
 def _planned(figures: Figures) -> list[Advice]:
-    """Return the alternatives of the plan that fit and are faster than what was planned."""
+    """Return the planned alternatives faster than the current plan."""
     listed = figures.planned.get("alternatives")
     now = number(figures.planned, "step_seconds")
     found = []

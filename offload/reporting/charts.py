@@ -1,6 +1,7 @@
-"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS
-override attributes, and so one drawing serves light and dark. Coordinates are in tenths: more would only make a file
-larger.
+"""Draw curves as inline SVG with leather scales, axes and lines.
+
+Colours and fonts come from the page CSS, so one drawing serves light and dark mode. Coordinates have one decimal to
+keep files small.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from leather.scales import Scale
 from offload.reporting.recorded import count_text
 
 Point = tuple[int, float | None]
-_WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there
+_WIDTH, _HEIGHT = 330, 180  # about phone width in pixels, so text keeps its size
 _TOP, _BOTTOM = 8, 26
-_CHAR = 7.7  # units that a digit of the labels is wide
+_CHAR = 7.7  # label digit width, in drawing units
 _MOST_TICKS = 6
-_MOST_POINTS = 360  # of a curve: one a unit of width
-_BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
+_MOST_POINTS = 360  # per curve: one per unit of width
+_BEYOND = 1e20  # larger values are omitted: leather decimals have 28 digits
 
 
 def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str | None:
-    """Return an SVG of one curve for each run, drawn over steps, in the classes c0, c1, ... of the page; None where no
-    run has a point. with_dots: each point is marked, for the few of an evaluation.
+    """Return an SVG with one curve per run over steps, in the page classes c0, c1, ... None: no run has a point.
+
+    with_dots: mark each point, for the few evaluations.
     """
     drawn = [_drawable(points) for points in series]
     known = [(step, value) for points in drawn for step, value in points if value is not None]
@@ -34,7 +36,7 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     steps, values = zip(*known, strict=True)
     x, y = Steps(min(steps), max(steps)), Values(min(values), max(values))
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
-    right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half of a label at the end stands out
+    right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half the last label extends beyond the plot
     width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
 
     root = ET.Element("svg", {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "class": "curves"})
@@ -52,8 +54,9 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most about `_MOST_POINTS` of the points: of each stretch of steps the least and the greatest value, so
-    that no spike is lost, and a gap where it has none.
+    """Reduce the points to about `_MOST_POINTS`.
+
+    Each step group keeps the minimum and the maximum, so no spike is lost. A group without values becomes a gap.
     """
     if len(points) <= _MOST_POINTS:
         return list(points)
@@ -74,10 +77,10 @@ def _drawable(points: Sequence[Point]) -> list[Point]:
 
 
 class Values(leather.Linear):
-    """Values of a curve, between two ticks."""
+    """Value axis between two ticks."""
 
     def __init__(self, low: float, high: float) -> None:
-        least = 2e-3 * max(abs(low), abs(high)) or 1.0  # labels of four digits are to tell the ticks apart
+        least = 2e-3 * max(abs(low), abs(high)) or 1.0  # keeps four-digit tick labels distinct
         super().__init__(*((low, high) if high - low >= least else (low - least, high + least)))
 
     def project(self, value: float, range_min: float, range_max: float) -> float:
@@ -85,7 +88,7 @@ class Values(leather.Linear):
 
 
 class Steps(Scale):
-    """Steps from the first to the last, with ticks at whole ones among them."""
+    """Step axis with ticks at whole steps."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last

@@ -1,4 +1,4 @@
-"""The page about the data of a run."""
+"""HTML page about training data."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from offload.reporting.html import fill, write_html
 
 
 def write_data_page(view: DataView, path: Path) -> None:
-    """Write the page, whole or not at all. Raises DiskError."""
+    """Write the page atomically. Raises DiskError."""
     write_html(path, fill("data.html.j2", view=view, told_rows=told_rows(view)), "--page")

@@ -1,4 +1,4 @@
-"""The figures of a run: its curves, its median and its slowest step by lane, its memory, and its bottleneck."""
+"""Compute the figures of a run: curves, median and slowest step by lane, memory, and bottleneck."""
 
 from __future__ import annotations
 
@@ -12,97 +12,97 @@ from offload.telemetry.trace import FIRST_STEPS
 
 SERIES = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
 COMPUTE = "compute"
-_OF_WARM = ("tokens_per_second", "step_seconds")  # curves that begin once a run is warm
+_OF_WARM = ("tokens_per_second", "step_seconds")  # curves starting after warm-up
 _PLANNED = ("step_seconds", "lane_seconds", "bound_by", "tokens_per_second", "mfu", "alternatives")
-_ON_THE_THREAD = 0.999  # of a lane's time is exposed, where compute's own thread does its work
+_ON_THE_THREAD = 0.999  # minimum exposed share of a lane running on the compute thread
 _PEAKS = {"device": "peak_device_bytes", "cpu": "peak_host_bytes", "pinned": "peak_pinned_bytes"}
 
 
 @dataclass(frozen=True)
 class LaneShare:
-    """What a lane did of a step, or of the median over steps: seconds."""
+    """Lane times for one step, or medians over steps."""
 
     name: str
     busy_s: float
     exposed_s: float
-    """Compute waited for it so long, also for what held up its work."""
+    """Seconds compute waited for the lane, including time the lane itself was held up."""
 
     @property
     def hidden_s(self) -> float:
-        """It worked so long while compute did not wait for it."""
+        """Busy seconds while compute was not waiting."""
         return max(0.0, self.busy_s - self.exposed_s)
 
 
 @dataclass(frozen=True)
 class StepFigure:
-    """One step that stands for others."""
+    """A representative step."""
 
     step: int
     seconds: float
     lanes: tuple[LaneShare, ...]
-    """Compute first; those that did nothing are left out."""
+    """Lanes with work, compute first."""
     shown: KeptStep | None
-    """The step of the trace whose time is nearest, None without a trace."""
+    """Traced step with the nearest duration; None: no trace."""
 
 
 @dataclass(frozen=True)
 class TierFigure:
-    """A tier's memory, in bytes."""
+    """Memory on one tier, in bytes."""
 
     name: str
     planned_bytes: int
     budget_bytes: int | None
     peak_bytes: int | None
-    """The highest of the run, None where it is not measured (files)."""
+    """Peak over the run; None: not measured (disk)."""
     allocations: tuple[tuple[str, int], ...]
-    """Of the plan: name and bytes, the largest first."""
+    """Planned (name, bytes), largest first."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Which lane is the bottleneck, over the medians of the steps: a step takes no less than its busiest lane."""
+    """Bottleneck lane, from medians over steps. A step takes at least as long as its busiest lane."""
 
     lane: str
     limit_s: float
-    """Seconds of a step in which that lane works."""
+    """Busy seconds of the bottleneck lane per step."""
     step_s: float
     lanes: tuple[LaneShare, ...]
     outside_s: float
-    """Of a step, outside the engine: batches, records."""
+    """Seconds per step outside the engine, such as batch preparation and logging."""
     is_serial: bool
-    """Compute's own thread did the work of the lanes, one after the other."""
+    """True if the compute thread ran all lanes one after the other."""
 
     @property
     def times_limit(self) -> float:
-        """How often the limit goes into a step: 1 is a step that all else hides behind."""
+        """Step time relative to the limit. 1: everything else is hidden."""
         return self.step_s / self.limit_s if self.limit_s else 1.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a run's page. Seconds, bytes, tokens."""
+    """All figures for the report on one run."""
 
     num_steps: int
-    """The number of the last step."""
+    """Number of the last step."""
     num_asked: int | None
-    """`train.steps`."""
+    """Value of `train.steps`."""
     num_tokens: int
     series: Mapping[str, tuple[tuple[int, float | None], ...]]
-    """By name of a field of metrics.jsonl: step and value, None where it was not finite."""
+    """(step, value) points by metrics.jsonl field. None: not finite."""
     tokens_per_second: float | None
-    """The median over the warm steps."""
+    """Median over the warm steps."""
     median: StepFigure | None
     slowest: StepFigure | None
     binding: Binding | None
     tiers: tuple[TierFigure, ...]
     planned: Mapping[str, Any]
-    """Of plan.json: step_seconds, lane_seconds, bound_by, tokens_per_second, mfu, alternatives, where it has them."""
+    """Fields from plan.json, if present: step_seconds, lane_seconds, bound_by, tokens_per_second, mfu, alternatives."""
     first_warm: int
-    """The first step that medians count."""
+    """First step included in medians."""
 
     @classmethod
     def of(cls, run: Recorded) -> Figures:
-        """Work them out."""
+        """Compute the figures."""
         warm = warm_steps(run.steps)
         timed = [fields for fields in warm if (number(fields, "step_seconds") or 0) > 0]
         by_seconds = sorted(timed, key=lambda fields: float(fields["step_seconds"]))
@@ -125,8 +125,9 @@ class Figures:
 
 
 def warm_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the steps after the first three (recording pass; fetches on demand; memory given out), or as many of the
-    last as there are of such.
+    """Return the steps after the first three, or the last step of a shorter run.
+
+    The first three are the recording pass, a step with fetches on demand, and the step distributing spare memory.
     """
     return steps[min(FIRST_STEPS, max(0, len(steps) - 1)) :]
 
@@ -139,7 +140,7 @@ def _series(name: str, steps: Sequence[Mapping[str, Any]], first_warm: int) -> t
 
 
 def lane_shares(fields: Mapping[str, Any]) -> tuple[LaneShare, ...]:
-    """Return the lanes of a line of metrics.jsonl that did or delayed something, compute first."""
+    """Return the lanes with busy or exposed time in a metrics.jsonl line, compute first."""
     lanes = fields.get("lanes")
     shares = [
         LaneShare(name, number(each, "busy_seconds") or 0.0, number(each, "exposed_seconds") or 0.0)

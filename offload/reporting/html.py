@@ -1,4 +1,4 @@
-"""HTML files that ask for nothing else: templates of this folder filled, and files written whole or not at all."""
+"""Fill the HTML templates in this folder and write self-contained pages atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.reporting.recorded import seconds_text
 
 
 def fill(template: str, **values: Any) -> str:
-    """Return a template of this folder with these values, each of which is escaped."""
+    """Return a filled template from this folder. All values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -32,15 +32,16 @@ def fill(template: str, **values: Any) -> str:
 
 
 def check_path(path: Path, option: str) -> None:
-    """Raise ConfigError for a file that is no page, so that no page replaces what a run has written. `option`: that by
-    which the path was given.
+    """Raise ConfigError unless the file ends in .html, so a page never overwrites run files.
+
+    `option` names the flag.
     """
     if path.suffix != ".html":
         raise ConfigError(f"{option} is {path}; name a file that ends in .html.")
 
 
 def write_html(path: Path, text: str, option: str) -> None:
-    """Write a page, whole or not at all. Raises DiskError, which names the option."""
+    """Write a page atomically. Raises DiskError with the option name."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

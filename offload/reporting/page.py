@@ -1,4 +1,4 @@
-"""The page: one HTML file that asks for nothing else, from the figures of one run or of several, and where it goes."""
+"""Render the report for one or several runs as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.reporting.html import check_path, fill, write_html
 from offload.reporting.recorded import Recorded, count_text, number, seconds_text
 from offload.reporting.timeline import Row, rows
 
-MOST_RUNS = 6  # by three colours, and three more that are dashed, so that no eye needs the colour alone
+MOST_RUNS = 6  # three colours, solid and dashed, for readers with colour blindness
 _TITLES = {
     "loss": "Loss",
     "eval_loss": "Evaluation loss",
@@ -32,34 +32,34 @@ _TIERS = {"device": "device", "cpu": "host memory", "pinned": "of it pinned", "n
 
 @dataclass(frozen=True)
 class StepView:
-    """A step and what is said of it."""
+    """A step with text for the page."""
 
     title: str
     figure: StepFigure
     rows: tuple[Row, ...]
     said: tuple[str, ...]
-    """Sentences: which step's rows these are if another's; what it took longer for than the median."""
+    """Sentences about the traced step shown instead, and the difference to the median step."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run and what is said of it."""
+    """A run with text for the page."""
 
     name: str
     run: Recorded
     figures: Figures
     advice: tuple[Advice, ...]
     differs: tuple[tuple[str, str], ...]
-    """The settings in which several runs differ: key and value."""
+    """(key, value) for settings with different values between runs."""
 
     @property
     def about(self) -> str:
-        """The model, and what it ran on."""
+        """Model and hardware."""
         return ", ".join(_about(self.run))
 
     @property
     def state(self) -> str:
-        """How far it came."""
+        """Progress, as text."""
         done, asked = self.figures.num_steps, self.figures.num_asked
         of = f" of {asked:,}" if asked is not None and asked != done else ""
         made = f"{done:,}{of} steps" if of else counted(done, "step")
@@ -72,24 +72,24 @@ class RunView:
 
     @property
     def slowest(self) -> StepView | None:
-        """The slowest step, and what it took longer for; None where it is the median one."""
+        """The slowest step, compared to the median; None: the same step."""
         median, slowest = self.figures.median, self.figures.slowest
         return None if median == slowest else _step_view("Slowest step", slowest, median)
 
     @property
     def lane_plan(self) -> Mapping[str, Any]:
-        """The seconds of a step by lane, of the plan; empty where it does not say."""
+        """Planned seconds per lane; empty: not in the plan."""
         found = self.figures.planned.get("lane_seconds")
         return found if isinstance(found, Mapping) else {}
 
     @property
     def binds(self) -> str:
-        """Which lane is the bottleneck, and how far the run is from its limit."""
+        """Sentence about the bottleneck and the distance to its limit."""
         return "" if self.figures.binding is None else _binds(self.figures.binding)
 
 
 def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunView]:
-    """Read runs and work out their figures. `is_over`: they have ended. Raises ConfigError."""
+    """Read runs and compute the figures. Raises ConfigError. `is_over`: the runs have ended."""
     for index, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:index]]:
             raise ConfigError(f"{folder} is given twice; give each run once.")
@@ -110,7 +110,7 @@ def render(views: Sequence[RunView]) -> str:
 
 
 def as_json(views: Sequence[RunView]) -> dict[str, Any]:
-    """Return the figures of the page, for JSON."""
+    """Return the page figures in JSON form."""
     found = []
     for view in views:
         about = {"run": str(view.run.path), "is_running": view.run.is_running, "notes": list(view.run.notes)}
@@ -127,8 +127,9 @@ def as_json(views: Sequence[RunView]) -> dict[str, Any]:
 
 
 def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
-    """Write the page, whole or not at all, and return where: `out`, or in the folder of the first run. Raises
-    ConfigError, DiskError.
+    """Write the page atomically to `out`, or to the folder of the first run. Returns the path.
+
+    Raises ConfigError and DiskError.
     """
     if len(views) > MOST_RUNS:
         raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
@@ -139,7 +140,7 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
 
 
 def report_run(folder: Path, say: Callable[[str], None]) -> None:
-    """Write the report of a run that has ended, and say where; a run never fails for it."""
+    """Write the report for a finished run and print the path. Errors become a note, so the run does not fail."""
     try:
         say(f"report: {write_page(read_views([folder], is_over=True))}")
     except Exception as error:
@@ -147,7 +148,7 @@ def report_run(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _charts(views: Sequence[RunView]) -> Iterator[tuple[str, Markup, list[str]]]:
-    """Yield the charts that have a curve: title, picture, and each run's last value."""
+    """Yield (title, picture, last value per run) for charts with a curve."""
     for name in SERIES:
         svg = curves([view.figures.series[name] for view in views], with_dots=name == "eval_loss")
         if svg is not None:
@@ -161,7 +162,7 @@ def _last(points: Sequence[tuple[int, float | None]]) -> str:
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """Return the figures at the top: name, value, and what it is compared with."""
+    """Return (name, value, comparison) for the figures at the top."""
     figures, found = view.figures, []
     for name, title in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if text := _last(figures.series[name]):
@@ -170,7 +171,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
     if rate is not None:
         found.append(("tokens a second", count_text(rate), "" if of is None else f"plan {count_text(of)}"))
-    if rate is not None and of and mfu is not None:  # the FLOPs of a token are the same
+    if rate is not None and of and mfu is not None:  # FLOPs per token are equal
         found.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")
@@ -214,16 +215,16 @@ def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = 
 
 
 def _longer(step: StepFigure, median: StepFigure) -> str:
-    """Tell what a step took longer for: work of compute, a wait for a lane, or what is outside the engine."""
+    """Return a sentence on the extra time of a step: compute, waiting for a lane, or outside the engine."""
     before, now = _parts(median), _parts(step)
     more = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
     most, total = max(more, key=lambda name: more[name]), step.seconds - median.seconds
-    extra = min(total, more[most])  # of what another part took less for, too
+    extra = min(total, more[most])  # other parts may have been faster
     return f"{seconds_text(total)} more than the median step, {seconds_text(extra)} of it {most}."
 
 
 def _parts(step: StepFigure) -> dict[str, float]:
-    """Return the seconds of a step by what compute did with them."""
+    """Return seconds by activity: compute, waiting per lane, and outside the engine."""
     parts = {
         "in compute" if lane.name == COMPUTE else f"waiting for {lane.name}": (
             lane.busy_s if lane.name == COMPUTE else lane.exposed_s
@@ -244,7 +245,7 @@ def _binds(binding: Binding) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
+    """Return the shortest distinct path endings."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -254,7 +255,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _differing(runs: Sequence[Recorded]) -> list[str]:
-    """Return the settings, but for the folder, that are not the same in all runs."""
+    """Return the settings with different values between runs, except the run folder."""
     keys = dict.fromkeys(
         f"{section}.{field}"
         for run in runs

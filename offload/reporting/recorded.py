@@ -1,4 +1,7 @@
-"""What a run folder says: read as far as it can be, since a run may have ended at any moment, or still go on."""
+"""Read a run folder.
+
+Missing and damaged files are tolerated, because a run can end at any moment or still be running.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _STEPS = "steps"
 
 
 class Piece(NamedTuple):
-    """One piece of a lane's work, in seconds of its step, cut off at both ends of it."""
+    """One interval of lane work, in seconds from the step start, clipped to the step."""
 
     lane: str
     name: str
@@ -31,36 +34,37 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step that the trace has kept."""
+    """A step in the trace."""
 
     number: int
     seconds: float
     pieces: tuple[Piece, ...]
-    """By their begin; those of one lane do not overlap."""
+    """Sorted by start; without overlap within a lane."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run folder as it was read. What is missing is empty, and told in `notes`."""
+    """Contents of a run folder. Missing files are empty and listed in `notes`."""
 
     path: Path
     config: Mapping[str, Any]
-    """Of config.yaml: sections of settings."""
+    """Setting sections from config.yaml."""
     plan: Mapping[str, Any]
     env: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
-    """The lines of metrics.jsonl, by their step."""
+    """Lines of metrics.jsonl in step order."""
     kept: Mapping[int, KeptStep]
-    """The steps of trace.json.gz by their number."""
+    """Steps in trace.json.gz, by number."""
     notes: tuple[str, ...]
-    """What was missing or damaged, a sentence each."""
+    """Sentences about missing or damaged files."""
     is_running: bool
-    """Another process of this machine is at it."""
+    """True if a process of this run is alive on this machine."""
 
     @classmethod
     def read(cls, path: Path, *, is_over: bool = False) -> Recorded:
-        """Read the folder of a run. `is_over`: the run has ended, whatever its processes do. Raises ConfigError for
-        what is no run.
+        """Read a run folder. Raises ConfigError for other folders.
+
+        `is_over`: the run has ended, whatever its processes do.
         """
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
@@ -84,14 +88,14 @@ class Recorded:
         )
 
     def setting(self, key: str) -> Any:
-        """Return the value of `section.field`, None where the configuration has none."""
+        """Return the value of `section.field`; None: not in the configuration."""
         section, _, field = key.partition(".")
         values = self.config.get(section)
         return values.get(field) if isinstance(values, Mapping) else None
 
 
 def number(fields: Any, *keys: str) -> float | None:
-    """Return the finite number under a path of keys, None where there is none."""
+    """Return the finite number at a key path; None: no such number."""
     for key in keys:
         fields = fields.get(key) if isinstance(fields, Mapping) else None
     if isinstance(fields, bool) or not isinstance(fields, int | float) or not math.isfinite(fields):
@@ -114,7 +118,7 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the lines that are whole, one for each step: the last one of those that say the same step."""
+    """Return the complete lines in step order. For repeated steps, the last line counts."""
     found: dict[int, Mapping[str, Any]] = {}
     num_torn = 0
     try:
@@ -139,7 +143,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _kept(path: Path, notes: list[str]) -> dict[int, KeptStep]:
-    """Return the steps of a trace in the Trace Event Format, as `Trace` writes it."""
+    """Return the steps in a Trace Event Format file written by `Trace`."""
     try:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         lanes = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
@@ -171,7 +175,7 @@ def _within(step: Piece, work: list[Piece]) -> tuple[Piece, ...]:
 
 
 def _runs(env: Mapping[str, Any], path: Path) -> bool:
-    """Tell whether one of the processes that wrote env.json is still alive, on this machine."""
+    """Return True if a process recorded in env.json is alive on this machine."""
     pids = env.get("pids")
     if env.get("host") != socket.gethostname() or not isinstance(pids, list):
         return False
@@ -187,7 +191,7 @@ def _runs(env: Mapping[str, Any], path: Path) -> bool:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time in three digits: 1.2 ms, 384 ms, 2.52 s, 5 min 10 s."""
+    """Return a duration in three digits: 1.2 ms, 384 ms, 2.52 s, 5 min 10 s."""
     if not seconds:
         return "0"
     if seconds < 1e-3:
@@ -201,7 +205,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Return a number in at most four digits, or by thousands: 0.6377, 6.29, 5,309, 6.83e-06."""
+    """Return a number in at most four digits, with thousands separators: 0.6377, 6.29, 5,309, 6.83e-06."""
     if value and not 1e-3 <= abs(value) < 1e9:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,6 +1,4 @@
-"""A step's lanes as rows of bars, in percent of the step, so that they fit any width: what ran while a unit computed,
-and what while none did.
-"""
+"""Draw step lanes as bars, in percent, divided into hidden and exposed work."""
 
 from __future__ import annotations
 
@@ -12,33 +10,34 @@ from offload.reporting.recorded import KeptStep, Piece, seconds_text
 
 _PASSES = ("forward", "backward")
 _LANES = (COMPUTE, "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
-_NARROW = 0.004  # of a step: bars below are drawn as one with what they touch
-_NEAR = 0.0008  # of a step: bars nearer than this touch
-_IDLE = 0.0005  # of a step: gaps of compute that are shorter count as work
+_NARROW = 0.004  # step share: narrower bars merge with touching ones
+_NEAR = 0.0008  # step share: closer bars touch
+_IDLE = 0.0005  # step share: shorter compute gaps count as work
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a lane's work, in percent of the step."""
+    """Lane work interval, in percent of the step."""
 
     begin: float
     width: float
     kind: str
-    """`forward` and `backward` of compute; `hidden`, while a unit computes; `exposed`, while none does."""
+    """"forward" or "backward" on compute; elsewhere "hidden" (a unit computes) or "exposed" (no unit computes)."""
     title: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """A lane's bars, by their begin."""
+    """Lane bars, sorted by start."""
 
     lane: str
     bars: tuple[Bar, ...]
 
 
 def rows(step: KeptStep) -> tuple[Row, ...]:
-    """Return a row for each lane that worked, compute first. Where compute's own thread did everything, the trace has
-    one lane, and of that all but the passes of units is exposed.
+    """Return a row for each lane with work, compute first.
+
+    If the compute thread did everything, the trace has one lane, with all work outside unit passes exposed.
     """
     lanes = {piece.lane for piece in step.pieces}
     gaps = _gaps([piece for piece in step.pieces if piece.lane == COMPUTE], step.seconds)
@@ -47,7 +46,7 @@ def rows(step: KeptStep) -> tuple[Row, ...]:
 
 
 def _gaps(pieces: Sequence[Piece], seconds: float) -> list[tuple[float, float]]:
-    """Return when compute did nothing: begin and end of each gap."""
+    """Return (begin, end) for each compute gap."""
     found, now = [], 0.0
     for piece in sorted(pieces, key=lambda piece: piece.begin):
         if piece.begin - now > _IDLE * seconds:
@@ -77,7 +76,7 @@ def _bars(pieces: Sequence[Piece], gaps: Sequence[tuple[float, float]], seconds:
 
 
 def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> list[tuple[float, float, str, str, int]]:
-    """Join what would be drawn narrower than a pixel with what it touches; return also how many pieces each is."""
+    """Merge bars narrower than a pixel with touching ones. Also returns the merge counts."""
     bars: list[tuple[float, float, str, str, int]] = []
     for begin, end, kind, title in parts:
         if bars:
@@ -91,7 +90,7 @@ def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> l
 
 
 def _cut(piece: Piece, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
-    """Cut a piece where compute's gaps begin and end."""
+    """Cut an interval where compute gaps begin and end."""
     found, now = [], piece.begin
     for begin, end in gaps:
         first, last = max(begin, piece.begin), min(end, piece.end)

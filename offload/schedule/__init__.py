@@ -1,1 +1,1 @@
-"""The static schedule: which weights come up when, and where they go. `build` is pure; `execute` runs it on lanes."""
+"""Static weight fetch schedule: order and device addresses. `build` is pure; `execute` runs schedules on lanes."""

@@ -1,9 +1,9 @@
-"""From the order in which weights are used to a schedule of fetches: what, where to, and when. Pure.
+"""Turn a recorded use order into a fetch schedule. Pure functions.
 
-A *cargo* is what travels at once: the regions of a unit that stream. The device has `capacity` bytes for cargoes, in
-which each takes a stretch. Prefetching and eviction are those of Cao, Felten, Karlin and Li, "A study of integrated
-prefetching and caching strategies" (SIGMETRICS 1995), rules 1 to 4: fetch the missing cargo that is needed next, as
-soon as there is room, in the place of what is needed last (Belady), and never of what is needed before it.
+A *cargo* is a group of regions fetched together: the streamed regions of a unit. Each cargo occupies a contiguous range
+within `capacity` device bytes. Prefetching and eviction follow rules 1 to 4 in Cao, Felten, Karlin and Li, "A
+study of integrated prefetching and caching strategies" (SIGMETRICS 1995): fetch the missing cargo needed next, as soon
+as there is room, replace the cargo needed last (Belady), and never one needed earlier than the fetched cargo.
 """
 
 from __future__ import annotations
@@ -15,67 +15,69 @@ from typing import NamedTuple
 
 
 class Use(NamedTuple):
-    """One use of a cargo by compute: a unit's forward or its backward."""
+    """One cargo use by compute: a unit forward or backward."""
 
     cargo: int
-    """The number of the cargo; 0 for a unit of which nothing streams."""
+    """Cargo index; 0 for a unit without streamed regions."""
     backward: bool
     """True for a backward."""
     reads: bool = True
-    """False for a backward that reads no weights: what follows from it is their update alone."""
+    """False for a backward without weight reads. Only the update follows."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """One cargo comes up."""
+    """A scheduled cargo fetch."""
 
     cargo: int
-    """The number of the cargo."""
+    """Cargo index."""
     offset: int
-    """The byte of the device's memory at which the cargo will lie."""
+    """Device offset in bytes."""
     evicts: tuple[int, ...]
-    """The cargoes that lose their place."""
+    """Cargoes evicted by this fetch."""
     serves: int
-    """The number of the use that the fetch is for."""
+    """Index of the use that needs this fetch."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The uses of a pass, and the fetches between them.
+    """Uses in a pass, with the fetches between them.
 
-    Each fetch waits for the last reader of what it overwrites and for the last update of what it brings; a use waits
-    for the fetch that brought its cargo.
+    A fetch waits for the last reader of the overwritten range and for the last update of the cargo. A use waits for the
+    fetch of its cargo.
     """
 
     uses: tuple[Use, ...]
-    """The uses, in their order."""
+    """Uses in order."""
     before: tuple[tuple[Fetch, ...], ...]
-    """Of each use, the fetches that are issued once the use before it is over (for the first: at once), in order."""
+    """For each use, the fetches issued after the previous use ends (for the first use: immediately), in order."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """The device's memory for cargoes."""
+    """Device memory for cargoes."""
 
     sizes: tuple[int, ...]
-    """The bytes of each cargo, by its number."""
+    """Bytes per cargo, by index."""
     capacity: int
-    """The bytes of the memory."""
+    """Total bytes."""
     most: int | None
-    """How many cargoes the memory holds at once at most; None for as many as fit."""
+    """Maximum cargo count at the same time; None: as many as fit."""
 
     def holds(self, cargoes: Collection[int]) -> bool:
-        """True where all of these could lie there at once."""
+        """Return True if all these cargoes fit together."""
         fits = sum(self.sizes[cargo] for cargo in cargoes) <= self.capacity
         return fits and (self.most is None or len(cargoes) <= self.most)
 
     def place(
         self, cargo: int, lying: Mapping[int, int], next_use: Mapping[int, float], serves: float, home: int | None
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the offset at which a cargo harms least and whom it evicts there; None where something would have to
-        go that is needed no later than `serves`.
+        """Return (offset, evicted cargoes) for the least harmful placement.
 
-        lying: offset by cargo of what is there. home: preferred among equals.
+        None: every placement evicts a cargo needed at `serves` or earlier.
+
+        lying: offset by cargo for current contents.
+        home: preferred offset among equal candidates.
         """
         leaving: tuple[int, ...] = ()
         if self.most is not None and len(lying) >= self.most:
@@ -85,7 +87,7 @@ class Room:
             leaving = (last,)
         size = self.sizes[cargo]
         there = [(offset, offset + self.sizes[c], c) for c, offset in lying.items() if c not in leaving]
-        candidates = {0, *(end for _, end, _ in there)}  # a place between two of these harms no less
+        candidates = {0, *(end for _, end, _ in there)}  # an offset between two of these overlaps no less
         if home is not None:
             candidates.add(home)
         best: tuple[tuple[float, bool, int], tuple[int, ...]] | None = None
@@ -110,12 +112,14 @@ def build(
     wraps: bool = False,
     late: Iterable[int] = (),
 ) -> Schedule:
-    """Schedule one pass over `uses`, taking the next to be the same.
+    """Schedule one pass over `uses`, assuming the next pass is the same.
 
-    lookahead: how many cargoes beyond the next one may be fetched early. held: where cargoes lie already. homes: where
-    they lay the last time (a unit's parameters are made once a place, so the same place is preferred). trained: what a
-    backward makes stale, since its update follows. wraps: the update follows at once, so that what was updated may come
-    up for the next pass while this one goes on; late: but for these cargoes.
+    lookahead: cargoes fetched early, beyond the next one.
+    held: offsets for cargoes already on the device.
+    homes: previous offsets. The same place is preferred, because unit parameters are created once per place.
+    trained: cargoes made stale by a backward, since an update follows.
+    wraps: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
+    late: cargoes exempt from `wraps`, with an update after the pass.
     """
     calendar = _Calendar(uses, set(trained))
     lying, homes, not_yet = dict(held), dict(homes), set(late)
@@ -136,9 +140,9 @@ def build(
                 continue
             if serves >= len(uses):
                 if cargo in not_yet or calendar.is_used(cargo, now):
-                    continue  # its update is still to come
+                    continue  # the update comes later
                 if not room.holds(ahead):
-                    break  # it would have to go again for what is needed before it
+                    break  # would be evicted before the use
             next_use = {other: calendar.next_use(other, now) for other in lying}
             found = room.place(cargo, lying, next_use, serves, homes.get(cargo))
             if found is None:
@@ -152,12 +156,12 @@ def build(
             fetches.append(Fetch(cargo, offset, evicted, serves))
         before.append(tuple(fetches))
         if calendar.next_use(use.cargo, now + 1) == math.inf:
-            lying.pop(use.cargo, None)  # stale from here on: nobody's harm
+            lying.pop(use.cargo, None)  # stale from here, so eviction is free
     return Schedule(tuple(uses), tuple(before))
 
 
 class _Calendar:
-    """When a cargo is needed next."""
+    """Next use for each cargo."""
 
     def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
         self._length = len(uses)
@@ -169,16 +173,17 @@ class _Calendar:
                 self._times.setdefault(use.cargo, []).append(time)
 
     def is_used(self, cargo: int, now: int) -> bool:
-        """True where a cargo is used at `now` or later in this pass, be it for its update alone."""
+        """Return True if the cargo has a use at `now` or later in this pass, with or without weight reads."""
         return self._last[cargo] >= now
 
     def renew(self, cargo: int) -> None:
-        """A cargo was fetched after its update: it is good for the next pass."""
+        """Record a fetch after the update: the cargo remains valid in the next pass."""
         self._dying.discard(cargo)
 
     def next_use(self, cargo: int, now: int) -> float:
-        """Return the first use at `now` or later that reads it, in the next pass where there is none in this and what
-        lies there is still good then; infinity where it is not.
+        """Return the next read of the cargo at `now` or later, possibly in the next pass.
+
+        Infinity if the cargo is never read again or becomes stale first.
         """
         times = self._times.get(cargo, [])
         for time in times:
@@ -190,6 +195,6 @@ class _Calendar:
 
 
 def window_bytes(sizes: Sequence[int], num_units: int) -> int:
-    """Return the most bytes that `num_units` neighbours among the units take, at least the largest unit."""
+    """Return the maximum total size over `num_units` consecutive units, at least the largest unit."""
     last = max(1, len(sizes) - num_units + 1)
     return max((sum(sizes[first : first + num_units]) for first in range(last)), default=0)

@@ -1,4 +1,4 @@
-"""Runs the schedule: brings cargoes up ahead of compute, by the order that the last pass of the same kind took."""
+"""Execute the schedule: fetch cargoes ahead of compute, in the order recorded in the last pass with the same kind."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _MOST_SCHEDULES, _MOST_KINDS = 256, 64
 
 
 def _family(kind: Hashable) -> Hashable:
-    """Return what stands for a kind of pass that was not seen yet: the last one like it, on batches of other shapes."""
+    """Return the key for the latest pass with the same name and other batch shapes, a stand-in for an unseen kind."""
     return ("family", kind[0] if isinstance(kind, tuple) else kind)
 
 
 class Executor:
-    """Follows compute from use to use. A *kind* of pass (a step on batches of one shape, an evaluation) takes the same
-    order every time: the first pass of a kind fetches on demand and is recorded, later ones follow a schedule. A pass
-    that departs from its order goes on on demand, and is recorded anew. `lands_late` tells of a region whether its
-    update comes after the backward, not in it.
+    """Follows compute from use to use and issues the scheduled fetches.
+
+    A *kind* of pass (a step on batches of one shape, an evaluation) has a fixed use order. The first pass
+    fetches on demand and is recorded; later passes follow a schedule. A pass departing from the recorded order
+    continues on demand and is recorded again.
+
+    lands_late: returns True for a region updated after the backward instead of during it.
     """
 
     def __init__(self, slots: Slots, lookahead: int, most: int | None, *, lands_late: Callable[[Region], bool]) -> None:
@@ -40,8 +43,9 @@ class Executor:
     # -- a pass ----------------------------------------------------------------------------------------------
 
     def begin(self, kind: Hashable, wraps: bool = False) -> None:
-        """Start a pass. With `wraps` each unit is updated right after its backward, so that the next pass's weights may
-        come up while this one goes on.
+        """Start a pass. wraps: each unit is updated right after its backward.
+
+        With `wraps`, weights for the next pass can be fetched during this one.
         """
         if self._schedule is None or self._next or (kind, wraps) != (self._kind, self._wraps):
             self.expect(kind, wraps)
@@ -49,14 +53,14 @@ class Executor:
         self._taken = []
 
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
-        """Let compute come after the fetch of what a unit needs. Where it does not read weights, there is none."""
+        """Make compute wait for unit weights. No fetch if `reads` is False."""
         cargo = self._slots.cargo_of(regions)
         use = Use(cargo, backward, reads)
         if self._is_open:
             self._taken.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
                 self._depart()
-        else:  # nobody's pass: what was brought up for the next one is taken as it is
+        else:  # outside a pass: prefetched cargoes are used as they are
             self._schedule = None
         self._entered = cargo if reads else 0
         if not reads:
@@ -66,24 +70,25 @@ class Executor:
         self._slots.wait(cargo, regions)
 
     def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """The use that was entered last is over, up to these marks of compute: what comes next may take its place."""
+        """End the current use. Later fetches may overwrite the weights after the compute marks."""
         self._slots.used(self._entered, regions, marks)
         if self._schedule is not None:
             self._next += 1
             self._issue()
 
     def end(self) -> None:
-        """A pass is over."""
+        """End the pass and record the order."""
         if self._is_open and self._orders.get(self._kind) != self._taken:
-            if len(self._orders) > _MOST_KINDS:  # batches of ever new shapes
+            if len(self._orders) > _MOST_KINDS:  # batch shapes keep changing
                 self._orders.clear()
             self._orders[self._kind] = self._orders[_family(self._kind)] = self._taken
             self._schedules.clear()
         self._is_open, self._schedule = False, None
 
     def suppose(self, kind: Hashable, order: Iterable[Sequence[Region]]) -> None:
-        """Take it that passes of a kind use units with these regions in this order, until one of the kind was made.
-        They lie at either end of the memory by turns, so that the room between them is in one piece.
+        """Assume a use order for a kind until the first pass is recorded.
+
+        Cargoes alternate between both memory ends, so the free room stays contiguous.
         """
         uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
         self._orders.setdefault(kind, uses)
@@ -92,13 +97,13 @@ class Executor:
             self._homes.setdefault(use.cargo, top if number % 2 else 0)
 
     def forget(self) -> None:
-        """Nothing is on the device, and no pass is open."""
+        """Reset to an empty device without an open pass."""
         self._slots.forget()
         self._schedule, self._kind, self._is_open = None, None, False
         self._taken = []
 
     def reset(self, keep_orders: bool = False) -> None:
-        """The cargoes, or with `keep_orders` only their room, are others than before."""
+        """Adapt to new cargoes, or with `keep_orders` only to a new memory size."""
         self.forget()
         if not keep_orders:
             self._orders.clear()
@@ -106,15 +111,16 @@ class Executor:
         self._homes.clear()
 
     def order(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
-        """Return when the next pass will need each region, by the pass that is ending. `users`: the regions of each
-        unit that has a region.
+        """Return a sort key for regions: the first use in the next pass, assuming the same order as in the ending pass.
+
+        users: returns the region tuples for all units with a given region.
         """
         first = {use.cargo: time for time, use in reversed(list(enumerate(self._taken)))}
         slots = self._slots
 
         def rank(region: Region) -> float:
             if slots.is_resident(region):
-                return -1  # the step begins with it
+                return -1  # needed at the step start
             return min((first.get(slots.cargo_of(regions), math.inf) for regions in users(region)), default=math.inf)
 
         return rank
@@ -122,8 +128,9 @@ class Executor:
     # -- fetches ---------------------------------------------------------------------------------------------
 
     def expect(self, kind: Hashable, wraps: bool) -> None:
-        """The next pass will be of this kind: take up its schedule, from what is on the device now. What it needs first
-        comes up once it is updated.
+        """Prepare the schedule for the next pass from the current device contents and issue the first fetches.
+
+        A fetch waits for the pending update of the cargo.
         """
         self._kind, self._wraps, self._next, self._schedule = kind, wraps, 0, None
         if len(self._schedules) > _MOST_SCHEDULES:
@@ -161,7 +168,7 @@ class Executor:
         self._schedule = None
 
     def _fetch_now(self, cargo: int) -> None:
-        """Fetch for a use that no schedule foresaw, over what was used longest ago."""
+        """Fetch for an unscheduled use, evicting the least recently used cargoes."""
         lying = self._slots.held()
         next_use = dict.fromkeys(lying, 1.0) | {use.cargo: -time for time, use in enumerate(self._taken)}
         found = self._room().place(cargo, lying, next_use, -math.inf, self._homes.get(cargo))
@@ -174,5 +181,5 @@ class Executor:
         return Room(sizes, self._slots.capacity_bytes, self._most)
 
     def _with_any(self, is_one: Callable[[Region], bool]) -> Collection[int]:
-        """Return the cargoes with a region of this sort."""
+        """Return the cargoes with at least one region satisfying the predicate."""
         return {number for number, regions in enumerate(self._slots.cargoes) if any(map(is_one, regions))}

@@ -1,1 +1,1 @@
-"""What is told of a run: bytes, times, progress, traces."""
+"""Run telemetry: byte counters, times, progress, traces."""

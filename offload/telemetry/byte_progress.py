@@ -1,4 +1,4 @@
-"""How far the reading of large files has come: a bar on a terminal, a line now and then anywhere else."""
+"""Show progress while reading large files: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE_EVERY_S = 10.0
 
 
 def byte_progress(what: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Show `what` on stderr while within, where there is a function to be called with the bytes of each piece."""
+    """Show progress on stderr in this context. Yields a function to call with the byte count for each piece."""
     show = _bar if sys.stderr.isatty() else _lines
     return show(what, num_bytes, sys.stderr)
 

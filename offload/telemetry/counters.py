@@ -1,4 +1,4 @@
-"""Bytes moved and bytes held, by rank."""
+"""Count bytes moved and held by a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Tiers(Protocol):
-    """What has a device, a ledger of host memory and a store, which know their peaks."""
+    """An object with device, host ledger and store, used to read peaks."""
 
     device: Any
     host: Any
@@ -18,16 +18,15 @@ class Tiers(Protocol):
 
 @dataclass
 class Counters:
-    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), the elements that
-    ranks exchanged for it, the experts that came up for it where they are streamed, and the peaks so far.
+    """Traffic for the last step and memory peaks so far.
 
-    Elements are counted as in ZeRO (arXiv:1910.02054, section 7): an all-gather or a reduce-scatter over P elements is
-    P; weights that each rank gives to the others are an all-gather. An all-to-all is all that a rank has of it, its own
-    part included. Of these, and of sums over replicas, what a rank sends to ranks of other machines is counted in
-    bytes: to each of them what it is to get, as if that went straight.
+    Bytes cover parameters, gradients, optimizer states and activations. Elements exchanged between ranks are counted as
+    in ZeRO (arXiv:1910.02054, section 7): an all-gather or reduce-scatter over P elements counts P; sending updated
+    weights counts as an all-gather. An all-to-all counts all elements on a rank, including the own part. network_bytes
+    counts bytes sent to ranks on other machines, including sums over replicas, as if each were sent directly to the
+    receiver.
 
-    What comes up ahead of a step belongs to it: weights that it needs first, and those that stay on the device, right
-    after their update.
+    Prefetches count for the step they serve: weights needed first and resident weights, fetched right after the update.
     """
 
     h2d_bytes: int = 0
@@ -47,42 +46,42 @@ class Counters:
 
     @property
     def total(self) -> int:
-        """All bytes of the last step."""
+        """Total bytes in the last step."""
         return self.h2d_bytes + self.d2h_bytes + self.nvme_read_bytes + self.nvme_write_bytes
 
     @property
     def peak_device_bytes(self) -> int:
-        """Slots, gradient buffers, resident weights and unit inputs; on CUDA also the temporaries of operations."""
+        """Peak of slots, gradient buffers, resident weights and unit inputs; on CUDA also operation temporaries."""
         return self._tiers.device.peak_bytes if self._tiers else 0
 
     @property
     def peak_host_bytes(self) -> int:
-        """States, waiting gradients, staging, rings and activation checkpoints in host memory."""
+        """Peak of states, waiting gradients, staging, rings and activation checkpoints in host memory."""
         return self._tiers.host.peak_bytes if self._tiers else 0
 
     @property
     def peak_pinned_bytes(self) -> int:
-        """Host memory that is registered with the device; 0 without one."""
+        """Host memory registered with the device; 0 without a device."""
         return self._tiers.store.pinned_bytes if self._tiers else 0
 
     def look_at(self, tiers: Tiers) -> None:
-        """These hold the bytes whose peaks are asked for."""
+        """Set the source for peaks."""
         self._tiers = tiers
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
-        """Add to what is counted under `name`; `is_ahead`: for the next step."""
+        """Add to a counter. `is_ahead`: for the next step."""
         name = f"next_{name}" if is_ahead else name
         setattr(self, name, getattr(self, name) + amount)
 
     def clear(self) -> None:
-        """What moved so far belongs to no step, but for what came up ahead of the next."""
+        """Reset the counters for the current step. Prefetches for the next step are kept."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
         self.all_gather_elements = self.reduce_scatter_elements = self.network_bytes = self.experts_fetched = 0
         self.all_to_all_elements = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within, what moves belongs to no step."""
+        """Restore all counters when this context ends."""
         before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
         try:
             yield
@@ -91,7 +90,7 @@ class Counters:
                 setattr(self, name, value)
 
     def begin_pass(self) -> None:
-        """What came up ahead so far belongs to the step that goes on with another pass."""
+        """Move prefetches so far to the current step before another pass."""
         self.h2d_bytes, self.next_h2d_bytes = self.h2d_bytes + self.next_h2d_bytes, 0
         self.nvme_read_bytes, self.next_nvme_read_bytes = self.nvme_read_bytes + self.next_nvme_read_bytes, 0
         self.all_gather_elements += self.next_all_gather_elements

@@ -1,4 +1,4 @@
-"""Loggers in which people look at runs. Each is given the numbers of metrics.jsonl, which stays the whole record."""
+"""Send metrics to experiment trackers. metrics.jsonl remains the complete record."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PROJECT = "offload"
 
 
 class Logger(Protocol):
-    """One logger of one run."""
+    """Connection to one tracker for one run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of a step, counted from 1."""
+        """Log numbers for a step, counted from 1."""
 
     def close(self) -> None:
-        """Take that no more follow."""
+        """Finish the connection."""
 
 
 class _TensorBoard:
-    """Event files in RUN/tensorboard; those of later steps than the one that the run goes on at are passed over."""
+    """Event files in RUN/tensorboard. On resume, events after the resumed step are purged."""
 
     def __init__(self, folder: Path, last_step: int, _config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -46,7 +46,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases, which goes on where the same run folder does. Its environment variables hold."""
+    """A Weights & Biases run, resumed for the same run folder. Respects the wandb environment variables."""
 
     def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
         import wandb
@@ -68,7 +68,7 @@ class _Wandb:
 
 
 class _Trackio:
-    """A run of trackio, which goes on where a run folder of the same name does."""
+    """A trackio run, resumed for a run folder with the same name."""
 
     def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
         import trackio
@@ -86,7 +86,7 @@ class _Trackio:
 
 
 class _Mlflow:
-    """A run of MLflow, which goes on where the same run folder does. Its environment variables hold."""
+    """An MLflow run, resumed for the same run folder. Respects the MLflow environment variables."""
 
     def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -116,7 +116,7 @@ _KINDS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a logger that is not known, or not installed."""
+    """Raise ConfigError for an unknown or missing tracker."""
     for name in names:
         if name not in _KINDS:
             raise ConfigError(
@@ -127,12 +127,12 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """All loggers of a run. One that fails is told of once, and left out: it does not end the run."""
+    """All trackers of a run. A failing tracker is reported once and dropped; the run continues."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, last_step: int, config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
-        """`folder`: of the run. `last_step`: at which the run goes on. `config`: all settings, by their keys."""
+        """Open the trackers. folder: run folder. last_step: step the run resumes at. config: all settings by key."""
         self._say, self._open = say, dict[str, Logger]()
         for name in names:
             self._try(name, partial(self._begin, name, folder, last_step, config))
@@ -141,13 +141,13 @@ class Loggers:
         self._open[name] = _KINDS[name](folder, last_step, config)
 
     def log(self, fields: Mapping[str, Any]) -> None:
-        """Give a line of metrics.jsonl, or a part of one, to all."""
+        """Send a metrics.jsonl line, or a part of one, to all trackers."""
         values = _numbers(fields)
         for name, logger in list(self._open.items()):
             self._try(name, partial(logger.log, fields["step"], values))
 
     def close(self) -> None:
-        """Take that no more follow."""
+        """Finish all connections."""
         for name, logger in list(self._open.items()):
             self._try(name, logger.close)
         self._open.clear()
@@ -155,14 +155,14 @@ class Loggers:
     def _try(self, name: str, do: Callable[[], Any]) -> None:
         try:
             do()
-        except Exception as error:  # whatever a logger raises
+        except Exception as error:  # trackers raise anything
             self._open.pop(name, None)
             told = " ".join(f"{type(error).__name__}: {error}".split())
             self._say(f"note: {name} (run.report_to) failed, and the run goes on without it: {told[:300]}")
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a line: `train/loss`, and of evaluations `eval/loss` and `eval/NAME/loss`."""
+    """Return the finite numbers in a line as `train/loss`; for evaluations `eval/loss` and `eval/NAME/loss`."""
     sources = fields.get("eval_sources", {})
     found = {f"eval/{name}/{key}": value for name, each in sources.items() for key, value in each.items()}
     for key, value in fields.items():
@@ -176,5 +176,5 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(folder: Path) -> str:
-    """Return what is the same for the same run folder."""
+    """Return an identifier for the run folder."""
     return xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())

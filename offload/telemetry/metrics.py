@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of JSON a step."""
+"""metrics.jsonl: one JSON line per step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offload.native.io import sync_path
 
 
 class MetricsLog:
-    """Appends lines; each is on its way to the file when `write` returns. Where the disk is full they wait in memory,
-    with a warning, for one that can be written.
+    """Appends JSON lines. Each line is passed to the system before `write` returns.
 
-    A number that is not finite is written as null.
+    If the disk is full, lines wait in memory, with a warning, for the next successful write. Non-finite numbers become
+    null.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        """`last_step`: the step at which the run goes on. The lines of later ones go, as they are made again."""
+        """Open the log. `last_step`: the resumed step; later lines are removed, since the steps run again."""
         if path.exists():
             _cut(path, last_step)
         self._file = path.open("ab", buffering=0)
@@ -37,8 +37,9 @@ class MetricsLog:
             warn(f"{self._file.name} cannot be written: {errno_text(error.errno or 0)}. Its lines wait in memory.")
 
     def amend(self, fields: Mapping[str, Any]) -> None:
-        """Put more fields at the end of the last line, where there is one and the disk has room: in one write, so that
-        a process that is killed leaves the line as it was or as it is to be.
+        """Add fields to the last line, if there is one and the disk has room.
+
+        A single write, so a killed process leaves the old line or the new line.
         """
         more = b", " + json.dumps(_finite(fields)).encode()[1:] + b"\n"
         if self._waiting:
@@ -52,7 +53,7 @@ class MetricsLog:
                 stream.truncate()
 
     def sync(self) -> None:
-        """Bring the lines to the disk, as far as they can be written."""
+        """Flush the lines to disk as far as possible."""
         with contextlib.suppress(OSError):
             os.fsync(self._file.fileno())
 
@@ -61,7 +62,7 @@ class MetricsLog:
 
 
 def _cut(path: Path, last_step: int) -> None:
-    """Keep the lines up to a step; the last one of a process that was killed may be half a line."""
+    """Keep the lines up to a step. A killed process may have left half a line."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

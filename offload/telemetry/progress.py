@@ -1,4 +1,4 @@
-"""What the user sees while it runs: a live line on a terminal, plain lines anywhere else."""
+"""Console output during a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any, TextIO
 
 from offload.errors import format_bytes
 
-_BAR = 12  # columns of the live line
+_BAR = 12  # columns of the progress bar
 
 
 class Progress:
-    """Told about the run as it goes; chosen once by `make_progress`. This one shows nothing: of the ranks other than 0,
-    whose run is the same.
+    """Receives run events. `make_progress` selects the implementation.
+
+    This base class prints nothing; it is used on all ranks except 0.
     """
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def doing(self, text: str) -> None:
-        """Show the work before the first step, where that can be taken away again."""
+        """Show the work before the first step, if the output can be erased later."""
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
-        """Show a finished step; `fields` is its line of metrics.jsonl."""
+        """Show a finished step. `fields` is its metrics.jsonl line."""
 
     def close(self) -> None:
-        """Take the live line down."""
+        """Remove the live line."""
 
 
 def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
@@ -37,14 +38,15 @@ def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
 
 
 def printable(text: str, stream: Any) -> str:
-    """Return a text with escapes for the characters that the encoding of a stream lacks."""
+    """Return the text with escapes for characters missing in the stream encoding."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None, width: int | None = None) -> str:
-    """Return one line about a step, the same on a terminal and in a file; of at most `width` characters, if that is
-    given, without what it has no room for.
+    """Return one line about a step, for terminals and files.
+
+    `width`: maximum length, by dropping parts; None: no limit.
     """
     of = "" if num_steps is None else f"/{num_steps}"
     parts = {"step": f"step {fields['step']}{of}", "loss": f"loss {fields['loss']:.4f}", "lr": f"lr {fields['lr']:.2e}"}
@@ -58,7 +60,7 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
     parts["host"] = f"host {format_bytes(fields['peak_host_bytes'])}"
     if eta_s is not None:
         parts["eta"] = f"eta {clock(eta_s)}"
-    for name in ("host", "device", "lr", "grad", "margin", "speed", "eta"):  # the first of them change least
+    for name in ("host", "device", "lr", "grad", "margin", "speed", "eta"):  # slowly changing parts go first
         if width is None or len("  ".join(parts.values())) <= width:
             break
         parts.pop(name, None)
@@ -66,14 +68,14 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
 
 
 def clock(seconds: float) -> str:
-    """Return m:ss, or h:mm:ss from an hour on."""
+    """Return m:ss, or h:mm:ss from one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class PlainProgress(Progress):
-    """Lines without control characters, flushed one by one, for files and pipes."""
+    """Flushed lines without control characters, for files and pipes."""
 
     def __init__(self, log_every: int, stream: TextIO) -> None:
         self._log_every = log_every
@@ -83,7 +85,7 @@ class PlainProgress(Progress):
         try:
             print(printable(text, self._stream), file=self._stream, flush=True)
         except OSError as error:
-            if error.errno != errno.ENOSPC:  # a full disk takes the line, and not the run
+            if error.errno != errno.ENOSPC:  # a full disk must not end the run
                 raise
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
@@ -92,7 +94,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A rich line that every step redraws; every `log_every` steps it is also printed to stay."""
+    """A rich line redrawn at every step, with a permanent copy every `log_every` steps."""
 
     def __init__(self, log_every: int, stream: TextIO) -> None:
         from rich.console import Console

@@ -1,6 +1,4 @@
-"""What every lane did, and when: the spans of a step, and from them how long a lane was busy and how much of that was
-exposed.
-"""
+"""Record work intervals per lane in a step, and derive busy and exposed time."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _MOST_SPANS = 1 << 17
-"""Between two ends of steps: evaluations without number may lie there."""
+"""Limit between two step ends, where any number of evaluations can run."""
 
 
 class Span(NamedTuple):
-    """One piece of a lane's work, in seconds of `time.perf_counter`."""
+    """One lane work interval, in `time.perf_counter` seconds."""
 
     lane: str
     name: str
@@ -25,16 +23,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Seconds of a step in which a lane worked, and seconds in which compute waited for it."""
+    """Busy seconds per step, and seconds compute waited for the lane."""
 
     busy_seconds: float
     exposed_seconds: float
 
 
 class Timeline:
-    """The spans since the step before ended. Lanes add to it from their threads.
+    """Spans since the last step ended. Lanes add spans from their threads.
 
-    Work that overlaps two steps counts in the one in which it ends. `compute` is busy whenever it does not wait.
+    Work overlapping two steps counts for the second step. `compute` is busy except for waits.
     """
 
     def __init__(self, lanes: Iterable[str]) -> None:
@@ -45,26 +43,26 @@ class Timeline:
         self._begin = time.perf_counter()
 
     def add(self, lane: str, name: str, begin: float, end: float) -> None:
-        """Note a piece of work."""
+        """Record a span."""
         self._spans.append(Span(lane, name, begin, end))
         if lane in self._busy:
             self._busy[lane] += end - begin
 
     def expose(self, lane: str, seconds: float) -> None:
-        """Note that compute waited for a lane."""
+        """Record a wait of compute for a lane."""
         self._exposed[lane] = self._exposed.get(lane, 0.0) + seconds
 
     def begin_step(self) -> None:
-        """Start the clock of a step; what was done since the last one belongs to it."""
+        """Start the step clock. Work since the last step counts for this step."""
         self._begin = time.perf_counter()
         self._exposed = {}
 
     def discount(self, *lanes: str) -> None:
-        """What these lanes have done since the last step was for none (an evaluation, a recording pass)."""
+        """Drop busy time since the last step for these lanes: work outside any step (evaluation, recording pass)."""
         self._busy.update(dict.fromkeys(lanes, 0.0))
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
-        """Return the seconds since `begin_step`, each lane's share, and the spans."""
+        """Return (seconds since `begin_step`, time per lane, spans)."""
         end = time.perf_counter()
         spans = list(self._spans)
         self._spans.clear()

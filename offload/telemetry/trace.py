@@ -1,7 +1,7 @@
-"""trace.json.gz: what every lane did and when, one track a lane, for https://ui.perfetto.dev and chrome://tracing.
+"""trace.json.gz: lane activity with one track per lane, for https://ui.perfetto.dev and chrome://tracing.
 
-The Trace Event Format: a JSON object with a list of events; "M" names a track, "X" is a piece of work with its begin
-(`ts`) and length (`dur`) in microseconds. Work on one track may nest but never overlap; here it does neither.
+Trace Event Format: a JSON object with a list of events. "M" names a track; "X" is a span with begin (`ts`) and duration
+(`dur`) in microseconds. The format allows nested but no partially overlapping spans on a track; here they are disjoint.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from offload.telemetry.timeline import Span
 
-FIRST_STEPS = 3  # with the pass that fetches on demand, and the one in which the memory left over is given out
+FIRST_STEPS = 3  # include the first pass with fetches on demand, and the step distributing spare memory
 LAST_STEPS = 10
-"""How many steps a trace keeps, beside the slowest between them, so that a long run leaves a small file."""
+"""Number of traced steps at the end. With the first and the slowest steps, the file stays small for long runs."""
 
 _STEPS = "steps"
-_GAP = 0.1  # of a step, in the place of the steps that are left out
+_GAP = 0.1  # step share: gap width for omitted steps
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step's number, the marks on the track of steps (itself last), and its spans."""
+    """Step number, marks on the steps track (the step itself last), and spans."""
 
     number: int
     marks: tuple[Span, ...]
@@ -43,25 +43,25 @@ class _Step:
 
 
 class Trace:
-    """Keeps the first and the last steps of a run and the slowest of the others, and writes them down.
+    """Keeps the first and last steps of a run and the slowest of the others, and writes a trace file.
 
-    lanes: their names, in the order in which they are shown. is_serial: all of them work on the thread of compute, so
-    that what compute gives them to do is no work of its own.
+    lanes: lane names in display order.
+    is_serial: all lanes run on the compute thread, so their time is subtracted from compute spans.
     """
 
     def __init__(self, path: Path, lanes: Iterable[str], *, is_serial: bool) -> None:
         self._path, self._lanes, self._is_serial = path, tuple(lanes), is_serial
         self._first: list[_Step] = []
-        self._slowest: list[_Step] = []  # one at most
+        self._slowest: list[_Step] = []  # at most one
         self._last: deque[_Step] = deque()
         self._marks: list[Span] = []
 
     def mark(self, name: str, begin: float, end: float) -> None:
-        """Note what was done between two steps, in seconds of `time.perf_counter`; its spans come with the next."""
+        """Record work between two steps, in `time.perf_counter` seconds. The spans arrive with the next step."""
         self._marks.append(Span(_STEPS, name, begin, end))
 
     def step(self, number: int, begin: float, end: float, spans: Sequence[Span]) -> None:
-        """Note a step that is over."""
+        """Record a finished step."""
         self.mark(f"step {number}", begin, end)
         found = _Step(number, tuple(self._marks), tuple(spans))
         self._marks.clear()
@@ -73,7 +73,7 @@ class Trace:
             self._slowest = [max([*self._slowest, self._last.popleft()], key=lambda step: step.seconds)]
 
     def write(self) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         partial = self._path.with_name(f"{self._path.name}.partial")
         try:
             text = json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()})
@@ -83,7 +83,7 @@ class Trace:
             partial.unlink(missing_ok=True)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events: the names of the tracks, then the work by its begin, from time 0 on."""
+        """Return the events: track names first, then spans in start order, with the first span at time 0."""
         spans = sorted(self._spans(), key=lambda span: span.begin)
         names = dict.fromkeys((*self._lanes, *(span.lane for span in spans if span.lane != _STEPS), _STEPS))
         tracks = {name: number for number, name in enumerate(names, 1)}
@@ -94,7 +94,7 @@ class Trace:
         return named + [_work(span, tracks[span.lane], origin) for span in spans]
 
     def _spans(self) -> list[Span]:
-        """Return all spans, those of one track apart from each other."""
+        """Return all spans, disjoint within each track."""
         tracks: dict[str, list[Span]] = {}
         for span in _moved_up([*self._first, *self._slowest, *self._last]):
             track = "compute" if self._is_serial and span.lane != _STEPS else span.lane
@@ -103,7 +103,7 @@ class Trace:
 
 
 def _moved_up(steps: Sequence[_Step]) -> list[Span]:
-    """Return the spans of steps, moved up to those before them where steps between them are left out."""
+    """Return the spans for all steps, shifted to close the gaps left by omitted steps."""
     found: list[Span] = list(steps[0].all) if steps else []
     away = 0.0
     for before, after in pairwise(steps):
@@ -121,13 +121,13 @@ def _moved_up(steps: Sequence[_Step]) -> list[Span]:
 
 
 def _apart(spans: Iterable[Span]) -> list[Span]:
-    """Cut out of each span what began within it, so that at any time there is one: the one that began last."""
+    """Make spans disjoint: at any time, the span started last keeps the interval."""
     found: list[Span] = []
     open_spans: list[Span] = []
     now = 0.0
 
     def advance(time: float) -> None:
-        """Give the time up to `time` to whom it belongs."""
+        """Assign the interval from `now` to `time` to the innermost open span."""
         nonlocal now
         while open_spans and now < time:
             inner = open_spans[-1]
@@ -151,7 +151,7 @@ def _meta(what: str, track: int, **values: Any) -> dict[str, Any]:
 
 
 def _work(span: Span, track: int, origin: float) -> dict[str, Any]:
-    # Both ends are rounded to whole nanoseconds, and the length follows, so that rounding makes nothing overlap.
+    # Round both ends to nanoseconds and derive the duration, so that rounding causes no overlap.
     begin, end = (round((time - origin) * 1e9) for time in (span.begin, span.end))
     category = "step" if span.lane == _STEPS else "lane"
     return {
