@@ -1,1 +1,1 @@
-"""Where states live: budgets, exact host memory, the device, and the one owner of "where is it"."""
+"""Storage of states on device, host and NVMe: budgets, exact host memory, and the location of every plane."""
