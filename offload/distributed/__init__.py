@@ -1,1 +1,1 @@
-"""Collectives between ranks, process launch, and detection of lost ranks."""
+"""Collectives between ranks, process launch, and lost-rank detection."""

@@ -1,4 +1,4 @@
-"""Comparison of values between ranks: find the ranks and keys that differ. Pure functions."""
+"""Value comparison between ranks: find different ranks and keys. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 
 
 def digest(value: Any) -> int:
-    """Return a hash of `value` (dicts, lists, numbers, strings, bytes) as a signed 64-bit number."""
+    """Hash `value` (dicts, lists, numbers, strings, bytes) to a signed 64-bit number."""
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
     return xxhash.xxh64_intdigest(data) - (1 << 63)
 

@@ -49,21 +49,21 @@ class Coding(Protocol):
     record_bytes: int
 
     def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
-        """Quantize values [n] into flat records. `begin` is the position of the first value in the reduced tensor."""
+        """Quantize values [n] into flat records. `begin` is the first value's position in the reduced tensor."""
 
     def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
         """Decode flat records to `out` [n], in any float dtype."""
 
 
 class Comm:
-    """Collectives of a training step. All ranks make the same calls in the same order. Tensor collectives and
+    """Collectives in a training step. All ranks make the same calls in the same order. Tensor collectives and
     host-value collectives (numbers, objects, flags) have two independent orders.
 
     Tensors are flat, contiguous and on the device. A gloo call returns when it is done. A CUDA call is enqueued on the
     current stream, except for calls with host results. `what` names operation and unit ("all-gather of unit head"), the
     same on all ranks, for error messages. After the loss of a rank every call raises RankLostError.
 
-    This base class is the communicator of a single rank: nothing is sent, and data already in place is not copied.
+    This base class is a single-rank communicator: nothing is sent, and data already in place is not copied.
     """
 
     rank: int = 0
@@ -71,15 +71,16 @@ class Comm:
     local_rank: int = 0
     local_size: int = 1
     device = torch.device("cpu")
-    """Device of exchanged tensors."""
+    """Device for exchanged tensors."""
     machines: Sequence[int] = (0,)
-    """Machine of each rank, named by the lowest rank there."""
+    """Machine per rank, named by the lowest rank there."""
     local_gpus: Sequence[str | None] = (None,)
-    """PCI bus address of each GPU used by ranks on this machine. None: unknown."""
+    """PCI bus addresses of GPUs used by ranks on this machine. None: unknown."""
     _user: weakref.ref[object] | None = None
 
     def claim(self, user: object) -> None:
-        """Reserve this communicator for `user` until `release`. Collectives of two users would interleave in any order.
+        """Reserve this communicator for `user` until `release`. Two users would interleave their collectives in any
+        order.
 
         Raises:
             ConfigError: another user is alive and has not released the communicator.
@@ -97,7 +98,7 @@ class Comm:
 
     @property
     def num_machines(self) -> int:
-        """Number of machines, if all have the same number of ranks; otherwise 1."""
+        """Number of machines, if all have equally many ranks; otherwise 1."""
         counts = Counter(self.machines)
         return len(counts) if len(set(counts.values())) == 1 else 1
 
@@ -128,8 +129,8 @@ class Comm:
     def neighbours(self, num: int) -> Comm:
         """Return a communicator for a group of `num` neighbour ranks on one machine.
 
-        It has an independent call order and closes with this one. Collective on the first call. Raises ConfigError if a
-        machine has no whole number of groups.
+        The group has an independent call order and closes with this communicator. Collective on the first call. Raises
+        ConfigError if a machine has no whole number of groups.
         """
         self.group_of(num)
         return Comm() if num == 1 else self._neighbours(num)
@@ -138,8 +139,8 @@ class Comm:
         return self
 
     def group_of(self, num: int) -> tuple[int, int]:
-        """Return the index of this rank's group of `num` neighbours, and the rank within the group. Raises ConfigError
-        like `neighbours`.
+        """Return the index of this rank's group with `num` neighbours, and the rank within the group. Raises
+        ConfigError like `neighbours`.
         """
         counts = set(Counter(self.machines).values())
         if any(count % num for count in counts):
@@ -166,9 +167,7 @@ class Comm:
         return True
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        """Fill full [size * n] with the shards [n] of all ranks, in rank order. shard may be a view of
-        full, in place.
-        """
+        """Fill full [size * n] with all ranks' shards [n], in rank order. shard may be a view of full, in place."""
         _check(full, shard, 1, what)
         _place(full, shard)
 
@@ -180,33 +179,33 @@ class Comm:
         scratch: torch.Tensor,  # noqa: ARG002
         coding: Coding | None = None,  # noqa: ARG002
     ) -> None:
-        """Fill shard [n] with this rank's part of the sum of full [size * n] over ranks.
+        """Fill shard [n] with this rank's part of the sum over full [size * n] on all ranks.
 
-        The sum runs in rank order in fp32 (fp64 if full is fp64), and is rounded once, to the dtype of shard. shard may
-        be a view of full, in place. scratch: flat uint8 on the device; more scratch means fewer chunks. coding:
-        quantization of terms from other ranks; n is a multiple of its block.
+        The sum runs in rank order in fp32 (fp64 if full is fp64), and is rounded once, to the shard dtype. shard may be
+        a view of full, in place. scratch: flat uint8 on the device; more scratch means fewer chunks. coding: quantizes
+        terms from other ranks; n is a multiple of its block.
         """
         _check(full, shard, 1, what)
         _place(shard, full)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:  # noqa: ARG002
-        """Send pieces[r] to each rank r, and receive its piece for this rank in received[r]. All are flat tensors [n]
-        of one dtype, one per rank.
+        """Send pieces[r] to each rank r, and receive rank r's piece for this rank in received[r]. All are flat tensors
+        [n] with one dtype, one per rank.
         """
         for to, piece in zip(received, pieces, strict=True):
             _place(to, piece)
 
     def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
-        """Return the float64 sum over ranks, in rank order. A list of numbers gives a list, equal on all ranks; a flat
+        """Return the float64 sum over ranks, in rank order. A number list gives a list, equal on all ranks; a flat
         float64 device tensor gives a new tensor.
         """
         return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
 
     def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
-        """Fill a flat tensor of any dtype, on host or device, with the data of rank `source`."""
+        """Fill a flat tensor with any dtype, on host or device, with the data from rank `source`."""
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
-        """Return the values of all ranks, in rank order. Pickled: for small host objects."""
+        """Return all ranks' values, in rank order. Pickled: for small host objects."""
         return [value]
 
     def agree(self, name: str, value: Any) -> None:
@@ -243,7 +242,7 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
-    """Return a process group of all ranks, or the group in `groups` that contains this rank. Collective."""
+    """Return a process group with all ranks, or this rank's group in `groups`. Collective."""
     if groups is None:
         return dist.new_group(backend=backend, timeout=timeout)
     own, _ = dist.new_subgroups_by_enumeration([list(its) for its in groups], timeout=timeout, backend=backend)
@@ -251,9 +250,7 @@ def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
 
 
 class Row:
-    """Sequence of collectives, one at a time and in the same order on all participants, over two
-    dedicated gloo groups.
-    """
+    """Sequence of collectives over two dedicated gloo groups: one at a time, in the same order on all participants."""
 
     def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
         self.group, self.back = (make_group(groups, "gloo", timeout) for _ in range(2))
@@ -264,8 +261,8 @@ class Row:
 def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
     """Start an all-to-all exchange: send pieces[r] to rank r, and receive from rank r in received[r].
 
-    Scatters need no staging copy and go straight to the receiver. The all-to-all of gloo needs adjacent pieces, and its
-    broadcasts pass through other ranks, even on other machines. Ranks of different machines take turns, to use links in
+    Scatters need no staging copy and go straight to the receiver. The gloo all-to-all needs adjacent pieces, and gloo
+    broadcasts pass through other ranks, even on other machines. Ranks on different machines take turns, to use links in
     both directions. The two groups alternate: on a busy connection, the permission for the next piece waits behind the
     present piece.
     """
@@ -296,8 +293,8 @@ class Ranks(Comm):
         address: str = LOOPBACK,
         local: tuple[int, int] | None = None,
     ) -> None:
-        """`address`: address of this rank for other machines. `local`: (local rank, local size) from the launcher
-        (None: unknown).
+        """`address`: this rank's address for other machines. `local`: (local rank, local size) from the launcher (None:
+        unknown).
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.machines = (0,) * self.size  # until `_locate` or the launcher gives the machines
@@ -318,9 +315,9 @@ class Ranks(Comm):
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local
-            if len(self.local_gpus) != self.local_size:  # two launchers on one machine
+            if len(self.local_gpus) != self.local_size:  # two launchers in one network
                 self.local_gpus = (None,) * self.local_size
-            # torchrun numbers the ranks of a machine consecutively.
+            # torchrun numbers ranks on a machine consecutively
             self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")
         self.on_lost(self._abandon)
         # Do not leave the shutdown to the interpreter exit: gloo threads that then request the GIL abort the process.
@@ -361,9 +358,9 @@ class Ranks(Comm):
         """Prepare a watchdog thread before its first check."""
 
     def _locate(self, address: str) -> list[str]:
-        """Find the ranks on this machine, and return the address of each rank.
+        """Find the ranks on this machine, and return all ranks' addresses.
 
-        A rank may see all GPUs of the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
+        A rank may see all GPUs on the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
         """
         own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
         door = Door(self.size)
@@ -406,7 +403,7 @@ class Ranks(Comm):
             self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
-        """Send this rank's piece to all ranks. The all-gather of gloo needs a second buffer as large as full and takes
+        """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes
         three times as long.
         """
         pieces = pieces_of(full, self.size)
@@ -448,7 +445,7 @@ class Ranks(Comm):
         return total if of_device else total.tolist()
 
     def _collect(self, own: torch.Tensor, what: str, of_device: bool = False) -> torch.Tensor:
-        """Return `own` [n] of every rank as [size, n]. Waits for the result unless it is a device tensor."""
+        """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
         row = None if of_device else self._values
         full = own.new_empty(self.size * own.numel())
         with self._exchange(what, full.numel(), row):
@@ -486,7 +483,7 @@ class Ranks(Comm):
     # -- waiting, and the end --------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Position]:
-        """Return the positions of this rank in all rows. Safe in any thread."""
+        """Return this rank's positions in all rows. Safe in any thread."""
         return [place for part in self._all_parts() for place in part._own_places()]
 
     def _own_places(self) -> tuple[Position, Position]:
@@ -567,11 +564,11 @@ class Ranks(Comm):
             self._destroy()
 
     def _rows(self) -> list[Row]:
-        """Return the rows of all parts."""
+        """Return the rows in all parts."""
         return [row for part in self._all_parts() for row in (part._tensors, part._values)]
 
     def _groups(self) -> list[Any]:
-        """Return the gloo groups of all parts."""
+        """Return the gloo groups in all parts."""
         return [group for row in self._rows() for group in (row.group, row.back)]
 
     def _at_exit(self) -> None:
@@ -615,14 +612,14 @@ class _Chunks:
         return 1, dtype.itemsize
 
     def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return (receive buffers, send buffers) for `part` of the pieces, one per rank. `turn` alternates between 0
-        and 1, because the buffers of the previous part are still in use.
+        """Return (receive buffers, send buffers) for `part`, one per rank. `turn` alternates between 0 and 1, because
+        the previous part's buffers are still in use.
         """
         sent = [piece[part] for piece in self._pieces]
         return [slot.view(sent[0].dtype)[: part.stop - part.start] for slot in self._slots[turn]], sent
 
     def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return the received terms of a part in rank order, as input of `add_up`."""
+        """Return the received terms in rank order, as input for `add_up`."""
         return received
 
     def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -702,8 +699,8 @@ def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> Non
 
 
 class ImaginedRanks(Comm):
-    """Simulated rank 0 of `size` ranks on one machine, or on several equal machines. No other rank runs: host values of
-    all ranks equal those of rank 0, and there is no tensor exchange.
+    """Simulated rank 0 among `size` ranks on one machine, or on several equal machines. No other rank runs: host values
+    on all ranks equal rank 0's, and there is no tensor exchange.
     """
 
     def __init__(self, size: int, num_machines: int = 1) -> None:

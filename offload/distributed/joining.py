@@ -1,4 +1,4 @@
-"""Creates the communicator of a process, from an existing process group or from torchrun variables."""
+"""Creates a process's communicator, from an existing process group or from torchrun variables."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def open_comm(
     times: Times = Times(),  # noqa: B008 (frozen)
     environ: Mapping[str, str] | None = None,
 ) -> Comm:
-    """Return the communicator of this process. Collective.
+    """Return the communicator for this process. Collective.
 
     Uses the existing process group, or else RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    as set by torchrun. Without both, the communicator has one rank. `device`: compute device of the engines, see
+    as set by torchrun. Without both, the communicator has one rank. `device`: compute device for engines, see
     `Settings.device`.
 
     An existing group is never destroyed, and collectives always use separate groups. An existing group needs no
@@ -94,11 +94,11 @@ def _meeting_place(*_variables: str) -> tuple[Any, int, int]:
 
 
 def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a unique name for this meeting in a store that may outlive the meeting. Collective.
+    """Return a unique name for this meeting in a store with a longer life. Collective.
 
-    The torchrun store keeps addresses of earlier groups and of restarted ranks, and its restart counts differ between
-    machines. So rank 0 counts the meetings and sends the count to each rank, keyed by a random word that no earlier
-    process used. Raises RuntimeError if a rank does not arrive.
+    The torchrun store keeps addresses from earlier groups and from restarted ranks, and restart counts differ between
+    machines. So rank 0 counts the meetings and sends the count to each rank, keyed by a new random word per process.
+    Raises RuntimeError if a rank does not arrive.
     """
     if rank:
         word = secrets.token_hex(8)

@@ -13,8 +13,7 @@ _Made = TypeVar("_Made")
 
 
 def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> list[_Made]:
-    """Return the results of all ranks, or raise the error of the lowest failed rank on all ranks, marked `common`.
-    Collective.
+    """Return all ranks' results, or raise the lowest failed rank's error on all ranks, marked `common`. Collective.
 
     Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other error, with the same
     text on all ranks.
@@ -29,7 +28,7 @@ def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> li
 
 @contextmanager
 def as_one(comm: Comm, what: str) -> Iterator[None]:
-    """Turn a failure of the block on one rank into the same error on all ranks. The block must not contain collectives.
+    """Turn a failure in the block on one rank into the same error on all ranks. The block must not contain collectives.
 
     With one rank the original error is raised; otherwise see `outcome`.
     """
@@ -46,7 +45,7 @@ def as_one(comm: Comm, what: str) -> Iterator[None]:
 
 
 def _describe(failure: Exception) -> tuple[Any, ...]:
-    """Return (class, message, extra arguments), from which `outcome` builds the same error on another rank."""
+    """Return (class, message, extra arguments), so that `outcome` can build the same error on another rank."""
     text = str(failure)
     if isinstance(failure, DiskError):
         return DiskError, text, failure.errno, failure.path, failure.offset, failure.num_bytes

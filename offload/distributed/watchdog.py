@@ -59,7 +59,7 @@ class Position:
     among: frozenset[int] | None = None  # participating ranks; None: all
 
     def describe(self, now: float | None = None) -> str:
-        """Return the activity of the rank as text: "waiting in all-gather of unit head for 3.0 s"."""
+        """Return the rank's activity as text: "waiting in all-gather of unit head for 3.0 s"."""
         age = (time.monotonic() if now is None else now) - self.since
         if self.inside:
             return f"waiting in {self.what} for {age:.1f} s"
@@ -81,7 +81,7 @@ class _Peer:
     ended: bool = False  # after a clean end the rank sends nothing more
 
     def at(self, row: int) -> Position:
-        """Return the position of the rank in `row`, or the start position if the row does not exist yet."""
+        """Return the rank's position in `row`, or the start position if the row does not exist yet."""
         return self.positions[row] if row < len(self.positions) else Position()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -106,10 +106,10 @@ class _Peer:
 
 
 class Watchdog:
-    """Heartbeat thread of this rank.
+    """Heartbeat thread for this rank.
 
-    `look` returns the positions of this rank in all rows. After a loss, a watchdog thread calls all `listeners` with
-    the error, to wake waiting threads. `enter` runs first in each watchdog thread.
+    `look` returns this rank's positions in all rows. After a loss, a watchdog thread calls all `listeners` with the
+    error, to wake waiting threads. `enter` runs first in each watchdog thread.
     """
 
     def __init__(
@@ -332,8 +332,8 @@ class Watchdog:
 
 
 def _clean_up() -> None:
-    """Run the exit handlers of the interpreter, for example the removal of temporary files. Handlers already started
-    may run twice.
+    """Run the interpreter's exit handlers, for example to remove temporary files. Handlers already started may run
+    twice.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -1,8 +1,8 @@
 """Lane: an ordered work queue with a thread, or an inline queue without one.
 
 A lane runs work in submission order, each piece after the tickets named with it. A lane with `overtakes` obeys the
-tickets only. All lanes of an engine share one lock. Each lane has a bell: a finished ticket, a cancellation or the end
-of the engine rings the bell to wake the lane thread.
+tickets only. All lanes in an engine share one lock. Each lane has a bell: a finished ticket, a cancellation or the
+shutdown rings the bell to wake the lane thread.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Lane:
 
     def cancel(self, since: int = 0) -> None:
         """Cancel the work submitted after position `since`: drop pieces not yet begun, stop the throttle sleep of begun
-        pieces, and forget their error. Returns when none of them runs any more (on a GPU: when all are in the stream).
+        pieces, and forget their error. Returns when no such piece runs any more (on a GPU: when all are in the stream).
         """
 
     def finish(self) -> None:
         """Wait until all work is done or failed."""
 
     def drain(self) -> None:
-        """Wait until all work is done, then raise the first error of the lane."""
+        """Wait until all work is done, then raise the first lane error."""
 
     def abandon(self) -> None:
         """Cancel all work without waiting for begun pieces. The thread then ends. Takes no lock."""
@@ -82,7 +82,7 @@ class Lane:
 
 class InlineLane(Lane):
     """Lane without a thread: runs work in the caller, at submission, and raises errors there. The full duration counts
-    as exposed time. `wait` waits for the tickets of threaded lanes.
+    as exposed time. `wait` waits for tickets from threaded lanes.
     """
 
     def __init__(self, name: str, timeline: Timeline, wait: Callable[[Tickets, Tickets], None]) -> None:
@@ -101,12 +101,12 @@ class InlineLane(Lane):
 
 @dataclass(eq=False)
 class Work:
-    """One piece of work in a lane queue."""
+    """Work item in a lane queue."""
 
     run: Run
     """Function to run. On a lane with a stream, the function puts the work into the stream."""
     reads: Tickets
-    """Tickets to wait for first. This work fails with the error of any of them."""
+    """Tickets to wait for first. If one has an error, this work fails with the same error."""
     fills: Tickets
     """Tickets to wait for first, failed or not: their work used the memory filled by this work."""
     name: str
@@ -116,7 +116,7 @@ class Work:
     ticket: Ticket
     """Ticket returned to the submitter."""
     waits: Countdown
-    """Countdown of the unfinished tickets in `reads` and `fills`."""
+    """Countdown over the unfinished tickets in `reads` and `fills`."""
     submitted: float
     """Submission time, `time.perf_counter` seconds."""
     has_begun: bool = False
@@ -150,8 +150,7 @@ class ThreadLane(Lane):
 
     With `overtakes`, ready work passes waiting work: only the tickets define the order.
 
-    The clock of throttled work starts when the work could have begun, so a late wake-up of the thread does not slow the
-    link.
+    The clock of throttled work starts when the work could have begun, so a late thread wake-up does not slow the link.
     """
 
     def __init__(
@@ -164,9 +163,8 @@ class ThreadLane(Lane):
         enter: Callable[[], object] | None = None,
         abort: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`enter` runs in the thread before the first piece of work and selects the GPU of the thread. If `enter`
-        fails, the first piece fails too. The thread calls `abort` after failed work, and after work stopped by a failed
-        ticket.
+        """`enter` runs in the thread before the first work item and selects the GPU for this thread. If `enter` fails,
+        the item fails too. The thread calls `abort` after failed work, and after work stopped by a failed ticket.
         """
         self.name, self._overtakes, self._enter = name, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
@@ -176,7 +174,7 @@ class ThreadLane(Lane):
         self._is_closed = False
         self._abort = abort
         self._failed_at = 0  # position of the failed work
-        self._thread: threading.Thread | None = None  # started by the first piece of work
+        self._thread: threading.Thread | None = None  # started by the first submission
 
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         ticket = self._ticket()
@@ -236,7 +234,7 @@ class ThreadLane(Lane):
             self._thread.join(patience_s)
 
     def _wake(self) -> None:
-        """Wake the thread if a piece of work can begin now. Call under the lock."""
+        """Wake the thread if any work can begin now. Call under the lock."""
         if self._is_idle and self._next() is not None:
             self._is_idle = False
             self._bell.ring()
@@ -253,10 +251,10 @@ class ThreadLane(Lane):
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
                     self.error, self._failed_at = error, work.ticket.position
                 work.ticket.finish(error)
-            del work, error  # free the objects of finished work now, not when the next piece arrives
+            del work, error  # free the objects used by finished work now, not when the next work arrives
 
     def _take(self) -> Work | None:
-        """Wait for a piece of work and for the tickets before it. Returns None at the end of the lane."""
+        """Wait for work and for the tickets before it. Returns None when the lane ends."""
         while True:
             with self._lock:
                 self._is_idle = False
@@ -270,7 +268,7 @@ class ThreadLane(Lane):
             self._bell.wait()  # any change since the lock release has rung the bell
 
     def _next(self) -> Work | None:
-        """Return the first piece of work ready to begin: the head of the queue, or with `overtakes` any piece."""
+        """Return the first work item ready to begin: the queue head, or with `overtakes` any item."""
         for work in self._queue:
             if not work.waits.left or self._is_given_up(work):
                 return work
@@ -315,7 +313,7 @@ class ThreadLane(Lane):
         event.synchronize()
 
     def _run(self, work: Work, ordered: float) -> None:
-        """Do the work, then sleep until the throttled duration of the link ends or the work is cancelled.
+        """Do the work, then sleep until the throttled duration ends or the work is cancelled.
 
         `ordered` is the time after the wait for GPU events (0.0: no wait): a stream ticket is done on the host before
         the event fires.
@@ -339,11 +337,11 @@ class ThreadLane(Lane):
 
 
 class Link:
-    """Clock of one resource, and one row of the timeline. Call all methods under the lock of the lanes.
+    """Clock for one resource, and one timeline row. Call all methods under the lock of the lanes.
 
-    A throttled link does one piece of work at a time: each piece gets the time after all earlier pieces, and the lane
-    sleeps until then. Without a throttle, several lanes may use the link at the same time. Spans on the timeline never
-    overlap: shared time belongs to the piece that ends first.
+    A throttled link does one work item at a time: each gets the time after all earlier ones, and the lane sleeps until
+    then. Without a throttle, several lanes may use the link at the same time. Spans on the timeline never overlap:
+    shared time belongs to the item that ends first.
     """
 
     def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
@@ -353,7 +351,7 @@ class Link:
         self.free_at = 0.0
 
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
-        """Set the start of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
+        """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
         if self.throttle is None:
             ticket.last(now := time.perf_counter(), now)
         else:
@@ -363,12 +361,12 @@ class Link:
         self.free_at = max(self.free_at, ticket.end)
 
     def end(self, ticket: Ticket, name: str, end: float) -> None:
-        """Record the end of work. Cancelled work ends before the planned time, slow work after."""
+        """Record the end of work: before the planned time for cancelled work, after it for slow work."""
         begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
         ticket.last(min(ticket.begin, end), end)
         self._over_until = max(self._over_until, end)  # later work may have ended earlier
         self.free_at = max([self._over_until, *map(attrgetter("end"), self._under_way)])
-        if ticket.event is None and begin <= end:  # events show the work of a GPU stream
+        if ticket.event is None and begin <= end:  # events show GPU stream work
             self._timeline.add(self.name, name, begin, end)
             self._shown_until = end

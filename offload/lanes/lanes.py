@@ -42,9 +42,9 @@ class Lanes:
       CPU: h2d, with `overtakes`.)
     - `decoding`: decodes quantized weights on the device, beside the next copy. (On a CPU: h2d.)
     - `update_up`, `update_on_device`, `update_down`: device updates of offloaded states, over the links h2d, update and
-      d2h. They pass fetches, and D2H copies of gradients and activations, and so need not wait for the updates of the
-      whole model. (On a CPU without overlap: h2d, update and d2h.)
-    - `collective`: exchanges of offloaded data with other ranks. All ranks submit them in the same order.
+      d2h. They pass weight fetches, and D2H copies of gradients and activations, and so need not wait for the whole
+      model. (On a CPU `update_on_device` is `update`; without overlap, `update_up` is h2d and `update_down` is d2h.)
+    - `collective`: exchanges offloaded data with other ranks. All ranks submit in the same order.
     - `network`: all-reduce over replicas for gradients in host memory, beside all other lanes.
     - `fetch_read`, `update_read`, `activation_read` over the link `nvme_read`, and `update_write`, `activation_write`
       over `nvme_write`: disk I/O. Lanes with a common link do not wait for each other's tickets.
@@ -53,7 +53,7 @@ class Lanes:
 
     `overlap` is False where h2d, d2h, collective, network and update run inside compute: on a CPU without throttles, a
     second busy thread costs more time than it hides. Disk lanes always have threads, because they block in C++. A
-    thread starts with the first piece of work.
+    thread starts with the first submission.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Lanes:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error of a failed update, or None. A failed read counts as soon as an update cannot begin without the data.
-        Failed reads for other purposes lose no state, so they do not count.
+        """Error from a failed update, or None. A failed read counts as soon as an update cannot begin without the data.
+        Failed reads for other purposes lose no state and do not count.
         """
         return next((lane.error for lane in self._changing if lane.error is not None), None)
 

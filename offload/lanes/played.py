@@ -16,12 +16,12 @@ from offload.lanes.ticket import Ticket
 COMPUTE, DECODING = "compute", "decoding"
 
 Seconds = Callable[[int], float]
-"""Maps the bytes of a piece of work to a duration on a link, in seconds."""
+"""Maps a number of bytes to a duration on a link, in seconds."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """One waiting piece of work in a simulated lane."""
+    """Waiting work item in a simulated lane."""
 
     number: int
     """Submission order."""
@@ -30,19 +30,19 @@ class _Piece:
     ticket: Ticket
     """Ticket returned to the submitter."""
     num_left: int = 0
-    """Number of unfinished tickets before this piece."""
+    """Number of unfinished tickets before this item."""
     last: Ticket | None = None
-    """The ticket among them that finished last. None: no wait so far."""
+    """Last finished ticket among them. None: no wait so far."""
 
 
 @dataclass(eq=False)
 class _Link:
-    """Link that does one piece of work at a time, in order of request."""
+    """Link that does one work item at a time, in request order."""
 
     name: str
-    """Name of the link on the timeline."""
+    """Link name on the timeline."""
     free_at: float = 0.0
-    """End of all assigned work, in simulated seconds."""
+    """Time when all assigned work ends, in simulated seconds."""
     busy_s: float = 0.0
     """Total work time so far, in seconds."""
 
@@ -61,7 +61,7 @@ class PlayedLane(Lane):
         return self.play(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def play(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
-        """Queue work of `seconds` that begins when all tickets in `after` are done."""
+        """Queue work for `seconds`, to begin when all tickets in `after` are done."""
         self.position += 1
         piece = _Piece(self._lanes.next_number(), seconds, Ticket(self.link.name))
         for ticket in set(after):
@@ -76,7 +76,7 @@ class PlayedLane(Lane):
         return piece.ticket
 
     def end(self, piece: _Piece) -> None:
-        """Finish a piece of work and start the next one."""
+        """Finish a work item and start the next one."""
         self._is_busy = False
         piece.ticket.finish()
         self._start(piece.ticket.end)
@@ -135,7 +135,7 @@ class _SentByCompute(_ByCompute):
 
 
 class PlayedLanes(Lanes):
-    """Lanes of an engine with a simulated host clock, `now_s`. Host work and host waits advance the clock.
+    """Engine lanes with a simulated host clock, `now_s`. Host work and host waits advance the clock.
 
     On a CPU the host computes. With `in_stream`, compute is a separate lane: the host runs ahead, and compute takes at
     least as long as the kernel launches.
@@ -183,7 +183,7 @@ class PlayedLanes(Lanes):
         if not self.overlap:
             return up, self._inline("update_on_device"), down
         name, seconds = "update_on_device", self._seconds
-        # Updates on the device do not share the memory bandwidth of the host, unless one throttle simulates both links.
+        # Device updates do not share the host memory bandwidth, unless one throttle simulates both links.
         if seconds.get(name) not in (None, seconds.get("update")):
             self._links[name] = _Link("update")
         return up, self._thread(name, name if name in self._links else "update"), down
@@ -194,7 +194,7 @@ class PlayedLanes(Lanes):
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Total work time per link and for compute, in seconds. Of two links with one name, the longer time counts."""
+        """Total work time per link and for compute, in seconds. If two links have one name, the longer time counts."""
         found: dict[str, float] = {}
         for link in self._links.values():
             found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
@@ -248,19 +248,19 @@ class PlayedLanes(Lanes):
         self.now_s = until
 
     def expose(self, begin: float, ticket: Ticket | None) -> None:
-        """Record idle compute from `begin` to the end of `ticket`."""
+        """Record idle compute from `begin` until `ticket` ends."""
         if ticket is not None and ticket.end > begin:
             self.exposed_s[ticket.lane] = self.exposed_s.get(ticket.lane, 0.0) + ticket.end - begin
 
     # -- pending work ----------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return the number of the next piece of work."""
+        """Return the next submission number."""
         self._count += 1
         return self._count
 
     def begun(self, lane: PlayedLane, piece: _Piece) -> None:
-        """Record a started piece of work, with a known end time."""
+        """Record started work, with a known end time."""
         heapq.heappush(self._events, (piece.ticket.end, piece.number, lane, piece))
 
     def _end_next(self) -> None:

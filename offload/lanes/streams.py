@@ -42,12 +42,12 @@ class StreamTicket(Ticket):
 
 @dataclass
 class StreamSpan:
-    """Work of a stream between two positions."""
+    """Stream work between two positions."""
 
     lane: str
-    """Name of the lane or link on the timeline."""
+    """Lane or link name on the timeline."""
     name: str
-    """Name of the work."""
+    """Work name."""
     begin: Ticket
     """Position in the stream where the work began."""
     end: Ticket

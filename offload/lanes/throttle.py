@@ -1,4 +1,4 @@
-"""Throttles: artificial limits of links, to simulate slower PCIe links and disks on any machine."""
+"""Throttles: artificial link limits, to simulate slower PCIe links and disks on any machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KEYS = ("bandwidth", "latency_seconds")
 
 @dataclass(frozen=True)
 class Throttle:
-    """Minimum duration of work: `seconds(num_bytes)`. Slower work takes the real time."""
+    """Minimum work duration: `seconds(num_bytes)`. Slower work takes the real time."""
 
     bytes_per_second: float | None = None
     """Bandwidth in bytes per second. None: no limit."""
     latency_s: float = 0.0
-    """Latency per piece of work, in seconds."""
+    """Latency per work item, in seconds."""
 
     def seconds(self, num_bytes: int) -> float:
         """Return the minimum duration in seconds for a transfer of `num_bytes`."""

@@ -13,12 +13,12 @@ class CancelledError(Exception):
 
 
 class Ticket:
-    """Handle of one piece of work. `begin` and `end` are `time.perf_counter` seconds.
+    """Handle of one work item. `begin` and `end` are `time.perf_counter` seconds.
 
-    `is_done` is set when the work is done; for work in a GPU stream, when the work is in the stream, and then `event`
-    fires at the end. `position` counts all work of the lane. `lane` is the displayed lane name (the link name);
-    `held_by` names the lane with the work that delayed this ticket. `watchers` are called when the work is done. `pool`
-    receives the event for reuse.
+    `is_done` is set when the work is done; for GPU stream work, when the work is in the stream, and then `event` fires
+    at the end. `position` counts all work in the lane. `lane` is the displayed lane name (the link name); `held_by`
+    names the lane with the work that delayed this ticket. `watchers` are called when the work is done. `pool` receives
+    the event for reuse.
     """
 
     __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "pool", "position", "watchers")
@@ -54,7 +54,7 @@ class Ticket:
         self.event = event
 
     def wait_for(self, other: Ticket) -> None:
-        """Record a delay caused by the work of another ticket."""
+        """Record a delay caused by the work behind another ticket."""
         self.held_by = other.lane
 
     def synchronize(self) -> None:
@@ -106,5 +106,5 @@ class Fence:
         return any(ticket.error is not None for ticket in self._filled)
 
     def forgive(self) -> None:
-        """Forget failed fills. The caller repairs the content of the buffer."""
+        """Forget failed fills. The caller repairs the buffer content."""
         self._filled = [ticket for ticket in self._filled if ticket.error is None]

@@ -1,1 +1,1 @@
-"""Memory layout of every parameter element: regions, planes, and ranges per rank. Pure functions."""
+"""Memory layout for all parameter elements: regions, planes, and ranges per rank. Pure functions."""

@@ -1,5 +1,5 @@
-"""Codecs: storage and copy formats of weights. Exact, or quantized records of equal length (codes and scales), decoded
-on the device that uses the weights. Pure functions.
+"""Codecs: storage and copy formats for weights. Exact, or quantized records with equal length (codes and scales),
+decoded on the device where weights are used. Pure functions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from offload.native.kernels import join
 PIECE_NUMEL = 1 << 20
 """Weights decoded at once, a multiple of every codec block. Limits the workspace."""
 LEAST_NUMEL = 4096
-"""Minimum size of a quantized parameter in elements. Smaller ones stay exact, since they save almost nothing."""
+"""Minimum quantized parameter size in elements. Smaller parameters stay exact, since they save almost nothing."""
 _LEAST_SCALE = 1e-38
 _GRID = 65535
 
 Stretches = Iterator[tuple[int, int, Tensor]]
-"""Iterator over (begin, end, data): a range of parameter elements and the flat stored data."""
+"""Iterator over (begin, end, data): element range in a parameter, and the flat stored data."""
 
 
 class Codec:
-    """Exact format: weights are stored, copied and used unchanged. Base class of the other codecs."""
+    """Exact format: weights are stored, copied and used unchanged. Base class for all codecs."""
 
     name = "exact"
     """Name in settings."""
@@ -42,13 +42,13 @@ class Codec:
         return dtype, 1
 
     def takes(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
-        """Return the input format of `encoded` for weights in `dtype`: input dtype, weights per block, input elements
-        per block.
+        """Return the input format for `encoded`, given weights in `dtype`: input dtype, weights per block, input
+        elements per block.
         """
         return dtype, 1, 1
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
-        """Yield the stored data of one parameter. Weights come in flat pieces of any float dtype; every piece except
+        """Yield the stored data for one parameter. Weights come in flat pieces with any float dtype; every piece except
         the last is a multiple of `block`.
         """
         end = 0
@@ -57,7 +57,7 @@ class Codec:
             yield begin, end, piece
 
     def read(self, rests: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Return the weights at `place` in the stored data `rests`, on the CPU, in the dtype of use. May be a view."""
+        """Return the weights at `place` in the stored data `rests`, on the CPU, with dtype `dtype`. May be a view."""
         return rests[place].cpu()
 
     def workspace_bytes(self, numel: int) -> int:  # noqa: ARG002
@@ -105,8 +105,8 @@ class Coded(Codec, ABC):
 
 
 class WholeNumbers(Coded):
-    """Symmetric integer quantization: integers from -`most` to `most`, scaled by the maximum magnitude in a block of
-    128 weights. A record has the codes and then the fp32 scale.
+    """Symmetric integer quantization: integers from -`most` to `most`, scaled by the maximum magnitude among 128
+    neighbouring weights. A record has the codes and then the fp32 scale.
     """
 
     block = 128
@@ -122,8 +122,8 @@ class WholeNumbers(Coded):
     def encode_rest(self, values: Tensor, error: Tensor, out: Tensor) -> None:
         """Quantize values plus error feedback into the records `out`, and store the new quantization error in `error`.
 
-        `values`: fp32 or bf16 [n]. `error`: bf16 [n]. All tensors are on one device, and n is a multiple of `block`. A
-        block of zeros keeps its error. A non-finite block gets error 0.
+        `values`: fp32 or bf16 [n]. `error`: bf16 [n]. All tensors are on one device, and n is a multiple of `block`. An
+        all-zero block keeps the old error. A non-finite block gets error 0.
         """
         if kernels.have_kernels(values):
             kernels.encode_rest(self.name, values, error, out)
@@ -154,11 +154,11 @@ class WholeNumbers(Coded):
         for its, weights in _pieces(self, records, out):
             # a copy, because the weights may overwrite the records
             its = workspace[: its.numel()].view(its.shape).copy_(its)
-            # rounds to the dtype of the weights
+            # rounds to the weight dtype
             torch.mul(self._numbers(its), its[:, -4:].view(torch.float32), out=weights.view(-1, 128))
 
     def _records(self, values: Tensor) -> Tensor:
-        """Return the records of flat fp32 values."""
+        """Quantize flat fp32 values into records."""
         weights = _in_blocks(values, self.block)
         scale = weights.abs().amax(1, keepdim=True).div_(self.most)
         numbers = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-self.most, self.most).to(torch.int8)
@@ -219,12 +219,12 @@ class Int4(WholeNumbers):
 class Nf4(Coded):
     """NormalFloat with double quantization (QLoRA, arXiv:2305.14314, section 3), compatible with bitsandbytes.
 
-    A block of 64 weights has one scale, the largest magnitude. Each weight is one of 16 normal-distribution quantiles
-    times this scale. Scales are quantized too: minus their mean over the parameter, in blocks of 256, with the signed
-    dynamic map of 8 bits (arXiv:2110.02861) times the largest magnitude in the block.
+    64 neighbouring weights share one scale, their largest magnitude. Each weight is one of 16 normal-distribution
+    quantiles times the scale. Scales minus their mean over the parameter are quantized too, in blocks of 256: a number
+    from the signed dynamic 8-bit map (arXiv:2110.02861) times the largest magnitude in the block.
 
     A record holds 16,384 weights: their codes, two per byte with the first in the upper half; 256 scale codes; the
-    largest scale magnitude and the mean scale, both fp32.
+    largest magnitude among the centred scales, and the mean scale, both fp32.
     """
 
     name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
@@ -304,14 +304,14 @@ def _as_fp32(piece: Tensor) -> Tensor:
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
-    """Return a copy of flat values in blocks [n, block], padded with zeros. Floats become fp32."""
+    """Copy flat values into blocks [n, block], padded with zeros. Floats become fp32."""
     values = values.float() if values.is_floating_point() else values
     return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block).clone()
 
 
 def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return NF4 codes of flat fp32 values, two per byte, and the block scales, fp32. A partial last block is divided
-    by the scale; full blocks are multiplied by the inverse scale, like in bitsandbytes.
+    """Return NF4 codes for flat fp32 values, two per byte, and the block scales, fp32. A partial last block is divided
+    by the scale; full blocks are multiplied by the inverse scale.
     """
     if kernels.have_kernels(values):
         return kernels.encode_nf4(values, _borders(nf4_levels()))
@@ -330,7 +330,7 @@ def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize the scales `sizes`, fp32 [n]. Return codes, uint8 [blocks, 256], block maxima, fp32 [blocks, 1], and the
     mean subtracted before.
 
-    Follows bitsandbytes on a CPU: first round to a grid of 65,536 numbers between -1 and 1, then to the nearest map
+    Follows bitsandbytes on a CPU: first round to a grid with 65,536 numbers between -1 and 1, then to the nearest map
     number. bitsandbytes on a GPU rounds to the map directly; one code in 500 differs.
     """
     mean = _mean(sizes)
@@ -342,7 +342,7 @@ def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Return the mean of fp32 [n], summed by one thread: torch splits rows among threads, never one row."""
+    """Return the mean over fp32 [n], summed by one thread: torch splits rows among threads, never one row."""
     return values.expand(2, -1).mean(1)[0]
 
 
@@ -358,7 +358,7 @@ def nf4_levels() -> Tensor:
 
 @cache
 def dynamic_map() -> Tensor:
-    """Return the 256 numbers of the signed dynamic map, fp32: 0, 1, and seven levels. Each level is ten times the
+    """Return the 256 numbers in the signed dynamic map, fp32: 0, 1, and seven levels. Each level is ten times the
     previous one, with 1, 2, 4 ... 64 equidistant numbers per sign (arXiv:2110.02861, section 2).
     """
     found = [0.0, 1.0]
@@ -376,7 +376,7 @@ def _borders(numbers: Tensor) -> Tensor:
 
 @cache
 def _nf4_tables() -> Tensor:
-    """Return the decoding tables as bytes: both NF4 numbers of each code byte, fp32 [256, 2], and the dynamic map."""
+    """Return the decoding tables as bytes: both NF4 numbers for each code byte, fp32 [256, 2], and the dynamic map."""
     byte: Any = torch.arange(256, device="cpu")
     pairs = torch.stack([nf4_levels()[byte >> 4], nf4_levels()[byte & 15]], 1)
     return torch.cat([pairs.view(-1), dynamic_map()]).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""Planes of a region: flat arrays with one element per weight, or per block of weights. Precision and update rule
-decide the planes of a region; the update rule passes its own planes as `moments`.
+"""Planes: flat arrays over a region, with one element per weight or per weight block. Precision and update rule decide
+the planes of a region; the update rule passes its own planes as `moments`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, Codec
 
 MASTER = ("weights", "low")
-"""Planes of the master weights. `low` exists only for split masters."""
+"""Planes for master weights. `low` exists only for split masters."""
 CODES = "codes"
 """Quantized trainable weights for copies: records made from the master weights by the update."""
 STALE = "shown"
-"""Weights of the previous step, for copies while an update computes the next weights during a pass."""
+"""Weights from the previous step, for copies while an update computes the next weights during a pass."""
 CUT_FROM = {"parameters": 3, "sums": 2, "gradients": 2, "optimizer": 1}
 """State kinds, with the lowest ZeRO stage that partitions them. `sums`: gradients accumulated over several passes and
 reduced over replicas once, after the last pass.
@@ -31,21 +31,21 @@ PARAMETER_ALIGNMENT = 128
 a block start, so no block spans two parameters.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of weights on the device. fp16 weights are frozen."""
+"""Dtypes for weights on the device. fp16 weights are frozen."""
 PAGE_BYTES = 4096
 """Page size in bytes, and a block size valid for any disk."""
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One flat array of a region."""
+    """Flat array over a region."""
 
     name: str
     """Unique name within the region."""
     dtype: torch.dtype
-    """Dtype of the elements."""
+    """Element dtype."""
     kind: str = "optimizer"
-    """State kind, a key of `CUT_FROM`: defines placement and partitioning."""
+    """State kind, a key in `CUT_FROM`: defines placement and partitioning."""
     block: int = 1
     """Neighbouring weights with common elements. Must divide `PARAMETER_ALIGNMENT`."""
     width: int = 1
@@ -77,15 +77,15 @@ class Plane:
 
 @dataclass(frozen=True)
 class Factor:
-    """Small fp32 array per whole parameter, kept by an update rule and always stored in host memory or on the device,
-    next to the region. A parameter with more than two dimensions counts as a stack of matrices.
+    """Small fp32 array per whole parameter, kept by an update rule, always in host or device memory. A parameter with
+    more than two dimensions counts as a stack of matrices.
     """
 
     name: str
-    """Name of the array, different from all plane names of the rule."""
+    """Array name, different from all plane names in the rule."""
     along: str
-    """One element per matrix "rows" or "columns" entry, or per entry ("elements") of a parameter without rows and
-    columns.
+    """One element per row ("rows") or column ("columns") of a matrix, or per element ("elements") for a parameter with
+    fewer than two dimensions.
     """
 
     dtype = torch.float32
@@ -111,24 +111,24 @@ def summed(plane: Plane) -> Plane:
 
 
 ERROR = Plane("gradient_error", torch.bfloat16)
-"""Quantization error feedback of gradients between replicas, bf16: the error so far in the gradients that this rank
-sends to ranks at the same position in other replicas. Every rank has its own plane, for the elements reduced over its
-replica.
+"""Quantization error feedback for gradients between replicas, bf16: the accumulated error in gradients from this rank
+to ranks at the same position in other replicas. Every rank has a plane for the elements it reduces over the replica.
 """
 
 
 def table(
     compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT, link: Codec = EXACT
 ) -> tuple[Plane, ...]:
-    """Return all possible planes of weights with dtype `compute` (a key of `DTYPES`), in record order on disk: planes
+    """Return all possible planes for weights with dtype `compute` (a key in `DTYPES`), in record order on disk: planes
     changed together are neighbours, and planes read alone come first.
 
-    `moments` are the planes of the update rule. `delays`: updates run during a pass, and the pass needs the previous
+    `moments` are the update rule's planes. `delays`: updates run during a pass, and the pass needs the previous
     weights. Raises ConfigError for a duplicate name or an invalid block in `moments`.
 
-    `weights` is the plane for copies: the bf16 high half, the fp32 master, or records of `codec`. `low` is the low half
-    of a split master. `gradients` stores gradients until the norm of the backward pass is known. With a `link` other
-    than exact, copies use `codes`, the `link` records of the master, and `weights` is stored with the optimizer states.
+    `weights` is the plane for copies: the bf16 high half, the fp32 master, or `codec` records. `low` is the low half of
+    a split master. `gradients` stores gradients until the norm over the backward pass is known. With a `link` other
+    than exact, copies use `codes`, the master weights as `link` records, and `weights` is stored with the optimizer
+    states.
     """
     used = DTYPES[compute]
     rests, width = codec.at_rest(used)

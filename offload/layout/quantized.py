@@ -1,8 +1,8 @@
-"""Codecs for model files with quantized weights. Codes and scales of the files are stored and copied unchanged, and
-decoding equals the dequantization of the quantization library to the bit. Pure functions.
+"""Codecs for model files with quantized weights. File codes and scales are stored and copied unchanged, and decoding
+equals the quantization library's dequantization to the bit. Pure functions.
 
-The decoded weights do not depend on the compute dtype: decoding first rounds to the model dtype of the folder, then to
-the compute dtype of the device.
+The decoded weights do not depend on the compute dtype: decoding first rounds to the model dtype in the folder, then to
+the compute dtype on the device.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from offload.layout.codecs import Coded, Nf4, Stretches, nf4_levels
 
 
 class Quantized(Coded, ABC):
-    """Codec with records taken from model files. Encoding of weights is not possible."""
+    """Codec with records taken from model files. Weights cannot be encoded."""
 
     rounds: tuple[torch.dtype, ...]
-    """16-bit dtypes for successive rounding of decoded weights, before use."""
+    """16-bit dtypes for successive rounding after decoding, before use."""
 
     @property
     @abstractmethod
     def fields(self) -> tuple[int, ...]:
-        """Bytes of each part of a record, in order."""
+        """Bytes per record part, in order."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return flat records, joined from parts uint8 [n, bytes] and padded."""
@@ -41,7 +41,7 @@ class Quantized(Coded, ABC):
         return torch.uint8, self.block, self.record_bytes
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
-        """Yield the given pieces of records unchanged."""
+        """Yield the record pieces unchanged."""
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel() // self.record_bytes * self.block
@@ -62,7 +62,7 @@ class Quantized(Coded, ABC):
 
 
 class Numbers(ABC):
-    """Number format of codes, before multiplication with scales."""
+    """Number format for codes, before multiplication with scales."""
 
     said: str
     """Format name in messages."""
@@ -119,7 +119,7 @@ class Int4(Numbers):
 
 
 class Levels(Numbers):
-    """Table of 16 numbers, fp32 [16], two codes per byte. `first_is_low`: the first code is the lower half."""
+    """Table with 16 numbers, fp32 [16], two codes per byte. `first_is_low`: the first code is the lower half."""
 
     said, bits = "levels", 4
 
@@ -143,14 +143,14 @@ FP4 = Levels(torch.tensor([*_FP4, *(-size for size in _FP4)], dtype=torch.float3
 
 @dataclass(frozen=True)
 class Grid(Quantized):
-    """Quantized matrix with one scale per tile. A record holds the scales and then the codes of `rows` neighbouring
+    """Quantized matrix with one scale per tile. A record holds the scales and then the codes for `rows` neighbouring
     rows; missing rows in the last record are 0.
     """
 
     said: str
     """Format name in messages."""
     numbers: Numbers
-    """Number format of the codes."""
+    """Number format for codes."""
     rows: int
     """Rows per record, a multiple of the tile rows."""
     width: int
@@ -158,7 +158,7 @@ class Grid(Quantized):
     tile: tuple[int, int]
     """Rows and columns per scale. The last tile in a row may have fewer columns."""
     scale: torch.dtype
-    """Dtype of the scales."""
+    """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
     """Dtypes for rounding, see `Quantized`."""
 
@@ -184,7 +184,7 @@ class Grid(Quantized):
 
     @cached_property
     def scales(self) -> tuple[int, int]:
-        """Rows and columns of scales per record."""
+        """Scale rows and columns per record."""
         return self.rows // self.tile[0], -(-self.width // self.tile[1])
 
     @cached_property
@@ -226,11 +226,11 @@ class Grid(Quantized):
 @dataclass(frozen=True)
 class Mxfp4(Quantized):
     """Stack of fp4 matrices with one shared exponent per 32 neighbours (OCP Microscaling Formats 1.0), stored
-    transposed like the experts of gpt-oss. A record is one matrix: exponents, then codes, column by column.
+    transposed like the gpt-oss experts. A record is one matrix: exponents, then codes, column by column.
     """
 
     rows: int
-    """Matrix rows, a multiple of 32: the length of a quantized column."""
+    """Matrix rows, a multiple of 32: the quantized column length."""
     columns: int
     """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
@@ -293,7 +293,7 @@ class Mxfp4(Quantized):
 
 @dataclass(frozen=True)
 class StoredNf4(Quantized):
-    """`Nf4` with double quantization, in the file format of bitsandbytes."""
+    """`Nf4` with double quantization, in the bitsandbytes file format."""
 
     rounds: tuple[torch.dtype, ...] = ()
     """Dtypes for rounding, see `Quantized`."""
@@ -341,8 +341,8 @@ def _room(memory: Tensor, numel: int) -> Iterator[Tensor]:
 
 @cache
 def _mxfp4_tables() -> Tensor:
-    """Return the decoding tables as bytes: doubled numbers of each code byte, and half of each power of two, fp32
-    [256]. The shift by one keeps all powers finite.
+    """Return the decoding tables as bytes: both numbers for each code byte, doubled, and all powers of two, halved,
+    fp32 [256]. The factors keep all powers finite.
     """
     powers = torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)], dtype=torch.float64, device="cpu")
     return torch.cat([FP4.tables.view(torch.float32).mul(2), powers.float()]).view(torch.uint8)

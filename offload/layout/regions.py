@@ -1,5 +1,5 @@
-"""Flat regions: the layout of parameters in flat arrays (ZeRO, arXiv:1910.02054, section 5). Pure functions from shapes
-to offsets.
+"""Flat regions: parameter layout in flat arrays (ZeRO, arXiv:1910.02054, section 5). Pure functions from shapes to
+offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane then fills whole pages."""
 
 _MOST_PADDING = 1 << 21
-"""Elements of padding. Above this, `by_matrix` padding may not make a region larger than four times its parameters."""
+"""Padding limit in elements for regions with `by_matrix`. Above it a region may not exceed four times its
+parameters.
+"""
 SCRATCH_BYTES = 32 << 20
 """Maximum device memory per rank for gradient pieces during their reduction."""
 CHUNK_BYTES = 1 << 19
@@ -42,27 +44,27 @@ CHUNK_BYTES = 1 << 19
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the model. Tied names count once."""
+    """One model parameter. Tied names count once."""
 
     index: int
-    """Position in the parameter order of torch."""
+    """Position in the torch parameter order."""
     name: str
-    """First name of the parameter in the model."""
+    """First parameter name in the model."""
     shape: tuple[int, ...]
     trainable: bool
     compute: str
-    """Dtype on the device, one of `DTYPES`."""
+    """Dtype on the device, a key in `DTYPES`."""
     bf16_source: bool
     """True if the model file has bf16 values. A frozen parameter then needs no low half."""
     lr_scale: float = 1.0
     """Factor on the learning rate."""
     weight_decay: float = 0.0
     rule: int = 0
-    """Index of the update rule in `parts` of the optimizer."""
+    """Update rule index in the optimizer's `parts`."""
     codec: Codec = EXACT
-    """Storage format of a frozen parameter. Trainable parameters are stored as `EXACT`."""
+    """Storage format for a frozen parameter. Trainable parameters are stored as `EXACT`."""
     link: Codec = EXACT
-    """Copy format of a trainable parameter. A frozen parameter is copied in its storage format."""
+    """Copy format for a trainable parameter. A frozen parameter is copied in the storage format."""
 
     @property
     def numel(self) -> int:
@@ -70,10 +72,10 @@ class ParameterInfo:
 
 
 class Piece(NamedTuple):
-    """Contiguous elements of one parameter in one region. Most parameters are one piece."""
+    """Contiguous parameter elements in one region. Most parameters are one piece."""
 
     parameter: int
-    """Index of the parameter in the model."""
+    """Parameter index in the model."""
     begin: int
     """First element in the flat parameter."""
     shape: tuple[int, ...]
@@ -81,7 +83,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def whole(cls, info: ParameterInfo) -> Piece:
-        """Return a piece with all elements of a parameter."""
+        """Return a piece with all parameter elements."""
         return cls(info.index, 0, info.shape)
 
     @property
@@ -97,53 +99,53 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Flat buffer of parameter pieces that are copied and updated together. Pieces with equal learning-rate factor and
-    weight decay are neighbours, so one kernel call serves them.
+    """Flat buffer with parameter pieces that are copied and updated together. Pieces with equal learning-rate factor
+    and weight decay are neighbours, so one kernel call serves them.
     """
 
     index: int
-    """Index of the region."""
+    """Region index."""
     name: str
     """Name in plans, errors and timelines: the unit names."""
     compute: str
-    """Dtype of the weights on the device, one of `DTYPES`."""
+    """Weight dtype on the device, a key in `DTYPES`."""
     trainable: bool
     has_low: bool
     """True if the weights have a separate low half. Both halves together are fp32 weights."""
     pieces: tuple[Piece, ...]
     """Parameter pieces in buffer order."""
     offsets: tuple[int, ...]
-    """Start element of each piece."""
+    """Start element for each piece."""
     numel: int
-    """Elements of the buffer, with the padding between pieces."""
+    """Elements in the buffer, with the padding between pieces."""
     units: tuple[str, ...]
     """Names of all units with these parameters; more than one for tied weights."""
     table: tuple[Plane, ...]
     """All possible planes. The property `planes` has the existing ones."""
     rule: int = 0
-    """Index of the update rule."""
+    """Update rule index."""
     factors: tuple[Factor, ...] = ()
     """Factors stored by the update rule for each whole parameter."""
     by_matrix: bool = False
     """True if the update rule needs whole parameters. No rank range and no tile then splits a parameter."""
     codec: Codec = EXACT
-    """Storage format of the weights."""
+    """Storage format for the weights."""
     link: Codec = EXACT
-    """Copy format of the weights, if they are stored as `EXACT`."""
+    """Copy format for the weights, if they are stored as `EXACT`."""
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
-        """Parameter index of each piece."""
+        """Parameter index for each piece."""
         return tuple(piece.parameter for piece in self.pieces)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each piece."""
+        """Elements per piece."""
         return tuple(piece.numel for piece in self.pieces)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights in use."""
+        """Weight dtype in use."""
         return DTYPES[self.compute]
 
     @property
@@ -173,12 +175,12 @@ class Region:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the device, in the dtype of use."""
+        """Weight bytes on the device, in the dtype of use."""
         return self.dtype.itemsize * self.numel
 
     @property
     def travels(self) -> Codec:
-        """Format of the weights in copies."""
+        """Weight format in copies."""
         return self.codec if self.link is EXACT else self.link
 
     @cached_property
@@ -188,11 +190,11 @@ class Region:
 
     @cached_property
     def travelling_bytes(self) -> int:
-        """Bytes of the travelling plane."""
+        """Bytes in the travelling plane."""
         return self.travelling.num_bytes(self.numel)
 
     def factor_spans(self, factor: Factor) -> list[slice]:
-        """Return the slice of each piece, by position, in the factor array."""
+        """Return the slice for each piece, by position, in the factor array."""
         ends = list(accumulate((factor.numel(piece.shape) for piece in self.pieces), initial=0))
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
@@ -201,7 +203,7 @@ class Region:
         return sum(factor.numel(piece.shape) for piece in self.pieces)
 
     def update_bytes(self, numel: int) -> int:
-        """Return the bytes that an update of `numel` elements reads and writes in states, without the gradient.
+        """Return the bytes read and written in states for an update with `numel` elements, without the gradient.
 
         The delayed weights (`STALE`) replace the weights as source, so they add nothing. Codes are only written, after
         a second read of the master weights.
@@ -221,7 +223,7 @@ class Region:
 
 
 def align(size: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `size`."""
+    """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
@@ -236,16 +238,16 @@ def build_regions(
     num_ranges: int = 1,
     without_low: Collection[int] = (),
 ) -> tuple[Region, ...]:
-    """Lay out the parameters in regions.
+    """Lay out parameters in regions.
 
-    `units` maps each unit name, in module order, to pieces, or to indices of whole parameters. `moments` has the planes
-    of each update rule, by rule index. `delays`: see `table`. `without_low` has the indices of rules without a low
-    half.
+    `units` maps each unit name, in module order, to pieces, or to indices for whole parameters. `moments` has the
+    planes for each update rule, by rule index. `delays`: see `table`. `without_low` has the indices of rules without a
+    low half.
 
     Pieces share a region if the same units use them, in the same dtype, with the same training and storage properties.
-    No element is in two pieces. `factors` has the factors of the rules by matrix, by rule index. Each parameter with
-    such a rule is one piece, and no border between the `num_ranges` update ranges of ranks splits a parameter. Raises
-    ConfigError if the padding for these borders makes a region too large.
+    No element is in two pieces. `factors` has the factors for rules by matrix, by rule index. Each parameter with such
+    a rule is one piece, and no border between the `num_ranges` update ranges splits a parameter. Raises ConfigError if
+    padding to these borders makes a region too large.
     """
     users: dict[Piece, list[str]] = {}
     for unit, its in units.items():
@@ -303,7 +305,7 @@ def build_regions(
 
 
 def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT) -> int:
-    """Return the length of `members` in elements, one after the other, each aligned to `border`."""
+    """Return the total length of `members` in elements, each aligned to `border`."""
     return sum(align(piece.numel, border) for piece in members)
 
 
@@ -320,7 +322,7 @@ def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
 def _check_padding(
     names: Sequence[str], parameters: Sequence[ParameterInfo], members: Sequence[Piece], step: int, num_ranges: int
 ) -> None:
-    """Raise ConfigError if ranges of whole parameters are mostly padding."""
+    """Raise ConfigError if ranges with whole parameters are mostly padding."""
     numel = _length(members)
     if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
         largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
@@ -334,9 +336,9 @@ def _check_padding(
 
 @dataclass(frozen=True)
 class Sharding:
-    """Partition of a region over `size` ranks, from the view of `rank` (ZeRO, arXiv:1910.02054, section 5).
+    """Region partition over `size` ranks, as seen from `rank` (ZeRO, arXiv:1910.02054, section 5).
 
-    A region has one range of equal length per rank, and each rank updates its range. Stage 1 partitions the optimizer
+    A region has one range per rank, all equally long, and each rank updates one range. Stage 1 partitions the optimizer
     states, stage 2 also the stored gradients, stage 3 also the weights. In stage 0 every rank holds and updates
     everything.
 
@@ -345,17 +347,17 @@ class Sharding:
     """
 
     rank: int = 0
-    """Number of this rank in the replica."""
+    """Rank number in the replica."""
     size: int = 1
     """Ranks per replica."""
     stage: int = 0
     """ZeRO stage, 0 to 3."""
     replica: int = 0
-    """Number of this replica."""
+    """Replica number."""
     num_replicas: int = 1
     """Number of replicas."""
     gradients: Codec = EXACT
-    """Format of gradients between replicas."""
+    """Format for gradients between replicas."""
     spreads: bool = False
     """True if each optimizer state is on one rank among all replicas. This rank updates the weights and sends them to
     the other ranks that hold them (hpZ: arXiv:2306.10209, section 3.2). Stage 3 only.
@@ -372,7 +374,7 @@ class Sharding:
 
     @property
     def owner(self) -> int:
-        """Index in `ranges` of the update range of this rank."""
+        """Index in `ranges`: the update range for this rank."""
         if self.gathers:
             return self.partners[self.replica if self.spreads else 0]
         return self.rank if self.stage else 0
@@ -384,7 +386,7 @@ class Sharding:
 
     @property
     def partners(self) -> range:
-        """Indices in `ranges` of the weights on this rank."""
+        """Indices in `ranges`: the weights on this rank."""
         if not self.gathers:
             return range(self.num_ranges)
         num = self.num_ranges // self.size
@@ -405,11 +407,11 @@ class Sharding:
         return self.stage >= CUT_FROM[plane.kind]
 
     def is_own(self, plane: Plane) -> bool:
-        """True if a rank holds only its update range of `plane`."""
+        """True if a rank holds only its update range in `plane`."""
         return self.is_cut(plane) and not (self.spreads and plane.kind in OF_A_REPLICA)
 
     def shard(self, region: Region) -> slice:
-        """Return the elements for which this rank reduces the gradients of its replica."""
+        """Return the elements that this rank reduces over the replica's gradients."""
         step = region.numel // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
 
@@ -419,7 +421,7 @@ class Sharding:
         return slice(start + self.replica * step, start + (self.replica + 1) * step)
 
     def ranges(self, region: Region) -> list[tuple[int, int]]:
-        """Return the (begin, end) elements of each update range. In stage 0 one range covers the region."""
+        """Return (begin, end) elements for each update range. In stage 0 one range covers the region."""
         step = region.numel // self.num_ranges
         return [(number * step, (number + 1) * step) for number in range(self.num_ranges)]
 
@@ -428,45 +430,45 @@ class Sharding:
         return slice(*self.ranges(region)[self.owner])
 
     def held(self, region: Region, plane: Plane) -> slice:
-        """Return the elements of `plane` on this rank."""
+        """Return the `plane` elements on this rank."""
         if not self.is_cut(plane):
             return slice(0, region.numel)
         return self.own(region) if self.is_own(plane) else self.shard(region)
 
     def error_bytes(self, region: Region) -> int:
-        """Return the bytes of the gradient quantization errors that this rank keeps for `region`."""
+        """Return the bytes for gradient quantization errors on this rank."""
         return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients is not EXACT else 0
 
     def share(self, plane: Plane, num_bytes: int) -> int:
-        """Return the share of this rank in `num_bytes` of a plane, over one or several regions."""
+        """Return this rank's share in `num_bytes` of a plane, over one or several regions."""
         return num_bytes // (self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1)
 
 
 @dataclass(frozen=True)
 class DiskLayout:
-    """Planes on disk per region, and the division of regions into tiles.
+    """Planes on disk per region, and division into tiles.
 
     A region with planes on disk is read, updated and written in tiles, and each tile has one record on disk. A tile
-    never crosses the end of a rank range. Tiles of a rule by matrix end at parameter borders, however large the
-    parameters are.
+    never crosses a rank range end. Tiles for a rule by matrix end at parameter borders, however large the parameters
+    are.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the planes on disk by region index, in table order."""
+    """Names of planes on disk by region index, in table order."""
     tile_numel: int = SHARD_MULTIPLE
     """Tile size in elements."""
     sharding: Sharding = Sharding()
-    """Partition of regions over ranks."""
+    """Region partition over ranks."""
     streamed: frozenset[int] = frozenset()
     """Indices of regions updated on the device: tiles are copied from host or disk and back."""
     staying: frozenset[int] = frozenset()
     """Indices of regions with optimizer states on the device. Only weights and gradients are copied."""
     files: frozenset[int] = frozenset()
-    """Indices of regions stored in the files of the model. These files are only read."""
+    """Indices of regions stored in model files. These files are only read."""
     file_tile_numel: int = SHARD_MULTIPLE
     """Tile size in elements for reads from model files."""
     file_staging_bytes: int = 0
-    """Bytes of staging memory for direct reads of model files. 0: reads use the page cache."""
+    """Staging memory for direct reads from model files, in bytes. 0: reads use the page cache."""
     in_slots: bool = False
     """True if weights in memory are updated in the slot after their H2D copy, for regions used by one unit."""
 
@@ -480,7 +482,7 @@ class DiskLayout:
         return self.in_slots and region.trainable and len(region.units) == 1 and not self.of(region)
 
     def stays(self, region: Region, plane: Plane) -> bool:
-        """True if `plane` stays on the device while the rest of the region is copied."""
+        """True if `plane` stays on the device while other planes in the region are copied."""
         return region.index in self.staying and plane.kind == "optimizer"
 
     def travels(self, region: Region, plane: Plane) -> bool:
@@ -489,7 +491,7 @@ class DiskLayout:
         return plane.kind != "optimizer" or is_updated_elsewhere
 
     def resting(self, regions: Iterable[Region]) -> frozenset[str]:
-        """Return the labels, in plans and ledgers, of planes that are copied for no region."""
+        """Return plane labels, as in plans and ledgers, for planes copied in no region."""
         found: dict[bool, set[str]] = {True: set(), False: set()}
         for region in regions:
             for plane in region.states:
@@ -499,21 +501,21 @@ class DiskLayout:
         return frozenset(found[False] - found[True])
 
     def of(self, region: Region) -> tuple[str, ...]:
-        """Return the names of the planes on disk."""
+        """Return the names of planes on disk."""
         return self.planes.get(region.index, ())
 
     def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
-        """Return the names of planes on disk for the own range (`is_own`) or for the ranges of other ranks."""
+        """Return the names of planes on disk for the own range (`is_own`) or for ranges from other ranks."""
         return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_own(region.plane(plane)))
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
-        """Return the (begin, end) elements of all tiles in the range of rank `owner` (None: this rank). One tile covers
+        """Return (begin, end) elements for all tiles in the range of rank `owner` (None: this rank). One tile covers
         the range if the region does not move in tiles.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
         step = self._step(region) or max(1, end - begin)
         if region.by_matrix:
-            # Weights are published tile by tile, and all ranks need the same number of tiles.
+            # Weights are published tile by tile, and all ranks need equally many tiles.
             step = end - begin if self.sharding.publishes else step
             return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
@@ -526,7 +528,7 @@ class DiskLayout:
         return align(self.tile_numel, region.codec.block) if moves else 0
 
     def largest_tile(self, region: Region) -> int:
-        """Return the elements of the largest tile over all ranks, for a region that moves in tiles."""
+        """Return the elements in the largest tile over all ranks, for a region that moves in tiles."""
         if not region.by_matrix:
             step = self._step(region) or align(self.tile_numel, region.codec.block)
             return min(step, region.numel // self.sharding.num_ranges)
@@ -534,11 +536,11 @@ class DiskLayout:
         return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
-        """Return the record bytes of a tile of `numel` elements in the own range, or in the range of another rank."""
+        """Return the record bytes for a tile with `numel` elements in the own range, or in another rank's range."""
         return sum(region.plane(plane).disk_bytes(numel) for plane in self.on_disk(region, is_own))
 
     def num_bytes(self, regions: Iterable[Region]) -> int:
-        """Return the total bytes of all records."""
+        """Return the bytes for all records."""
         sizes = (
             self.record_bytes(region, end - begin, owner == self.sharding.owner)
             for region in regions
@@ -549,7 +551,7 @@ class DiskLayout:
 
 
 def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Split a range at some of the `borders`, into parts of at most `most` elements where the borders allow."""
+    """Split a range at some of the `borders`, into parts with at most `most` elements where the borders allow."""
     parts, start, last = [], begin, begin
     for border in (*borders, end):
         if border - start > most and last > start:
@@ -560,8 +562,8 @@ def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tu
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
-    """Return the stretches (file, offset in the file, bytes) of a byte range striped over `num_files` files in chunks
-    of `CHUNK_BYTES`, in order.
+    """Return (file, offset in the file, bytes) for each stretch in a byte range striped over `num_files` files, in
+    order. Chunks have `CHUNK_BYTES`.
     """
     if num_files == 1:
         return [(0, offset, num_bytes)]

@@ -11,7 +11,7 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# Kind of each dtype. Torch dtypes are added with the first tensor, so the import of this module does not import torch.
+# Kind by dtype. Torch dtypes are added with the first tensor: importing this module must not import torch.
 _kinds: dict[Any, str] = {}
 
 FP32 = frozenset({"float32"})
@@ -134,8 +134,8 @@ def _checked_kind(name: str, array: Any, allowed: frozenset[str]) -> str | None:
 
 
 def kind_of(name: str, array: Any) -> str | None:
-    """Return the kind of the array dtype, None for a dtype without kernels. Raises ConfigError if `array`
-    is no array.
+    """Return the kind for the array dtype, None for a dtype without kernels. Raises ConfigError if
+    `array` is no array.
     """
     try:
         return _kinds[array.dtype]

@@ -88,8 +88,8 @@ def encode_rest(
 ) -> None:
     """Quantize values plus error feedback into `out`, uint8 records ("int8" or "int4"). Store the new error in `error`.
 
-    `values`: float32 or bfloat16 [n]. `error`: bfloat16 [n]. n is a multiple of 128. A block of zeros keeps its error.
-    A non-finite block gets error 0.
+    `values`: float32 or bfloat16 [n]. `error`: bfloat16 [n]. n is a multiple of 128. An all-zero block keeps the old
+    error. A non-finite block gets error 0.
     """
     assert _core is not None
     number, block, width = _CODECS[codec]
@@ -105,7 +105,7 @@ def encode_rest(
 def encode_nf4(
     weights: Tensor, borders: Tensor, *, threads: int | None = None, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return nf4 codes and block scales of float32 weights [n]. `borders`, float32 [15], separates the levels.
+    """Return nf4 codes and block scales for float32 weights [n]. `borders`, float32 [15], separates the levels.
 
     Codes: uint8 [ceil(n / 2)], the first code in the upper half byte. Scales: largest magnitude per 64 weights, float32
     [ceil(n / 64)].

@@ -1,4 +1,4 @@
-"""The C++ module `offload._core`, or the reason for its absence."""
+"""Import of the C++ module `offload._core`: None, with a reason, if the module is missing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from offload.native.core import core
 from offload.native.moments import BLOCK
 from offload.native.torch_fallback import join, split
 
-_RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for quantized moments)
+_RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
     "adamw": ("adamw", "AdamwScalars", {2: "AdamwStep"}, "AdamwShortStep"),
     "correct_adamw": ("adamw", "CorrectionScalars", {2: "AdamwCorrection"}, ""),
     "lion": ("lion", "LionScalars", {1: "LionStep"}, "LionStep"),

@@ -1,8 +1,8 @@
 """Random directions over weights, computed on the fly and never stored (SPSA; MeZO, arXiv:2305.17333, algorithm 1).
 `perturb` adds and subtracts one direction, `descend` takes a step against several.
 
-The value z of an element depends only on (key, step, direction, element). C++ (`csrc/direction_kernel.inl`) and torch
-on any device give the same bits, because no result depends on fused operations. docs/reference/numerics.md defines z.
+Each element's value z depends only on (key, step, direction, element). C++ (`csrc/direction_kernel.inl`) and torch on
+any device give the same bits, because no result depends on fused operations. docs/reference/numerics.md defines z.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     import torch
 
 PURPOSE = 1
-"""Philox purpose for the first direction of a step. Each further direction adds 65536."""
+"""Philox purpose for a step's first direction. Each further direction adds 65536."""
 ROUNDING = 3
-"""Philox purpose for stochastic rounding of bf16 weights without a low half."""
+"""Philox purpose for stochastic rounding, for bf16 weights without a low half."""
 _NEXT = 1 << 16
 _SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every constant in torch
 _PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: fits the CPU cache; few launches on a device
 
 
 class NoiseRange(NamedTuple):
-    """Random stream for directions over a range of weights in one parameter."""
+    """Random stream for directions over weights in one parameter."""
 
     key: int
-    """64-bit key of the parameter and the run seed."""
+    """64-bit key for the parameter and the run seed."""
     step: int
     """Training step, 32 bits."""
     element: int = 0
-    """Position of the first weight in the flat parameter, a multiple of 64."""
+    """First weight's position in the flat parameter, a multiple of 64."""
     threshold: float = math.inf
     """Weights with a larger magnitude in the compute dtype get z = 0."""
 
@@ -116,7 +116,7 @@ def descend(
 
 
 def normal(words: torch.Tensor) -> torch.Tensor:
-    """Return one float32 number per int32 word, with mean 0 and variance 1 (binomial approximation of a normal)."""
+    """Return one float32 number per int32 word, with mean 0 and variance 1. See docs/reference/numerics.md."""
     upper = words.bitwise_right_shift(8).bitwise_and_(0xFFFFFF)
     ones = upper.bitwise_and(0x555555).add_(upper.bitwise_right_shift(1).bitwise_and_(0x555555))
     ones = ones.bitwise_and(0x333333).add_(ones.bitwise_right_shift(2).bitwise_and_(0x333333))
@@ -163,7 +163,7 @@ def _descend(
 
 
 def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice) -> torch.Tensor:
-    """Return z for `piece` of the weights `used`, in the compute dtype."""
+    """Return z over `piece`. `used`: weights in the compute dtype."""
     from offload.native import philox
 
     purpose = PURPOSE + _NEXT * direction

@@ -114,17 +114,16 @@ def adamw(
 
     The order of operations follows `torch.optim.AdamW(foreach=False, fused=False)` (Loshchilov and Hutter, algorithm 2,
     https://arxiv.org/abs/1711.05101), with the gradient times `grad_scale`. exp_avg and exp_avg_sq equal torch to the
-    bit. So does the master, where the square root in torch is correctly rounded, as here (MKL is not). With bfloat16 or
-    8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have the same number
-    of elements.
+    bit. So does the master, if torch rounds the square root correctly, as this kernel does (MKL does not). With
+    bfloat16 or 8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have
+    equally many elements.
 
     master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
     exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). The weight update
     uses the new moments before their rounding. bfloat16 moments are rounded stochastically, by a function of `key`,
-    `step` and element number; `element`, a multiple of 128, is the number of the first element. 8-bit moments are
-    rounded to the nearest number of the dynamic map (a tie goes away from 0), times the block scale, the largest
-    magnitude in the block. The scale is 0 for a block without normal numbers, and NaN for a block with a non-finite
-    moment.
+    `step` and element number; `element`, a multiple of 128, numbers the first element. 8-bit moments are rounded to the
+    nearest number in the dynamic map (a tie goes away from 0), times the block scale, the largest magnitude in the
+    block. The scale is 0 for a block without normal numbers, and NaN for a block with a non-finite moment.
     grad: float32 or bfloat16, not modified.
     step: number of this step, from 1.
 
@@ -245,7 +244,7 @@ def sgd(
         momentum_buffer = momentum momentum_buffer + change
         master          = master - lr momentum_buffer
 
-    Without a buffer (None) the change replaces it in the last line. Arrays as in `adamw`; the buffer is float32.
+    Without a buffer (None) the last line uses the change. Arrays as in `adamw`; the buffer is float32.
     """
     _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
     buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
@@ -302,9 +301,9 @@ def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa:
 
 
 def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> float:
-    """Return the sum of squares of a float32 or bfloat16 array, in float64. The order depends only on the length.
+    """Return the sum of squares for a float32 or bfloat16 array, in float64. The order depends only on the length.
 
-    inf and NaN propagate. Waits for the device of a device tensor.
+    inf and NaN propagate. Waits for the device if `x` is on one.
     """
     return float(_call("sum_squares", [("x", x, FP32_OR_BF16)], threads, isa))
 
@@ -312,8 +311,8 @@ def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> 
 def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
     """Copy `source` (float32 or bfloat16) to `out` and return `sum_squares(source)` to the bit, with a single read.
 
-    `out` has the dtype and length of `source`; the copy preserves all bits, also of a NaN. Small arrays take a few
-    microseconds and wake no thread. Waits for the device of a device tensor.
+    `out` has the same dtype and length; the copy preserves all bits, also in a NaN. Small arrays take a few
+    microseconds and wake no thread. Waits for the device if the arrays are on one.
     """
     alike = FP32 if kind_of("source", source) == "float32" else BF16
     return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))

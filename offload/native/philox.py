@@ -1,5 +1,5 @@
 """Philox4x32-7 random numbers in torch, on any device, equal to `csrc/philox.inl` (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011). For the use of counters see docs/reference/numerics.md.
+numbers: as easy as 1, 2, 3", SC 2011). docs/reference/numerics.md explains the counters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _DRAWN = 64  # elements per 16 neighbouring counters
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random words per counter of four words. All are int64 [n] with 32 used bits; `key` has 64 bits."""
+    """Return four random words per four-word counter. All are int64 [n] with 32 used bits; `key` has 64 bits."""
     first, second, third, fourth = counter
     key0, key1 = key & _MASK, key >> 32
     for _ in range(_ROUNDS):
-        # A 64-bit product wraps around in int64 without loss of bits.
+        # A 64-bit product wraps around in int64 without losing bits.
         left, right = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
         first, third = (right >> 32) ^ second ^ key0, (left >> 32) ^ fourth ^ key1
         first, second, third, fourth = first & _MASK, right & _MASK, third & _MASK, left & _MASK

@@ -15,8 +15,8 @@ from offload.native.moments import BLOCK, decode, encode, random_halves, round_b
 
 _CHUNK = 1 << 18  # elements at a time on the CPU: temporaries stay small and in the cache
 SCRATCH_BYTES = 128 << 20
-"""Maximum temporary memory of an update on another device, in bytes. Pieces are as large as this allows: each piece
-takes 16 to 30 launches, an overhead that exceeds the time of a small piece on a GPU.
+"""Maximum temporary memory for an update on another device, in bytes. Pieces are as large as this allows: each piece
+takes 16 to 30 launches, on a GPU more time than a small piece itself.
 """
 _BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary memory by moment dtype
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
@@ -37,7 +37,7 @@ def update(
     drawn: tuple[int, int, int],
 ) -> Tensor:
     """Update in place with a `rule` from below. Return the number of non-finite new master weights, 0-dim int64 on the
-    device of the arrays.
+    same device.
 
     master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: stored as in `states`,
     see `offload.native.kernels.adamw`. `drawn`: key, step and element for stochastic rounding.
@@ -89,7 +89,7 @@ def adamw(
     # Divide by a tensor: CUDA divides by a Python number through the reciprocal.
     correction = _scalar(sqrt_correction2, weight)
     denom = _sqrt(v).div_(correction).add_(eps)
-    change = (m * neg_step_size).div_(denom)  # instead of addcdiv_, with a different order on CPU and CUDA
+    change = (m * neg_step_size).div_(denom)  # instead of addcdiv_, because its order differs between CPU and CUDA
     weight.mul_(decay).add_(change)
 
 
@@ -204,14 +204,14 @@ def _scalar(value: float, like: Tensor) -> Tensor:
 
 
 def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
-    """Yield slices of an array, sized by their temporary memory."""
+    """Yield array slices, sized by their temporary memory."""
     size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
     for begin in range(0, master.numel(), size):
         yield slice(begin, min(begin + size, master.numel()))
 
 
 def _count_nonfinite(weight: Tensor) -> Tensor:
-    """Return the number of non-finite weights, 0-dim int64. x - x is 0 or NaN. (isfinite alone takes four launches.)"""
+    """Count non-finite weights, 0-dim int64. x - x is 0 or NaN. (isfinite alone takes four launches.)"""
     return (weight - weight).isnan().sum()
 
 
@@ -234,7 +234,7 @@ def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return the sum of squares of float32 or bfloat16 [n], 0-dim float64 on the same device.
+    """Return the sum of squares for float32 or bfloat16 [n], 0-dim float64 on the same device.
 
     On the CPU in the order of csrc/reduce_kernel.inl, elsewhere in a torch order fixed by the length.
     """
@@ -267,7 +267,7 @@ def copy_sum_squares(source: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
-    """Return the sums of squares of the slices x[offset : offset + size], float64 [k] on the device of x."""
+    """Return `sum_squares` for each slice x[offset : offset + size], float64 [k] on the same device."""
     if not offsets:
         return torch.zeros(0, dtype=torch.float64, device=x.device)
     return torch.stack([sum_squares(x[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])

@@ -1,1 +1,1 @@
-"""Storage of states on device, host and NVMe: budgets, exact host memory, and the location of every plane."""
+"""Storage for states on device, host and NVMe: budgets, exact host memory, and plane locations."""

@@ -1,4 +1,4 @@
-"""Slot bookkeeping without memory: positions of cargoes in device memory, and the waits between their users."""
+"""Slot bookkeeping without memory: cargo positions in device memory, and waits between their users."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from offload.tiers.due import Due
 
 @dataclass(eq=False)
 class Slot:
-    """Range of device memory with a present or past cargo."""
+    """Device memory range with a present or past cargo."""
 
     cargo: int
-    """Index of the cargo."""
+    """Cargo index."""
     begin: int
     """First byte."""
     end: int
@@ -26,18 +26,18 @@ class Slot:
     is_whole: bool = False
     """True if the slot also has the co-fetched master planes, for updates in the slot."""
     fence: Fence = field(default_factory=lambda: Fence("slot"))
-    """Writers and readers of the slot."""
+    """Slot writers and readers."""
 
 
 class Cargoes(ABC):
     """Device memory for weights: streaming slots, and resident regions.
 
-    A cargo is the set of streaming regions of a unit, by index (0: empty). `fetch` copies a cargo to an offset; `wait`
+    A cargo is a unit's set of streaming regions, by index (0: empty). `fetch` copies a cargo to an offset; `wait`
     orders compute after the copy; `used` records compute as a reader. Subclasses implement the copy in `_fill`.
     """
 
     def __init__(self, co_fetched: Callable[[Region], Sequence[Plane]], due: Due, lanes: Lanes) -> None:
-        """`co_fetched` returns the planes next to the weights in the slot of a region."""
+        """`co_fetched` returns the planes next to a region's weights in a slot."""
         self._co_fetched, self._due, self._lanes = co_fetched, due, lanes
         self._slots: list[Slot] = []
         self._lying: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
@@ -46,17 +46,17 @@ class Cargoes(ABC):
 
     @abstractmethod
     def _fill(self, slot: Slot, gone: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> Sequence[Ticket]:
-        """Copy the cargo of `slot` to the device, after `fills` (users of the overwritten slots `gone`). Returns the
-        tickets of the copy.
+        """Copy the slot's cargo to the device, after `fills` (tickets from users of the overwritten slots `gone`).
+        Returns the copy tickets.
         """
 
     # -- cargoes ---------------------------------------------------------------------------------------------
 
     def _forget_cargoes(self) -> None:
         self.cargoes: list[tuple[Region, ...]] = [()]
-        self._sizes = [0]  # of cargoes, in bytes
-        self._slot_sizes: dict[int, int] = {}  # of regions, in bytes, by region index
-        self._numbers: dict[tuple[Region, ...], int] = {}  # by the regions of a unit
+        self._sizes = [0]  # by cargo, in bytes
+        self._slot_sizes: dict[int, int] = {}  # by region index, in bytes
+        self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
         """Return the cargo index for a unit with these regions."""
@@ -71,7 +71,7 @@ class Cargoes(ABC):
         return found
 
     def cargo_bytes(self, cargo: int) -> int:
-        """Return the slot bytes of a cargo."""
+        """Return the bytes a cargo takes in a slot."""
         return self._sizes[cargo]
 
     def _slot_bytes(self, region: Region) -> int:
@@ -86,18 +86,18 @@ class Cargoes(ABC):
         return region.index in self._staying
 
     def held(self) -> dict[int, int]:
-        """Return the offsets of all valid cargoes, fetched or in transit."""
+        """Return offsets for all valid cargoes, fetched or in transit."""
         return {cargo: slot.begin for cargo, slot in self._lying.items()}
 
     def offset(self, cargo: int) -> int:
-        """Return the offset of a cargo; -1 for an empty or absent cargo."""
+        """Return the cargo offset; -1 for an empty or absent cargo."""
         slot = self._lying.get(cargo)
         return -1 if slot is None else slot.begin
 
     # -- a use -----------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Copy a cargo to `offset`, after the last readers of all overwritten slots. `is_ahead`: for the next step."""
+        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step."""
         end = offset + self._sizes[cargo]
         evicted = set(map(self._lying.get, evicts))
         kept, gone = [], []
@@ -111,7 +111,7 @@ class Cargoes(ABC):
             fills += other.fence.before_fill()
             if self._lying.get(other.cargo) is other:
                 del self._lying[other.cargo]
-            # The rest of an evicted slot keeps its fence: the next cargo there waits for the same readers.
+            # The rest of an evicted slot keeps the same fence: the next cargo there waits for the same readers.
             for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end)):
                 if part[0] < part[1]:
                     kept.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
@@ -120,7 +120,7 @@ class Cargoes(ABC):
         self._lying[cargo] = slot  # only now: all copies are submitted
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
-        """Order compute after the fetch of a cargo, and after the copies of the resident regions."""
+        """Order compute after a cargo fetch, and after copies of resident regions."""
         slot = self._lying.get(cargo)
         tickets = list(slot.fence.before_read()) if slot is not None else []
         for region in regions:
@@ -130,7 +130,7 @@ class Cargoes(ABC):
             self._lanes.compute_after(tickets)
 
     def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """Record compute, up to `marks`, as reader of the weights."""
+        """Record compute, up to `marks`, as a weight reader."""
         slot = self._lying.get(cargo)
         if slot is not None:
             slot.fence.read(*marks)
@@ -154,7 +154,7 @@ class Cargoes(ABC):
         return slots
 
     def need_masters(self, regions: Iterable[Region]) -> None:
-        """Prepare updates in slots: invalidate slots of these regions fetched without master planes."""
+        """Prepare updates in slots: invalidate slots with these regions but without master planes."""
         needed, lacking = set(regions), []
         for slot in self._lying.values():
             its = needed.intersection(self.cargoes[slot.cargo])

@@ -1,4 +1,4 @@
-"""Decoding of quantized weights in a slot."""
+"""Decoding for quantized weights in a slot."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from offload.layout.regions import Region
 from offload.tiers.device import Device
 
 DECODING = "decoding"
-"""Ledger name of the workspace: device memory for decoding one piece at a time."""
+"""Ledger name for the workspace: device memory for decoding one piece at a time."""
 
 
 def decoding_bytes(regions: Iterable[Region]) -> int:
-    """Return the bytes of the decoding workspace for these regions."""
+    """Return the decoding workspace bytes for these regions."""
     needs = [
         (codec.tables.nbytes, codec.workspace_bytes(region.numel))
         for region in regions
@@ -27,8 +27,8 @@ def decoding_bytes(regions: Iterable[Region]) -> int:
 
 
 def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
-    """Return the copy target for the stored data of a region: `weights` for exact weights. For quantized weights, the
-    end of `weights`, so that records need no extra memory.
+    """Return the copy target for a region's stored data: `weights` for exact weights. For quantized weights, the end of
+    `weights`: records then need no extra memory.
     """
     if region.travels is EXACT:
         return weights
@@ -51,15 +51,15 @@ class Decoder:
             lanes.wait(lanes.mark())  # another stream reads the tables
 
     def decode(self, region: Region, weights: torch.Tensor) -> None:
-        """Decode the flat weights of a region."""
+        """Decode a region's flat weights."""
         assert isinstance(region.travels, Coded)
-        begin = 0 if len(region.travels.tables) else self._table_bytes  # keep the tables of another codec
+        begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
         region.travels.decode(resting(region, weights), weights, self._workspace[begin:])
         for used in (weights, self._workspace):
             self._device.lend(used)
 
     def moved_bytes(self, region: Region) -> int:
-        """Return the device memory traffic of decoding, in bytes."""
+        """Return the device memory traffic during decoding, in bytes."""
         assert isinstance(region.travels, Coded)
         between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
         return region.travelling_bytes + region.weight_bytes + between

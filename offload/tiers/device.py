@@ -33,11 +33,11 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     pinning: Pinning | None = None
     late_bytes = 0
-    """Difference between the peaks of equal steps, in bytes. 0: the ledger counts every byte."""
+    """Difference between peaks in equal steps, in bytes. 0: the ledger counts every byte."""
     waiting_bytes = 0
     """Bytes freed by all owners but still used by a stream."""
     decodes_at_once = True
-    """True if decoding is one pass over memory. False: a sequence of torch operations."""
+    """True if decoding is one pass over memory. False: several torch operations."""
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
@@ -66,20 +66,20 @@ class CpuDevice:
         return tensor
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Return a context for device work of this thread beside all other work."""
+        """Return a context in which this thread's device work runs beside all other work."""
         return nullcontext()
 
     def entered(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a context factory for another thread, to compute on the stream of this thread."""
+        """Return a context factory for another thread, to compute on this thread's stream."""
         return nullcontext
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor of another stream as used by the current stream: the allocator must not reuse the memory
-        earlier.
+        """Mark another stream's tensor as used by the current stream: the allocator must not reuse the
+        memory earlier.
         """
 
     def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a small D2H copy after all compute submitted so far. Returns a function that waits for the values."""
+        """Start a small D2H copy after all compute submitted so far. Returns a function to wait for the values."""
         return lambda: values
 
     @property
@@ -96,7 +96,7 @@ class CpuDevice:
         return (torch.get_rng_state(),)
 
     def set_random_state(self, state: tuple[torch.Tensor, ...]) -> None:
-        """Restore the result of `random_state`."""
+        """Restore the states from `random_state`."""
         torch.set_rng_state(state[0])
 
     def seed(self, number: int) -> None:
@@ -118,7 +118,7 @@ class _Staging:
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event]]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous buffer with the shape and dtype of `like`, without pending copies."""
+        """Return a contiguous buffer with shape and dtype from `like`, without pending copies."""
         size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
         if len(free) >= _MOST_STAGED:
@@ -130,18 +130,18 @@ class _Staging:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def give_back(self, staged: torch.Tensor, event: torch.Event) -> None:
-        """Allow reuse of a buffer after `event`."""
+        """Allow reuse after `event`."""
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(staged.untyped_storage())
         self._free[memory.nbytes].append((memory, event))
 
 
 class AcceleratorDevice:
-    """Accelerator with the interface of CpuDevice. Work runs in the current stream of the caller; on a lane, in the
-    lane stream.
+    """Accelerator with the CpuDevice interface. Work runs in the caller's current stream; on a lane, in the lane
+    stream.
     """
 
     late_bytes = 16 << 10
-    """Difference between the peaks of equal steps, in bytes: memory still used by a lane, and allocator rounding."""
+    """Difference between peaks in equal steps, in bytes: memory still used by a lane, and allocator rounding."""
     decodes_at_once = False
 
     def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
@@ -220,7 +220,7 @@ class AcceleratorDevice:
         return wait
 
     def _present(self) -> torch.Event:
-        """Return an event after all submitted work of the current stream."""
+        """Return an event after all work submitted to the current stream."""
         event = self._accelerator.event(sleeps=True)
         event.record(self._accelerator.current_stream())
         return event

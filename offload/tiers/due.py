@@ -14,9 +14,9 @@ Work = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Te
 
 
 class Due:
-    """Updates to submit before the next use of the weights.
+    """Updates to submit before the next weight use.
 
-    submissions: submit functions by region, in order of use in the next step. in_slot: update functions of regions
+    submissions: submit functions by region, ordered by use in the next step. in_slot: update functions for regions
     updated in their slots, at the next fetch.
     """
 

@@ -1,4 +1,4 @@
-"""Leases: borrowed planes for one piece of work in a lane."""
+"""Leases: planes borrowed for one work item in a lane."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(frozen=True)
 class Lease:
-    """Tile planes borrowed for one piece of work. Before the next lease, call `done_reading` or `done_writing` with the
-    ticket of this work.
+    """Tile planes borrowed for one work item. Before the next lease, call `done_reading` or `done_writing` with the
+    work's ticket.
     """
 
     planes: dict[str, torch.Tensor]
@@ -28,7 +28,7 @@ class Lease:
     """Call this if the work changes the planes. Changes are written back."""
 
     def beside(self, fence: Fence) -> Lease:
-        """Return a lease that also reads the buffer of `fence`."""
+        """Return a lease that also reads the buffer behind `fence`."""
 
         def read(ticket: Ticket) -> None:
             fence.read(ticket)
@@ -46,4 +46,4 @@ class Lease:
 
 
 NOTHING = Lease({}, (), (), lambda _: None, lambda _: None)
-"""Empty base for leases of disk planes only."""
+"""Empty base for leases with disk planes only."""

@@ -1,4 +1,4 @@
-"""Memory ledger of a tier: named allocations and a budget."""
+"""Memory ledger for a tier: named allocations and a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Loan:
     """Memory held until another allocation needs the room."""
 
     name: str
-    """Name of the allocation."""
+    """Allocation name."""
     num_bytes: int
     is_over: Callable[[], bool]
     """Returns True if the memory can be released now."""
@@ -22,12 +22,10 @@ class _Loan:
 
 @dataclass
 class Ledger:
-    """Named allocations of one tier. `reserve` raises an error with a table of allocations if the budget
-    is too small.
-    """
+    """Named allocations in one tier. `reserve` raises an error listing all allocations if the budget is too small."""
 
     tier: str
-    """Name of the tier."""
+    """Tier name."""
     budget_bytes: int | None = None
     """Maximum bytes held at once. None: no limit."""
     flag: str = ""
@@ -97,7 +95,7 @@ class Ledger:
         self.current_bytes = 0
 
     def release(self, name: str, num_bytes: int) -> None:
-        """Release `num_bytes` of the allocation `name`."""
+        """Release `num_bytes` from the allocation `name`."""
         if not num_bytes:
             return
         self.allocations[name] -= num_bytes

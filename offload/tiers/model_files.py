@@ -1,4 +1,4 @@
-"""Weights stored in the files of the model, only read."""
+"""Weights stored in model files, only read."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ from offload.tiers.ring import Ring
 from offload.tiers.watched_files import WatchedFile, WatchedFiles
 
 READ_RING = "read ring"
-"""Ledger name of the host ring for weights from files."""
+"""Ledger name for the host ring with weights from files."""
 Read = Callable[[int, int], torch.Tensor]
-"""Returns the elements from begin to end of a parameter, flat, in any float dtype; records for a
-quantized parameter.
-"""
+"""Returns parameter elements from begin to end, flat, in any float dtype; records for a quantized parameter."""
 
 
 @dataclass(eq=False)
 class FileRecord:
-    """Weights of a tile in model files."""
+    """Tile weights in model files."""
 
     region: Region
-    """Region of the tile."""
+    """Region with this tile."""
     begin: int
     """First element."""
     end: int
@@ -42,9 +40,9 @@ class FileRecord:
     planes: Mapping[str, Plane]
     """Weight planes by name."""
     files: ModelFiles
-    """Model files of all regions."""
+    """Model files for all regions."""
     fence: Fence = field(default_factory=lambda: Fence("files"))
-    """Readers of the weights."""
+    """Weight readers."""
 
     def has_room(self, names: Sequence[str]) -> bool:  # noqa: ARG002
         """Return False: file records do not support early leases."""
@@ -87,15 +85,15 @@ class ModelFiles:
         return self._watched.open(path)
 
     def give(self, parameter: int, read: Read) -> None:
-        """Set the read function of a parameter, by index."""
+        """Set a parameter's read function, by parameter index."""
         self._reads[parameter] = read
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
-        """Return the record for elements `begin` to `end` of a region."""
+        """Return the record for region elements `begin` to `end`."""
         return FileRecord(region, begin, end, {plane.name: plane for plane in planes}, self)
 
     def lend(self, record: FileRecord, names: Sequence[str], lease: Lease, is_ahead: bool) -> Lease:
-        """Add planes of a tile to a lease, and start their read into the ring."""
+        """Add tile planes to a lease, and start their read into the ring."""
         numel = record.end - record.begin
         sizes = [record.planes[name].num_bytes(numel) for name in names]
         stretch = self._ring.take(sum(sizes))
@@ -119,7 +117,7 @@ class ModelFiles:
         return Lease(lease.planes | lent, (*lease.reads, reading), lease.fills, read, changed)
 
     def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
-        """Read the part of each piece in the tile. fp32 weights are split if the region has a low half."""
+        """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
         region = record.region
         for piece, offset in zip(region.pieces, region.offsets, strict=True):
             begin, end = max(offset, record.begin), min(offset + piece.numel, record.end)
@@ -144,7 +142,7 @@ class ModelFiles:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned bytes of the ring, available for copies without staging."""
+        """Pinned bytes in the ring, available for copies without staging."""
         return self._arena.pinned_bytes
 
     def close(self) -> None:

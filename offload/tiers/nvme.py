@@ -1,4 +1,4 @@
-"""NVMe tier: state records in preallocated files, transferred in tiles through pinned ring buffers of fixed size."""
+"""NVMe tier: state records in preallocated files, transferred in tiles through pinned ring buffers with fixed size."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Stripes:
         wait_for_all([self._io.write(*piece) for piece in self._cut(offset, memory)])
 
     def _cut(self, offset: int, memory: torch.Tensor) -> list[tuple[File, int, torch.Tensor]]:
-        """Return (file, offset in the file, part) for every part of `memory`."""
+        """Return (file, offset in the file, part) for each part in `memory`."""
         pieces, end = [], 0
         for number, place, size in stripe(offset, memory.nbytes, len(self._files)):
             pieces.append((self._files[number], place, memory[end : end + size]))
@@ -71,14 +71,14 @@ class Stripes:
 
 
 class Channel:
-    """Disk path of one purpose: a ring buffer, with a read lane and a write lane."""
+    """Disk path for one purpose: a ring buffer, with a read lane and a write lane."""
 
     def __init__(self, ring: Ring, reads: Lane, writes: Lane, counters: Counters) -> None:
         self._ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the ring."""
+        """Ring bytes."""
         return self._ring.memory.nbytes
 
     def reset(self) -> None:
@@ -90,7 +90,7 @@ class Channel:
         return self._ring.has_room(num_bytes)
 
     def take(self, num_bytes: int) -> RingSlice:
-        """Return ring memory, reserved until `close` of the slice."""
+        """Return ring memory, reserved until the slice is closed."""
         stretch = self._ring.take(num_bytes)
         assert stretch is not None, "the ring was planned for one lease at a time"
         return stretch
@@ -118,7 +118,7 @@ class Channel:
         fills: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        """Write the first `num_bytes` of a slice to a file."""
+        """Write the first `num_bytes` in a slice to a file."""
         ticket = self._writes.submit(
             lambda: file.write(offset, stretch.flat[:num_bytes]),
             reads=reads,
@@ -133,32 +133,32 @@ class Channel:
 
 @dataclass(eq=False)
 class Record:
-    """Planes of a tile on disk, one after the other.
+    """Tile planes on disk, one after the other.
 
-    Gradients have a separate fence. Gradients of a cancelled step may stay unwritten without harm, but a failed write
-    of states loses them.
+    Gradients have a separate fence. Gradients from a cancelled step may stay unwritten without harm, but a failed state
+    write loses states.
     """
 
     name: str
     """Region name, for errors and timelines."""
     numel: int
-    """Elements of the tile."""
+    """Elements in the tile."""
     planes: Mapping[str, Plane]
     """Planes on disk by name."""
     file: Stripes
     """Striped file."""
     offset: int
-    """First byte of the record in the file."""
+    """First record byte in the file."""
     fetches: Channel
     """Channel for weight reads before H2D copies."""
     updates: Channel
-    """Channel for state reads and writes of updates."""
+    """Channel for state reads and writes in updates."""
     fence: Fence = field(default_factory=lambda: Fence("record"))
-    """Readers and writers of the states."""
+    """State readers and writers."""
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
-    """Readers and writers of the stored gradients."""
+    """Readers and writers for stored gradients."""
     _recent: tuple[Sequence[str], RingSlice] | None = None
-    """Planes of the last read into the update ring, and their slice."""
+    """Planes from the last read into the update ring, and their slice."""
 
     def has_room(self, names: Sequence[str]) -> bool:
         """Return True if the update ring has room for neighbouring planes beside all leases."""
@@ -187,8 +187,8 @@ class Record:
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:
         """Add memory for neighbouring planes to a lease, to be written after the fill.
 
-        A plane for H2D copies (`travels`) uses the fetch ring, not the update ring: the plane of another rank arrives
-        while the own updated plane still waits in the update ring for its transfer to other ranks.
+        A plane for H2D copies (`travels`) uses the fetch ring, not the update ring: another rank's plane arrives while
+        the own updated plane still waits in the update ring for transfer to other ranks.
         """
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
@@ -256,7 +256,7 @@ class Record:
         stretch.close()
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:
-        """Return the fences of the planes: states, gradients or both."""
+        """Return the fences for the planes: states, gradients or both."""
         return list(dict.fromkeys(self.landing if name == "gradients" else self.fence for name in names))
 
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class Record:
 
 
 class Nvme:
-    """Files and rings of a run. The files have no names, so the kernel frees them at any end of the program."""
+    """Files and rings for a run. The files have no names, so the kernel frees them however the program ends."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Nvme:
         self._open_channels(memory, lanes, counters)
 
     def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
-        """Create the channel of each purpose over its ring memory."""
+        """Create one channel per purpose over the ring memory."""
         self._next = 0
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)
@@ -323,7 +323,7 @@ class Nvme:
         self.activations = Channel(activation, lanes.activation_read, lanes.activation_write, counters)
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> Record:
-        """Return the next record, with `planes` of elements `begin` to `end` of a region."""
+        """Return the next record, with `planes` for region elements `begin` to `end`."""
         by_name, numel = {plane.name: plane for plane in planes}, end - begin
         record = Record(region.name, numel, by_name, self._states, self._next, self.fetches, self.updates)
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
@@ -354,12 +354,12 @@ class Nvme:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned bytes of the rings, available for copies without staging."""
+        """Pinned bytes in the rings, available for copies without staging."""
         return self._arena.pinned_bytes
 
     def close(self) -> None:
         """Close the files. All lanes must have ended."""
-        with contextlib.suppress(DiskError):  # already raised for the users of the transfer
+        with contextlib.suppress(DiskError):  # already raised for the transfer's users
             self._io.close()
         self._arena.close()
 

@@ -70,10 +70,10 @@ class Pinning:
 
 class HostMapping(mmap.mmap):
     """Memory mapping with a guarantee: no unmapping while registered. Otherwise a new mapping could get the same
-    address, and the driver would take it for the old pages.
+    address, and the driver would use the old pages.
 
-    All tensors in the mapping keep it alive; after the last one `__del__` unregisters it. (Not a weak reference
-    callback: mmap calls those after the unmapping.) If unregistering fails, the mapping stays forever.
+    All tensors in the mapping keep the mapping alive; after the last one `__del__` unregisters the memory. (Not a weak
+    reference callback: mmap calls those after the unmapping.) If unregistering fails, the mapping stays forever.
     """
 
     _pinning: Pinning | None = None

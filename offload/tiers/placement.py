@@ -1,4 +1,4 @@
-"""Placement: the tier of each kind of state, and the tier budgets."""
+"""Placement: tiers for all kinds of state, and tier budgets."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ class Placement:
     """
 
     parameters: str = "cpu"
-    """Tier of the weights: device, cpu, nvme, auto or files. files: frozen weights are read from the model files at
-    every use, without another copy; trainable weights are on the CPU.
+    """Tier for weights: device, cpu, nvme, auto or files. files: frozen weights are read from the model files at every
+    use, without another copy; trainable weights are on the CPU.
     """
     optimizer: str = "cpu"
-    """Tier of low halves and moments: device, cpu, nvme or auto."""
+    """Tier for low halves and moments: device, cpu, nvme or auto."""
     gradients: str = "auto"
-    """Tier of gradients waiting for the gradient norm. auto: the tier of the optimizer states; on disk only without
-    room in memory.
+    """Tier for gradients waiting for the gradient norm. auto: same as the optimizer states; on disk only without room
+    in memory.
     """
     activations: str = "device"
-    """Tier of unit inputs saved for backward: device, cpu or nvme."""
+    """Tier for unit inputs saved for backward: device, cpu or nvme."""
     graphs: str = "device"
-    """Tier of saved autograd graphs of units, which replace recomputation. device: as many as `recompute` allows; cpu
-    or nvme: as many as fit in memory there.
+    """Tier for saved autograd graphs, which replace recomputation. device: as many units as `recompute` allows; cpu or
+    nvme: as many as fit in memory there.
     """
     experts: str = "auto"
-    """Fetch of mixture-of-experts layers. whole: all experts with the layer. streamed: only experts with routed tokens,
-    a few at a time. auto: whole, or streamed if a layer does not fit on the device.
+    """Fetch for mixture-of-experts layers. whole: all experts with the layer. streamed: only experts with routed
+    tokens, a few at a time. auto: whole, or streamed if a layer does not fit on the device.
     """
     optimizer_memory: float | str | None = None
-    """Maximum device memory of optimizer states for `optimizer` auto; the rest is stored below. None: as many as the
+    """Maximum device memory for optimizer states with `optimizer` auto; the rest is stored below. None: as many as the
     device budget holds beside all weights, or all without a budget.
     """
     graphs_memory: float | str | None = None
-    """Maximum memory of saved autograd graphs on the CPU or NVMe tier, of this machine. Other units recompute."""
+    """Maximum memory for saved autograd graphs on the CPU or NVMe tier, per machine. Other units recompute."""
     device_memory: float | str | None = None
-    """Device budget. Also limits the torch allocator of the process, until the engine closes, to this budget plus 256
+    """Device budget. Also limits the torch allocator in this process, until the engine closes, to the budget plus 256
     MiB plus memory held by others before the engine.
     """
     host_memory: float | str | None = None
     """Host memory budget."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """Directory of the NVMe tier, or several on different disks."""
+    """Directory for the NVMe tier, or several on different disks."""
     nvme_memory: float | str | None = None
     """Disk budget."""
 
@@ -134,6 +134,6 @@ class Placement:
 
     @property
     def dirs(self) -> Sequence[str]:
-        """Directories of the NVMe tier."""
+        """Directories for the NVMe tier."""
         assert self.nvme_dir is None or isinstance(self.nvme_dir, tuple), "__post_init__ has seen to it"
         return self.nvme_dir or ()

@@ -22,7 +22,7 @@ class RingSlice:
     fills: list[Ticket]
     """Tickets to wait for before a write."""
     fence: Fence
-    """Writers and readers of the slice."""
+    """Slice writers and readers."""
     is_open: bool = True
     """True until `close`: the memory is reserved."""
     is_whole: bool = True
@@ -40,7 +40,7 @@ class Ring:
     memory: torch.Tensor
     """Ring memory, flat uint8."""
     kind: str
-    """Kind of the fences, see `Fence`."""
+    """Fence kind, see `Fence`."""
     _end: int = 0
     _taken: list[RingSlice] = field(default_factory=list)
 

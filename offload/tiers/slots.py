@@ -24,9 +24,9 @@ _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
 
 
 class Slots(Cargoes):
-    """Device weights of units during compute.
+    """Device weights for units during compute.
 
-    A cargo is copied by the h2d lane. With partitioned weights each rank copies its range over its own link, and the
+    The h2d lane copies cargoes. With partitioned weights each rank copies one range over its own link, and the
     collective lane gathers the ranges. Quantized weights are decoded afterwards. `parameters` returns Parameters as
     views of the present weights.
     """
@@ -44,7 +44,7 @@ class Slots(Cargoes):
         decoder: Decoder | None = None,
         debug: bool = False,
     ) -> None:
-        """`decoder`: shared with other slots of the store (None: create one)."""
+        """`decoder`: shared with other slots in the store (None: create one)."""
         super().__init__(store.co_fetched, due, lanes)
         self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
@@ -53,7 +53,7 @@ class Slots(Cargoes):
         """True if ranks gather weights at every fetch."""
         self._on_device = store.tier == "device" and not self.gathers
         self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
-        """Decoder of quantized weights."""
+        """Decoder for quantized weights."""
         self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
         if self._on_device:
@@ -65,14 +65,14 @@ class Slots(Cargoes):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of device memory for streaming."""
+        """Device memory for streaming, in bytes."""
         return self._memory.nbytes
 
     def is_resident(self, region: Region) -> bool:
         return self._rests_as_used(region) or region.index in self._staying
 
     def _rests_as_used(self, region: Region) -> bool:
-        """Return True if the region is used in its storage location."""
+        """Return True if compute uses the region where it is stored."""
         return self._on_device and region.travels is EXACT
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
@@ -85,7 +85,7 @@ class Slots(Cargoes):
     # -- where weights are -----------------------------------------------------------------------------------
 
     def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
-        """Return the flat device weights of each region, valid while the unit is in use."""
+        """Return flat device weights by region, valid while the unit is in use."""
         cargo = self.cargo_of(regions)
         placed, end = {}, self.offset(cargo)
         for region in regions:
@@ -111,7 +111,7 @@ class Slots(Cargoes):
         return found
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
-        """Return the planes of a region in a slot, from byte `begin` on."""
+        """Return a region's planes in a slot, from byte `begin` on."""
         found = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
         for plane in self._store.co_fetched(region):
@@ -147,14 +147,14 @@ class Slots(Cargoes):
         return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
-        """Return the device addresses of a cargo in use."""
+        """Return the device addresses for a cargo in use."""
         slot, begin = self._lying.get(cargo), self._memory.data_ptr()
         return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
         self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a tensor over the present weights of a cargo, at byte `distance`."""
+        """Return a tensor over a cargo's present weights, at byte `distance`."""
         slot = self._lying.get(cargo)
         assert slot is not None
         flat = self._memory[slot.begin : slot.end].view(dtype)
@@ -202,7 +202,7 @@ class Slots(Cargoes):
         self.refresh([self._store.region(index) for index, fence in self._staying.items() if fence.has_failed])
 
     def versions(self) -> dict[int, int]:
-        """Return the version counter of each resident region, by region index."""
+        """Return version counters for all resident regions, by region index."""
         self.settle()
         return {index: flat._version for index, flat in self._flats.items()}
 
@@ -260,7 +260,7 @@ class Slots(Cargoes):
         is_ahead: bool,
         co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
-        """Copy the weights of a region to `flat`, with gather and decoding if necessary. Returns the last tickets.
+        """Copy a region's weights to `flat`, with gather and decoding if necessary. Returns the last tickets.
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
@@ -297,7 +297,7 @@ class Slots(Cargoes):
     def _put_together(
         self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
     ) -> list[Ticket]:
-        """All-gather `flat` from the ranges of all ranks; `own` is this rank's range."""
+        """All-gather `flat` from all ranks' ranges; `own` is this rank's range."""
         store, full = self._store, flat.data
         what = f"all-gather of {region.name}"
         self._counters.count("all_gather_elements", region.numel, is_ahead)

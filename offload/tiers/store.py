@@ -1,4 +1,4 @@
-"""Store: the single owner of all planes and of their locations.
+"""Store: the single owner of all planes and their locations.
 
 A plane is a flat tensor over a region (`offload.layout.planes`). Each rank holds the part defined by `Sharding`.
 """
@@ -29,8 +29,8 @@ _RESTING = "resting states"
 
 
 class Store:
-    """Planes of all regions, each kind of state on its tier. Host memory is byte-exact, in pinned arenas for copied
-    planes and unpinned ones for others.
+    """Planes for all regions, each kind of state on one tier. Host memory is byte-exact, in pinned arenas for copied
+    planes and unpinned arenas for others.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Store:
         comm: Comm | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """`tier`: of states not on disk (`nvme`) or in model files (`files`), see `layout`. `comm`: all ranks of the
+        """`tier`: for states not on disk (`nvme`) or in model files (`files`), see `layout`. `comm`: all ranks in the
         sharding.
         """
         self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
@@ -94,7 +94,7 @@ class Store:
         return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
-        """Return the tiles of a rank range, with the planes of this rank."""
+        """Return the tiles in a rank range, with the planes on this rank."""
         is_own, tiles = owner == self.sharding.owner, []
         on_disk = [region.plane(name) for name in self.layout.on_disk(region, is_own)]
         for begin, end in self.layout.tiles(region, owner):
@@ -154,7 +154,7 @@ class Store:
             self[region].keep_gradients(gradients, sums)
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Allocate memory on the tier of the states, replacing the allocation `name`."""
+        """Allocate memory on the states' tier, replacing the allocation `name`."""
         if self.tier == "device":
             self._device.ledger.drop(name)
             return self._device.allocate(name, num_bytes)
@@ -170,7 +170,7 @@ class Store:
     def _allocate(
         self, kind: str, wanted: dict[Region, list[Plane]], tier: str | None = None
     ) -> dict[tuple[Region, str], torch.Tensor]:
-        """Allocate planes on the tier of the states, or on `tier`."""
+        """Allocate planes on the states' tier, or on `tier`."""
         planes = [
             (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
             for region, its in wanted.items()
@@ -210,8 +210,8 @@ class Store:
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
-        """Exchange updated weights, tile by tile: send tile `number` (lease `own`) to all ranks that hold it, after
-        `reads`, and receive their tiles.
+        """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a
+        copy, and receive their tiles.
         """
         state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
         tile, mine = state.tiles[number], own.planes[plane]

@@ -1,4 +1,4 @@
-"""Tile: the unit of update. RegionState: all tiles and planes of a region on this rank."""
+"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from offload.tiers.nvme import Record
 
 @dataclass(eq=False)
 class Tile:
-    """Range of a region that is read, updated and written in one piece. One tile covers the region if no plane is on
-    disk.
-    """
+    """Region part that is read, updated and written in one piece. One tile covers the region if no plane is on disk."""
 
     begin: int
     """First element."""
@@ -31,15 +29,15 @@ class Tile:
     record: Record | FileRecord | None
     """Planes on disk or in model files. None: no such planes."""
     fence: Fence = field(default_factory=lambda: Fence("weights"))
-    """Readers and writers of weights, low half and moments in memory. Only updates write them."""
+    """Readers and writers for weights, low half and moments in memory. Only updates write them."""
     stale: Fence | None = None
-    """Readers and writers of the stale weights, while a pass computes with them during an update. None: no stale
-    weights.
+    """Readers and writers for stale weights, while a pass computes with them during an update. None: no
+    stale weights.
     """
 
     @property
     def travelling(self) -> str:
-        """Name of the plane for H2D copies and exchanges between ranks."""
+        """Plane name for H2D copies and exchanges between ranks."""
         return CODES if CODES in self.states else "weights"
 
     def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
@@ -57,7 +55,7 @@ class Tile:
         """Let the next pass compute with the current weights, after pending updates.
 
         `is_updated`: another update starts during this pass. The two weight planes then swap: the pass reads the
-        current weights as the stale plane, and the update writes new ones into the memory of the old stale plane.
+        current weights as the stale plane, and the update writes new weights into the old stale memory.
         """
         readers = () if self.stale is None else self.stale.before_fill()
         self.stale = None
@@ -124,25 +122,25 @@ def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> N
 
 @dataclass
 class RegionState:
-    """State of one region on this rank: planes, and update counts per piece. torch counts steps per parameter, so all
-    pieces of one parameter have equal counts.
+    """Region state on this rank: planes, and update counts per piece. torch counts steps per parameter, so all pieces
+    of one parameter have equal counts.
     """
 
     region: Region
     planes: dict[str, torch.Tensor]
-    """Planes in memory by name, each with the elements of this rank."""
+    """Planes in memory by name, each with this rank's elements."""
     tiles: list[Tile]
     """Tiles updated by this rank."""
     others: dict[int, list[Tile]]
     """Tiles updated and sent by other ranks, by rank."""
     steps: list[int]
-    """Update count of each piece."""
+    """Updates so far, per piece."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Factors of the update rule by name, in memory on every rank. Valid only for the elements updated by this rank."""
+    """Update rule factors by name, in memory on every rank. Valid only for elements updated by this rank."""
     stays: frozenset[str] = frozenset()
     """Names of planes on the device; the other planes stream there."""
     error: torch.Tensor | None = None
-    """Gradient error feedback of this rank, see `ERROR`. None: exact gradients."""
+    """Gradient error feedback on this rank, see `ERROR`. None: exact gradients."""
     gradients: torch.Tensor | None = None
     """Gradients in memory, for the elements updated by this rank. None: on disk or absent."""
     sums: torch.Tensor | None = None
@@ -150,7 +148,7 @@ class RegionState:
     equal elements the same memory as `gradients`.
     """
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
-    """Readers and writers of these gradients."""
+    """Readers and writers for these gradients."""
 
     @property
     def begin(self) -> int:
@@ -168,11 +166,11 @@ class RegionState:
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
     def keep_error(self, error: torch.Tensor) -> None:
-        """Set the memory of the gradient error feedback."""
+        """Set the memory for gradient error feedback."""
         self.error = error
 
     def keep_gradients(self, gradients: torch.Tensor | None, sums: torch.Tensor | None = None) -> None:
-        """Set the memory of waiting and accumulated gradients (None: no memory)."""
+        """Set the memory for waiting and accumulated gradients (None: no memory)."""
         self.gradients, self.sums = gradients, sums
 
     @property
@@ -187,7 +185,7 @@ class RegionState:
         return record is not None and "gradients" in record.planes
 
     def land(self) -> Iterator[tuple[slice, Lease]]:
-        """Yield (elements, lease) for all waiting gradients of this rank. End each lease before the next one."""
+        """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
             planes, fence = {"gradients": self.gradients}, self.landing
             yield slice(0, len(self.gradients)), Lease(planes, (), fence.before_fill(), fence.read, fence.fill)
@@ -200,11 +198,11 @@ class RegionState:
         self.steps = [steps + has for steps, has in zip(self.steps, touched, strict=True)]
 
     def factors_of(self, position: int) -> dict[str, torch.Tensor]:
-        """Return the factors of piece number `position` as flat views."""
+        """Return the factors for piece number `position` as flat views."""
         its = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
         return {name: self.factors[name][span] for name, span in its.items() if span.start < span.stop}
 
     def span(self, position: int) -> slice:
-        """Return the elements of piece number `position`."""
+        """Return the elements in piece number `position`."""
         start = self.region.offsets[position]
         return slice(start, start + self.region.sizes[position])

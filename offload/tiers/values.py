@@ -19,13 +19,13 @@ from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
 
 Read = Callable[[int, int], torch.Tensor]
-"""Returns elements `begin` to `end` of a parameter, flat."""
+"""Returns parameter elements `begin` to `end`, flat."""
 _PART = 1 << 20
-"""Elements per step of `write`."""
+"""Elements per step in `write`."""
 
 
 class Values:
-    """Reads and writes parameters of a store, in pieces. `states`: region states by region index."""
+    """Reads and writes parameters in a store, in pieces. `states`: region states by region index."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Values:
         between: Comm,
         lanes: Lanes,
     ) -> None:
-        """`comm`: all ranks. `within`: ranks of this replica. `between`: ranks at this position in all replicas."""
+        """`comm`: all ranks. `within`: ranks in this replica. `between`: ranks at this position in all replicas."""
         self._infos, self.sharding, self._lanes = infos, sharding, lanes
         self.comm, self._within, self._between = comm, within, between
         self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
-        """Pieces of each parameter, in order, with region state and position there."""
+        """Pieces by parameter, in order, with region state and position there."""
         for state in states.values():
             for position, piece in enumerate(state.region.pieces):
                 self._homes.setdefault(piece.parameter, []).append((piece, state, position))
@@ -50,7 +50,7 @@ class Values:
         self._spoilt: dict[str, int] = {}  # non-finite input weights by parameter
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
-        """Set the master weights of a parameter in pieces.
+        """Set a parameter's master weights in pieces.
 
         `read(begin, end)` returns elements, flat, in `dtype` (any float dtype), or records for the codec. With
         `source`, only this rank calls `read`, and the call is collective.
@@ -63,17 +63,15 @@ class Values:
             for planes, mine, its in opened:
                 if "weights" in planes:
                     _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
-                if codes is not None:  # also ranges of other ranks, here without master weights
+                if codes is not None:  # also for other ranks' ranges, without master weights here
                     planes[CODES][travels.cut(mine)].copy_(codes[travels.cut(its)])
 
     def region(self, parameter: int) -> Region:
-        """Return the region of the first piece. Regions of other pieces have the same training and
-        storage properties.
-        """
+        """Return the first piece's region. Other pieces have regions with the same training and storage properties."""
         return self._homes[parameter][0][1].region
 
     def _parts(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
-        """Yield the input of `write` in parts, on every rank."""
+        """Yield the input to `write` in parts, on every rank."""
         info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
         dtype, block, width = info.codec.takes(dtype)
         step = align(_PART, block)
@@ -105,14 +103,14 @@ class Values:
         self._spoilt.clear()
 
     def read(self, parameter: int) -> torch.Tensor:
-        """Return an fp32 CPU copy of the master weights of a parameter, in shape; decoded weights for a quantized
-        parameter. Collective.
+        """Return a parameter's master weights as an fp32 CPU copy, in shape; decoded weights for a quantized parameter.
+        Collective.
         """
         info = self._infos[parameter]
         return self.read_range(parameter, 0, info.numel).view(info.shape)
 
     def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
-        """Return a flat CPU copy of elements `begin` to `end` of a parameter. Collective.
+        """Return parameter elements `begin` to `end` as a flat CPU copy. Collective.
 
         Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
         """
@@ -124,7 +122,7 @@ class Values:
         return self._completed(parameter, begin, found)
 
     def read_here(self, parameter: int) -> torch.Tensor:
-        """Return a CPU copy of a parameter as used on the device (bf16 or fp32), in shape. Not collective: this rank
+        """Return a parameter as used on the device (bf16 or fp32), as a CPU copy, in shape. Not collective: this rank
         must hold all weights.
         """
         region, info = self.region(parameter), self._infos[parameter]
@@ -134,7 +132,7 @@ class Values:
         return found.view(info.shape)
 
     def prune_moments(self, parameter: int, share: float) -> None:
-        """Set the smallest elements, a fraction `share` (1: all), in each moment and factor of a parameter to zero.
+        """Set the smallest elements, a fraction `share` (1: all), in each of a parameter's moments and factors to zero.
         Collective. Raises ConfigError for quantized moments and a share below 1.
         """
         if not share:
@@ -159,10 +157,12 @@ class Values:
                 _prune(planes[plane.name][plane.cut(mine)], threshold)
 
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
-        """Exchange elements of a parameter from `begin` on, so that `found` has the elements updated by every rank."""
+        """Complete `found`, parameter elements from `begin` on: each rank sends the elements it updates
+        to all others.
+        """
         what, until = f"weights of {self._infos[parameter].name}", begin + len(found)
         for piece, state, position in self._homes[parameter] if self.sharding.num_ranges > 1 else ():
-            zero = state.span(position).start - piece.begin  # position of the first element of the parameter
+            zero = state.span(position).start - piece.begin  # position of the parameter's first element
             for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
@@ -186,15 +186,15 @@ class Values:
         changes: bool = False,
         of_all: bool = False,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield (planes, elements in the tile, elements from `begin`) for each tile with elements `begin` to `end` of a
-        parameter.
+        """Yield (planes, elements in the tile, elements from `begin`) for each tile with parameter elements `begin` to
+        `end`.
 
         The caller reads the planes, or with `changes` writes them, in this thread. Covers tiles updated by this rank,
         or with `of_all` all tiles held here.
         """
         end = self._infos[parameter].numel if end is None else end
         for piece, state, position in self._homes[parameter]:
-            zero = state.span(position).start - piece.begin  # position of the first element of the parameter
+            zero = state.span(position).start - piece.begin  # position of the parameter's first element
             first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
             for tiles in (state.tiles, *(state.others.values() if of_all else ())):
                 yield from self._opened(tiles, names, first, last, zero + begin, changes)
@@ -229,13 +229,13 @@ def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_s
 
 
 def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:
-    """Return the CPU records for copies of a piece, made from its master weights."""
+    """Return CPU records for copies of a piece, made from the master weights."""
     ((*_, codes),) = region.link.encoded([piece if region.has_low else piece.to(region.dtype)])
     return codes
 
 
 def _threshold(values: torch.Tensor, share: float) -> float:
-    """Return the magnitude below which the fraction `share` of the values lies; infinity for all."""
+    """Return the magnitude up to which the fraction `share` of all values lies; infinity for all."""
     number = 1 + int(share * (values.numel() - 1))
     return math.inf if share == 1 else float(values.abs().float().view(-1).kthvalue(number).values)
 

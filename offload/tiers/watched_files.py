@@ -16,9 +16,9 @@ from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.ledger import Ledger
 
 READ_STAGING = "read staging"
-"""Ledger name of the staging memory: direct reads of file spans at any offset go through it."""
+"""Ledger name for the staging memory: direct reads at any offset go through this memory."""
 _NUM_PIECES, _MOST_PIECE_BYTES = 8, 1 << 20
-"""Number of pieces in flight, and maximum bytes per piece."""
+"""Pieces in flight, and maximum bytes per piece."""
 
 
 def staging_bytes(ring_bytes: int) -> int:
@@ -28,10 +28,10 @@ def staging_bytes(ring_bytes: int) -> int:
 
 
 class WatchedFiles:
-    """Open model files of one engine. For one reading thread at a time."""
+    """Open model files in one engine. For one reading thread at a time."""
 
     def __init__(self, num_staging_bytes: int, host: Ledger) -> None:
-        """`num_staging_bytes`: size of the staging memory; 0: read through the page cache."""
+        """`num_staging_bytes`: staging size; 0: read through the page cache."""
         if num_staging_bytes:
             host.reserve(READ_STAGING, num_staging_bytes)
         self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
@@ -43,7 +43,7 @@ class WatchedFiles:
         self._files: dict[Path, WatchedFile] = {}
 
     def open(self, path: Path) -> WatchedFile:
-        """Open a file, or return the open one. `close` of this object closes all files. Raises DiskError."""
+        """Open a file, or return the open one. `close` on this object closes all files. Raises DiskError."""
         path = path.absolute()
         if path not in self._files:
             file = WatchedFile(self._io, path, self._pieces)
@@ -65,7 +65,7 @@ class WatchedFile:
     """
 
     def __init__(self, io: IoEngine, path: Path, pieces: Sequence[torch.Tensor]) -> None:
-        """`pieces`: aligned buffers of equal size for direct reads (empty: page cache). Raises DiskError."""
+        """`pieces`: aligned, equally large buffers for direct reads (empty: page cache). Raises DiskError."""
         self._io, self._path, self._pieces = io, path, pieces
         self._cached = io.open(path, writable=False, direct=False)
         self._direct: File | None = io.open(path, writable=False) if pieces else None
