@@ -480,7 +480,7 @@ class Ranks(Comm):
     def barrier(self, what: str) -> None:
         self._collect(torch.zeros(1, dtype=torch.uint8), what)
 
-    # -- waiting, and the end --------------------------------------------------------------------------------
+    # -- waits and shutdown -------------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Position]:
         """Return this rank's positions in all rows. Safe in any thread."""
@@ -579,10 +579,10 @@ class Ranks(Comm):
         if self.stands:
             for group in (None,) if self._owns_default else self._groups():
                 dist.destroy_process_group(group)
-        # Dropping the last reference ends the gloo threads. They may still free tensors and need the GIL, so drop it
-        # before interpreter exit; otherwise the process aborts (seen with torch 2.13).
+        # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
+        # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
         for row in rows:
-            row.group = row.back = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
+            row.group = row.back = None
 
 
 class _Chunks:

@@ -60,7 +60,7 @@ class DeviceRanks(_AcceleratorRanks):
 
     def _own_places(self) -> tuple[Position, Position]:
         """Return the oldest collective not yet done on the device as the position of the tensor row."""
-        with self._looking:  # not the lock of the row: collectives hold it while they run
+        with self._looking:  # not the row lock, which is held during a collective
             while self._enqueued:
                 place, event = self._enqueued[0]
                 if not event.query():

@@ -1,7 +1,7 @@
 """`--gpus N`: starts one process per rank on this machine, through the torchrun agent.
 
 The agent runs in a thread, and the main thread handles signals: the agent would kill the ranks after 30 seconds, too
-short to finish a step and save a model.
+early for ranks with a step to finish and a model to save.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def end_with_launcher() -> bool:
 
 
 def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
-    """Return the project exit code for the exit codes of failed ranks (below 0: killed by this signal).
+    """Return the project exit code for the exit codes of failed ranks (negative: killed by this signal number).
 
     After one failure the other ranks end with 1 or are killed, and torchrun may see any of them first. The most
     specific code wins. Raises RankLostError if all failed ranks were killed from outside.

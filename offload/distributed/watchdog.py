@@ -140,7 +140,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="offload watch", daemon=True)
         self._thread.start()
 
-    # -- for the rank ----------------------------------------------------------------------------------------
+    # -- called by the rank -------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -186,7 +186,7 @@ class Watchdog:
                 peer.connection.shutdown(socket.SHUT_WR)
         atexit.unregister(self._at_exit)
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- watchdog thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._enter()
@@ -280,7 +280,7 @@ class Watchdog:
         now = time.monotonic()
         return {"positions": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
 
-    # -- the end of a rank that lost another -----------------------------------------------------------------
+    # -- after a loss -------------------------------------------------------------------------------------------
 
     def _lose(self, rank: int | None, why: str) -> None:
         """Record the first loss, inform the other ranks and local waiters, and start the forced end."""

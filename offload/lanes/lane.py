@@ -239,7 +239,7 @@ class ThreadLane(Lane):
             self._is_idle = False
             self._bell.ring()
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- lane thread --------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (work := self._take()) is not None:
@@ -361,7 +361,7 @@ class Link:
         self.free_at = max(self.free_at, ticket.end)
 
     def end(self, ticket: Ticket, name: str, end: float) -> None:
-        """Record the end of work: before the planned time for cancelled work, after it for slow work."""
+        """Record the end of work: earlier than planned for cancelled work, later for slow work."""
         begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
         ticket.last(min(ticket.begin, end), end)

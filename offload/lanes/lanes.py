@@ -175,7 +175,7 @@ class Lanes:
         with self.lock:  # lanes add spans under the lock
             return self.timeline.end_step()
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- failure, cancellation, shutdown ------------------------------------------------------------------------
 
     @property
     def failure(self) -> BaseException | None:

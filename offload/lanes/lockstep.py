@@ -12,7 +12,7 @@ from offload.interrupts import interrupts
 
 _T = TypeVar("_T")
 _LOOK_S = 0.1
-"""Seconds between two checks by a waiting thread whether the run has ended. An interrupt may end a run at any line."""
+"""Seconds between two checks for the end of the run in a waiting thread. An interrupt may end a run at any line."""
 
 
 class _GivenUpError(BaseException):

@@ -33,9 +33,7 @@ SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane then fills whole pages."""
 
 _MOST_PADDING = 1 << 21
-"""Padding limit in elements for regions with `by_matrix`. Above it a region may not exceed four times its
-parameters.
-"""
+"""Elements. With more padding than this, a region by matrix may not exceed four times the size of the parameters."""
 SCRATCH_BYTES = 32 << 20
 """Maximum device memory per rank for gradient pieces during their reduction."""
 CHUNK_BYTES = 1 << 19

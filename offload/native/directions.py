@@ -24,7 +24,7 @@ PURPOSE = 1
 ROUNDING = 3
 """Philox purpose for stochastic rounding, for bf16 weights without a low half."""
 _NEXT = 1 << 16
-_SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every constant in torch
+_SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every number here
 _PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: fits the CPU cache; few launches on a device
 
 

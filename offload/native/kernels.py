@@ -115,8 +115,8 @@ def adamw(
     The order of operations follows `torch.optim.AdamW(foreach=False, fused=False)` (Loshchilov and Hutter, algorithm 2,
     https://arxiv.org/abs/1711.05101), with the gradient times `grad_scale`. exp_avg and exp_avg_sq equal torch to the
     bit. So does the master, if torch rounds the square root correctly, as this kernel does (MKL does not). With
-    bfloat16 or 8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have
-    equally many elements.
+    bfloat16 or 8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have the
+    same number of elements.
 
     master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
     exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). The weight update
@@ -379,7 +379,7 @@ NUM_ROOFLINE_VARIANTS = 3
 def roofline(
     written: Sequence[Any], read: Any, *, variant: int, threads: int | None = None, isa: str | None = None
 ) -> None:
-    """Do the memory traffic of an update with one addition per word, to measure the memory time alone.
+    """Generate the memory traffic of an update with one addition per word, to measure the memory time alone.
 
     Reads `read`, and adds 1 to all words in at most 4 `written` arrays, which destroys their content. All arrays have
     the same number of elements, with any dtype. For the benchmark, C++ only. Each `variant` from 0 to

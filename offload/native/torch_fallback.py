@@ -18,7 +18,7 @@ SCRATCH_BYTES = 128 << 20
 """Maximum temporary memory for an update on another device, in bytes. Pieces are as large as this allows: each piece
 takes 16 to 30 launches, on a GPU more time than a small piece itself.
 """
-_BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary memory by moment dtype
+_BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary bytes per element, by moment dtype
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
 
 

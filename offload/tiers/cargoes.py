@@ -94,7 +94,7 @@ class Cargoes(ABC):
         slot = self._lying.get(cargo)
         return -1 if slot is None else slot.begin
 
-    # -- a use -----------------------------------------------------------------------------------------------
+    # -- fetch and use ------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
         """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step."""
@@ -144,7 +144,7 @@ class Cargoes(ABC):
         if tickets:
             self._lanes.compute_after(tickets)
 
-    # -- what is stale ---------------------------------------------------------------------------------------
+    # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
         """Invalidate cargoes with these regions before an update elsewhere. Returns their slots."""

@@ -25,10 +25,10 @@ class Due:
         self.in_slot: dict[Region, Work] = {}
 
     def submit(self, last: Region | None = None) -> None:
-        """Submit deferred updates up to region `last`, or all for None.
+        """Submit deferred updates up to region `last` (None: all).
 
-        Only up to `last`, the next fetched region: updates behind `last` would fill the ring needed for the fetch. No
-        effect if `last` has no deferred update.
+        `last` is the next region to fetch: updates behind it would fill the ring needed for the fetch. No effect if
+        `last` has no deferred update.
         """
         if last is None or last in self.submissions:
             for region in list(self.submissions):

@@ -45,8 +45,8 @@ class Placement:
     tokens, a few at a time. auto: whole, or streamed if a layer does not fit on the device.
     """
     optimizer_memory: float | str | None = None
-    """Maximum device memory for optimizer states with `optimizer` auto; the rest is stored below. None: as many as the
-    device budget holds beside all weights, or all without a budget.
+    """Maximum device memory for optimizer states with `optimizer` auto; other states go to lower tiers. None: as many
+    as the device budget holds beside all weights, or all without a budget.
     """
     graphs_memory: float | str | None = None
     """Maximum memory for saved autograd graphs on the CPU or NVMe tier, per machine. Other units recompute."""

@@ -82,7 +82,7 @@ class Slots(Cargoes):
                 self._poison([slot], slot.fence.before_fill())
         return slots
 
-    # -- where weights are -----------------------------------------------------------------------------------
+    # -- positions of weights -----------------------------------------------------------------------------------
 
     def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
         """Return flat device weights by region, valid while the unit is in use."""
@@ -164,7 +164,7 @@ class Slots(Cargoes):
         """Return True if the tensor is a view of resident weights."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
-    # -- what stays ------------------------------------------------------------------------------------------
+    # -- resident regions ---------------------------------------------------------------------------------------
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Make regions resident and copy them to the device. Get new cargo indices afterwards.
@@ -235,7 +235,7 @@ class Slots(Cargoes):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _new_fence(self, kind: str) -> Fence:
-        """Return a fence for new memory. It waits for compute, as clearing or earlier readers may be pending."""
+        """Return a fence for new memory. The fence waits for compute: clearing, or earlier readers, may be pending."""
         fence = Fence(kind)
         fence.read(*self._lanes.mark())
         return fence

@@ -78,8 +78,8 @@ class Tile:
         return self.lend(*names, lands=True)
 
     def lend_early(self, *names: str) -> Lease | None:
-        """Return a lease for work submitted later, with a disk read at once; pass the result to `renewed` then. None:
-        the ring is full.
+        """Return an early lease: disk planes are read at once, and the work is submitted later with the result of
+        `renewed`. None: the ring is full.
         """
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
         return None if is_full else self.lend(*names)

@@ -47,7 +47,7 @@ class Values:
                 self._homes.setdefault(piece.parameter, []).append((piece, state, position))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0].begin)
-        self._spoilt: dict[str, int] = {}  # non-finite input weights by parameter
+        self._spoilt: dict[str, int] = {}  # number of non-finite input weights, by parameter name
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
         """Set a parameter's master weights in pieces.
@@ -63,7 +63,7 @@ class Values:
             for planes, mine, its in opened:
                 if "weights" in planes:
                     _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
-                if codes is not None:  # also for other ranks' ranges, without master weights here
+                if codes is not None:  # also ranges of other ranks, whose master weights may be only there
                     planes[CODES][travels.cut(mine)].copy_(codes[travels.cut(its)])
 
     def region(self, parameter: int) -> Region:
