@@ -49,7 +49,9 @@ class ParameterInfo:
     name: str
     """First parameter name in the model."""
     shape: tuple[int, ...]
+    """Parameter shape."""
     trainable: bool
+    """True for a trainable parameter."""
     compute: str
     """Dtype on the device, a key in `DTYPES`."""
     bf16_source: bool
@@ -57,6 +59,7 @@ class ParameterInfo:
     lr_scale: float = 1.0
     """Factor on the learning rate."""
     weight_decay: float = 0.0
+    """Weight decay."""
     rule: int = 0
     """Update rule index in the optimizer's `parts`."""
     codec: Codec = EXACT
@@ -108,6 +111,7 @@ class Region:
     compute: str
     """Weight dtype on the device, a key in `DTYPES`."""
     trainable: bool
+    """True for trainable parameters."""
     has_low: bool
     """True if the weights have a separate low half. Both halves together are fp32 weights."""
     pieces: tuple[Piece, ...]

@@ -1,4 +1,4 @@
-"""Import of the C++ module `offload._core`: None, with a reason, if the module is missing."""
+"""Import the C++ module `offload._core`. Without the module: None and a reason."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ def sync_path(path: Path) -> None:
 def disk_error(
     what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
 ) -> DiskError:
-    """Return the DiskError for a failed system call. `what` names the operation, for example "the opening"."""
+    """Return the DiskError for a failed system call, with an operation name such as "the opening"."""
     code = error.errno or 0
     return DiskError(f"{what} of {path} failed{_because(code)}", code, path, offset, num_bytes)
 

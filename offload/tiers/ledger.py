@@ -16,6 +16,7 @@ class _Loan:
     name: str
     """Allocation name."""
     num_bytes: int
+    """Size in bytes."""
     is_over: Callable[[], bool]
     """Returns True if the memory can be released now."""
 

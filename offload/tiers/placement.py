@@ -25,24 +25,24 @@ class Placement:
     """
 
     parameters: str = "cpu"
-    """Tier for weights: device, cpu, nvme, auto or files. files: frozen weights are read from the model files at every
-    use, without another copy; trainable weights are on the CPU.
+    """Tier for weights: device, cpu, nvme, auto or files. With files, frozen weights are read from the model files at
+    every use, without another copy, and trainable weights are on the CPU.
     """
     optimizer: str = "cpu"
     """Tier for low halves and moments: device, cpu, nvme or auto."""
     gradients: str = "auto"
-    """Tier for gradients waiting for the gradient norm. auto: same as the optimizer states; on disk only without room
-    in memory.
+    """Tier for gradients waiting for the gradient norm. With auto, same as the optimizer states; on disk only without
+    room in memory.
     """
     activations: str = "device"
     """Tier for unit inputs saved for backward: device, cpu or nvme."""
     graphs: str = "device"
-    """Tier for saved autograd graphs, which replace recomputation. device: as many units as `recompute` allows; cpu or
-    nvme: as many as fit in memory there.
+    """Tier for saved autograd graphs, which replace recomputation. With device, as many units as `recompute` allows;
+    with cpu or nvme, as many as fit in memory there.
     """
     experts: str = "auto"
-    """Fetch for mixture-of-experts layers. whole: all experts with the layer. streamed: only experts with routed
-    tokens, a few at a time. auto: whole, or streamed if a layer does not fit on the device.
+    """Fetch for mixture-of-experts layers: whole (all experts with the layer), streamed (only experts with routed
+    tokens, a few at a time) or auto (whole, or streamed if a layer does not fit on the device).
     """
     optimizer_memory: float | str | None = None
     """Maximum device memory for optimizer states with `optimizer` auto; other states go to lower tiers. None: as many

@@ -127,6 +127,7 @@ class RegionState:
     """
 
     region: Region
+    """The region."""
     planes: dict[str, torch.Tensor]
     """Planes in memory by name, each with this rank's elements."""
     tiles: list[Tile]
