@@ -42,8 +42,9 @@ class Lanes:
       CPU: h2d, with `overtakes`.)
     - `decoding`: decodes quantized weights on the device, beside the next copy. (On a CPU: h2d.)
     - `update_up`, `update_on_device`, `update_down`: device updates of offloaded states, over the links h2d, update and
-      d2h. They pass weight fetches, and D2H copies of gradients and activations, and so need not wait for the whole
-      model. (On a CPU `update_on_device` is `update`; without overlap, `update_up` is h2d and `update_down` is d2h.)
+      d2h. In a common lane, weight fetches and D2H copies of gradients and activations would wait for the updates of
+      the whole model. (On a CPU `update_on_device` is `update`; without overlap, `update_up` is h2d and `update_down`
+      is d2h.)
     - `collective`: exchanges offloaded data with other ranks. All ranks submit in the same order.
     - `network`: all-reduce over replicas for gradients in host memory, beside all other lanes.
     - `fetch_read`, `update_read`, `activation_read` over the link `nvme_read`, and `update_write`, `activation_write`
