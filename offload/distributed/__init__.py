@@ -1,1 +1,1 @@
-"""What ranks exchange, and how none of them hangs."""
+"""Collectives between ranks, process launch, and lost-rank detection."""

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same, and if not, which of them differ and in what. Pure."""
+"""Value comparison between ranks: find different ranks and keys. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import xxhash
 
 
 def digest(value: Any) -> int:
-    """Return a hash of a value (dicts, lists, numbers, strings, bytes) that fits a signed 64-bit number."""
+    """Hash `value` (dicts, lists, numbers, strings, bytes) to a signed 64-bit number."""
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
     return xxhash.xxh64_intdigest(data) - (1 << 63)
 
 
 def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
-    """Say which ranks differ from most of them (from rank 0's side in a draw), and in what."""
-    most = max(digests, key=digests.count)  # the first of those that are equally frequent
+    """Return an error message with the ranks and keys that differ from the majority value (in a draw, from rank 0)."""
+    most = max(digests, key=digests.count)  # in a draw the first one
     reference = digests.index(most)
     same = _names([rank for rank, digest in enumerate(digests) if digest == most])
     parts = []
@@ -46,7 +46,7 @@ def _show(values: Mapping[str, Any], key: str) -> str:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a dict of dicts by keys with dots; anything else by no key."""
+    """Return a nested dict as a flat dict with dotted keys. Any other value gets the empty key."""
     if not isinstance(value, Mapping):
         return {prefix: value}
     flat: dict[str, Any] = {}

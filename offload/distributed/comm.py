@@ -1,8 +1,8 @@
-"""What ranks exchange: one interface over gloo on a CPU and NCCL on CUDA, and over nothing where there is one rank.
+"""Communication between ranks: one interface over gloo (CPU), NCCL (CUDA), or nothing (one rank).
 
-Sums are made in rank order, ((x0 + x1) + x2) + ..., in fp32, by the rank that gets them: it receives the others' pieces
-and adds them itself. So a result depends neither on an algorithm nor on timing, at the volume of a ring: each rank
-sends (N - 1) / N of what it has (ZeRO, arXiv:1910.02054, section 7).
+Reductions run in rank order, ((x0 + x1) + x2) + ..., in fp32: each rank receives the other ranks' pieces and adds them
+locally. The result depends neither on an algorithm nor on timing. The volume equals a ring: each rank sends (N - 1) / N
+of the data (ZeRO, arXiv:1910.02054, section 7).
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
 
 LOOK_S = 0.2
-"""How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
+"""Seconds between two checks for a lost rank during a wait on gloo. A gloo wait cannot be interrupted."""
 _CHUNK_MULTIPLE = 256  # elements
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 _Value = TypeVar("_Value")
 
 
 class Coding(Protocol):
-    """How the terms of a sum travel that are sent in codes: in records, uint8 [`record_bytes`], of `block` elements."""
+    """Quantization of reduction terms for transport. A record, uint8 [`record_bytes`], holds `block` elements."""
 
     block: int
     record_bytes: int
 
     def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
-        """Make the records, flat, of values [n], the elements from `begin` on of what is summed."""
+        """Quantize values [n] into flat records. `begin` is the first value's position in the reduced tensor."""
 
     def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
-        """Make what records, flat, stand for: `out` [n], in any float dtype."""
+        """Decode flat records to `out` [n], in any float dtype."""
 
 
 class Comm:
-    """The exchanges of a step. All ranks make the same calls in the same order: of those that exchange tensors, and,
-    apart from these, of those that exchange values of the host (numbers, objects, flags).
+    """Collectives in a training step. All ranks make the same calls in the same order. Tensor collectives and
+    host-value collectives (numbers, objects, flags) have two independent orders.
 
-    Tensors are flat and contiguous, on the device. On gloo a call returns when it is done; on CUDA it is enqueued on
-    the current stream, but for those that return values of the host. `what` names unit and operation ("all-gather of
-    unit head"), alike on all ranks, for the message when a rank is lost. Every call raises RankLostError then.
+    Tensors are flat, contiguous and on the device. A gloo call returns when it is done. A CUDA call is enqueued on the
+    current stream, except for calls with host results. `what` names operation and unit ("all-gather of unit head"), the
+    same on all ranks, for error messages. After the loss of a rank every call raises RankLostError.
 
-    This one is of an only rank: nothing is sent or waited for, and nothing is copied where shard and full are one.
+    This base class is a single-rank communicator: nothing is sent, and data already in place is not copied.
     """
 
     rank: int = 0
@@ -71,18 +71,19 @@ class Comm:
     local_rank: int = 0
     local_size: int = 1
     device = torch.device("cpu")
-    """Where tensors of several ranks are exchanged, and computed."""
+    """Device for exchanged tensors."""
     machines: Sequence[int] = (0,)
-    """The machine of each rank, as the lowest rank that is there."""
+    """Machine per rank, named by the lowest rank there."""
     local_gpus: Sequence[str | None] = (None,)
-    """The place on the PCI bus of each GPU that ranks of this machine compute on, where it is known."""
+    """PCI bus addresses of GPUs used by ranks on this machine. None: unknown."""
     _user: weakref.ref[object] | None = None
 
     def claim(self, user: object) -> None:
-        """Note whose exchanges these are until `release`: those of two would meet in whatever order.
+        """Reserve this communicator for `user` until `release`. Two users would interleave their collectives in any
+        order.
 
         Raises:
-            ConfigError: another user lives, and has not released it.
+            ConfigError: another user is alive and has not released the communicator.
         """
         if self.size > 1 and self._user is not None and self._user() is not None:
             raise ConfigError(
@@ -92,24 +93,27 @@ class Comm:
         self._user = weakref.ref(user)
 
     def release(self) -> None:
-        """The user makes no more exchanges."""
+        """End the reservation by `claim`."""
         self._user = None
 
     @property
     def num_machines(self) -> int:
-        """How many machines the ranks are on, each with as many of them; 1 where some have more than others."""
+        """Number of machines, if all have equally many ranks; otherwise 1."""
         counts = Counter(self.machines)
         return len(counts) if len(set(counts.values())) == 1 else 1
 
     @property
     def num_far(self) -> int:
-        """How many of the ranks are on other machines than this one."""
+        """Number of ranks on other machines."""
         return sum(machine != self.machines[self.rank] for machine in self.machines)
 
     def split(self, num_replicas: int) -> tuple[Comm, Comm]:
-        """Return the exchanges among the ranks of this one's replica, and among those that stand in its place in each
-        of `num_replicas`. Ranks of one machine, and then neighbours, are in one replica. Both end with this comm. Of
-        each kind there is an order of its own, which all ranks that take part keep. Collective, the first time.
+        """Return two communicators: for the ranks in this replica, and for the ranks at the same position in every
+        replica.
+
+        Ranks on one machine, then neighbours, form a replica. Each communicator has an independent call order. Both
+        close with this one. Collective on the first call. Raises ConfigError if the ranks do not form `num_replicas`
+        equal replicas.
         """
         if self.size % num_replicas:
             fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
@@ -123,9 +127,10 @@ class Comm:
         return self, self
 
     def neighbours(self, num: int) -> Comm:
-        """Return the exchanges among this rank and those with which it makes a group of `num`: neighbours on one
-        machine. They have an order of their own, which the ranks of a group keep, whatever else they exchange, and end
-        with this comm. Collective, the first time. Raises ConfigError where machines have no whole number of groups.
+        """Return a communicator for a group of `num` neighbour ranks on one machine.
+
+        The group has an independent call order and closes with this communicator. Collective on the first call. Raises
+        ConfigError if a machine has no whole number of groups.
         """
         self.group_of(num)
         return Comm() if num == 1 else self._neighbours(num)
@@ -134,8 +139,8 @@ class Comm:
         return self
 
     def group_of(self, num: int) -> tuple[int, int]:
-        """Return the number of this rank's group of `num` neighbours, and this rank's number in the group. Raises as
-        `neighbours`.
+        """Return the index of this rank's group with `num` neighbours, and the rank within the group. Raises
+        ConfigError like `neighbours`.
         """
         counts = set(Counter(self.machines).values())
         if any(count % num for count in counts):
@@ -150,7 +155,7 @@ class Comm:
         return next((number, its.index(self.rank)) for number, its in enumerate(groups) if self.rank in its)
 
     def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the ranks of each replica, and those of each place in all replicas."""
+        """Return the ranks in each replica, and the ranks at each position over all replicas."""
         order = sorted(range(self.size), key=lambda rank: (self.machines[rank], rank))
         num = self.size // num_replicas
         replicas = [order[begin : begin + num] for begin in range(0, self.size, num)]
@@ -158,11 +163,11 @@ class Comm:
 
     @property
     def stands(self) -> bool:
-        """False where the caller has destroyed all groups of processes, perhaps to make others."""
+        """False after the caller has destroyed all process groups."""
         return True
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
+        """Fill full [size * n] with all ranks' shards [n], in rank order. shard may be a view of full, in place."""
         _check(full, shard, 1, what)
         _place(full, shard)
 
@@ -174,56 +179,56 @@ class Comm:
         scratch: torch.Tensor,  # noqa: ARG002
         coding: Coding | None = None,  # noqa: ARG002
     ) -> None:
-        """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
+        """Fill shard [n] with this rank's part of the sum over full [size * n] on all ranks.
 
-        Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
-        in full. scratch: uint8, flat, of the device; a larger one makes fewer pieces. coding: of the terms that come
-        from other ranks; n is a multiple of its block.
+        The sum runs in rank order in fp32 (fp64 if full is fp64), and is rounded once, to the shard dtype. shard may be
+        a view of full, in place. scratch: flat uint8 on the device; more scratch means fewer chunks. coding: quantizes
+        terms from other ranks; n is a multiple of its block.
         """
         _check(full, shard, 1, what)
         _place(shard, full)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:  # noqa: ARG002
-        """Give every rank its piece of this one's, and fill received[r] with that of rank r for this one: as many flat
-        tensors [n] as there are ranks, all of one length and dtype.
+        """Send pieces[r] to each rank r, and receive rank r's piece for this rank in received[r]. All are flat tensors
+        [n] with one dtype, one per rank.
         """
         for to, piece in zip(received, pieces, strict=True):
             _place(to, piece)
 
     def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
-        """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
-        a flat float64 tensor of the device a new one.
+        """Return the float64 sum over ranks, in rank order. A number list gives a list, equal on all ranks; a flat
+        float64 device tensor gives a new tensor.
         """
         return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
 
     def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
-        """Fill a flat tensor, of the host or the device, of any dtype, with that of rank `source`."""
+        """Fill a flat tensor with any dtype, on host or device, with the data from rank `source`."""
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
-        """Return what every rank gave, in rank order. Pickled: small things of the host."""
+        """Return all ranks' values, in rank order. Pickled: for small host objects."""
         return [value]
 
     def agree(self, name: str, value: Any) -> None:
-        """Compare `value` (dicts, lists, numbers, strings, bytes) over the ranks.
+        """Check that `value` (dicts, lists, numbers, strings, bytes) is equal on all ranks.
 
         Raises:
-            ConfigError: on all ranks, where one differs; it says which, and of dicts in which keys.
+            ConfigError: on all ranks, if a value differs. The message names ranks and dictionary keys.
         """
 
     def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
-        """True on all ranks where `flag` is true on one."""
+        """Return True on all ranks if `flag` is true on any rank."""
         return flag
 
     def barrier(self, what: str) -> None:
-        """Return when all ranks have come."""
+        """Return after all ranks have arrived."""
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
-        """Call `listener` from a thread of the watch when a rank is lost: it wakes whoever waits for an exchange. The
-        process ends soon afterwards, whatever it does.
+        """Register `listener`, called by a watchdog thread after the loss of a rank to wake waiting threads. The
+        process ends soon afterwards in any case.
         """
 
     def close(self, error: BaseException | None = None) -> None:
-        """This rank takes no further part. With an error the other ranks end, too, and name it."""
+        """Leave the other ranks. With an error the other ranks end too, and report this error."""
 
     def __enter__(self) -> Comm:
         return self
@@ -233,11 +238,11 @@ class Comm:
 
 
 Groups = Sequence[Sequence[int]] | None
-"""Ranks that exchange among themselves; None for all at once."""
+"""Disjoint rank lists, one per process group. None: one group with all ranks."""
 
 
 def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
-    """Return a process group of all ranks, or that of `groups` which this rank is in. Collective."""
+    """Return a process group with all ranks, or this rank's group in `groups`. Collective."""
     if groups is None:
         return dist.new_group(backend=backend, timeout=timeout)
     own, _ = dist.new_subgroups_by_enumeration([list(its) for its in groups], timeout=timeout, backend=backend)
@@ -245,7 +250,7 @@ def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
 
 
 class Row:
-    """A row of exchanges: over groups of gloo of its own, one at a time, in the order of all ranks that take part."""
+    """Sequence of collectives over two dedicated gloo groups: one at a time, in the same order on all participants."""
 
     def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
         self.group, self.back = (make_group(groups, "gloo", timeout) for _ in range(2))
@@ -254,10 +259,12 @@ class Row:
 
 
 def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
-    """Give every rank its piece; received[r] gets rank r's for this one. Scatters go from and to where the data is, and
-    straight to who wants it: gloo's all-to-all wants pieces side by side, and its broadcasts go by way of other ranks,
-    to other machines and back. Ranks of machines take turns, so that a link is used both ways, and so do groups: over
-    a connection on which a piece is sent, the word that there is room for another comes when that is through.
+    """Start an all-to-all exchange: send pieces[r] to rank r, and receive from rank r in received[r].
+
+    Scatters need no staging copy and go straight to the receiver. The gloo all-to-all needs adjacent pieces, and gloo
+    broadcasts pass through other ranks, even on other machines. Ranks on different machines take turns, to use links in
+    both directions. The two groups alternate: on a busy connection, the permission for the next piece waits behind the
+    present piece.
     """
     turns = zip(_turns(tuple(comm.machines)), itertools.cycle((row.group, row.back)))
     return [
@@ -268,15 +275,14 @@ def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Te
 
 @lru_cache
 def _turns(machines: tuple[int, ...]) -> list[int]:
-    """Return the ranks in turns of their machines: the first of each, then the second."""
+    """Return the ranks interleaved over machines: first ranks, then second ranks."""
     return sorted(range(len(machines)), key=lambda rank: machines[:rank].count(machines[rank]))
 
 
 class Ranks(Comm):
     """Several ranks over gloo.
 
-    Tensors are exchanged in one row, values of the host in another: whoever tells the others something does not wait
-    for tensors that are on their way.
+    Tensors and host values use separate rows, so that a message to other ranks does not wait for tensors in transit.
     """
 
     def __init__(
@@ -287,19 +293,19 @@ class Ranks(Comm):
         address: str = LOOPBACK,
         local: tuple[int, int] | None = None,
     ) -> None:
-        """`address`: by which other machines reach this rank. `local`: this rank's number among those of its machine,
-        and how many they are, where the launcher says so.
+        """`address`: this rank's address for other machines. `local`: (local rank, local size) from the launcher (None:
+        unknown).
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.machines = (0,) * self.size  # until they are known
+        self.machines = (0,) * self.size  # until `_locate` or the launcher gives the machines
         self.device, self._owns_default, self._address = device, owns_default, address
-        # The watch ends what hangs; gloo and NCCL are not to do it before.
+        # The watchdog ends a hang; gloo and NCCL must not time out earlier.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
         self._parts: dict[str, tuple[Ranks, ...]] = {}
-        self._left_by: list[BaseException] = []  # one for all parts
+        self._left_by: list[BaseException] = []  # shared by all parts
         self._open_rows(None)
         try:
             connections = connect(self.rank, self._locate(address), self.gather_objects, times.start_s)
@@ -309,12 +315,12 @@ class Ranks(Comm):
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local
-            if len(self.local_gpus) != self.local_size:  # two launchers on one network
+            if len(self.local_gpus) != self.local_size:  # two launchers in one network
                 self.local_gpus = (None,) * self.local_size
-            # Torchrun numbers the ranks of a machine one after the other.
+            # torchrun numbers ranks on a machine consecutively
             self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")
         self.on_lost(self._abandon)
-        # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
+        # Do not leave the shutdown to the interpreter exit: gloo threads that then request the GIL abort the process.
         atexit.register(self._at_exit)
         self.barrier("start")
 
@@ -329,13 +335,13 @@ class Ranks(Comm):
         return self._made(f"{num} neighbours", self._places(self.size // num)[0])[0]
 
     def _made(self, key: str, *kinds: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
-        """Return the parts under this key, one for each kind of groups: made, where there are none yet."""
+        """Return the cached communicators for `key`, one per grouping, created on first use."""
         if key not in self._parts:
             self._parts[key] = tuple(map(self._part, kinds))
         return self._parts[key]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """Return the exchanges of this rank with the others of its group, under the same watch."""
+        """Return a communicator for this rank's group, with the same watchdog."""
         own, part = next(its for its in groups if self.rank in its), copy.copy(self)
         part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
         part.machines = [self.machines[rank] for rank in own]
@@ -344,23 +350,25 @@ class Ranks(Comm):
         return part
 
     def _all_parts(self) -> Iterator[Ranks]:
-        """Yield these exchanges, and those of each part."""
+        """Yield this communicator and all parts."""
         yield self
         yield from [part for parts in list(self._parts.values()) for part in parts]
 
     def _enter(self) -> None:
-        """Called by every thread of the watch before it looks."""
+        """Prepare a watchdog thread before its first check."""
 
     def _locate(self, address: str) -> list[str]:
-        """Find which ranks share this machine, each with hardware of its own; return the address of each rank. A rank
-        may see all GPUs of its machine, or its own alone. Raises ConfigError, on all ranks, where two have one GPU.
+        """Find the ranks on this machine, and return all ranks' addresses.
+
+        A rank may see all GPUs on the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
         """
         own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
         door = Door(self.size)
         try:
             told = self.gather_objects((door.name, address, own, socket.gethostname()), "exchange of addresses")
             reached = [door.reaches(name) for name, *_ in told]
-            self.machines = self.gather_objects(reached.index(True), "exchange of machines")  # all have knocked by now
+            # all ranks have connected by now
+            self.machines = self.gather_objects(reached.index(True), "exchange of machines")
         finally:
             door.close()
         users: dict[Any, int] = {}
@@ -395,14 +403,14 @@ class Ranks(Comm):
             self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
-        """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
-        full, and takes thrice the time.)
+        """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes
+        three times as long.
         """
         pieces = pieces_of(full, self.size)
         self._wait(_scatter(self, pieces, [pieces[self.rank]] * self.size, row))
 
     def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
-        """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
+        """Reduce one chunk while the next one is in transit (on CUDA, in stream order)."""
         travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
         for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
             part = slice(begin, min(begin + chunks.numel, shard.numel()))
@@ -418,7 +426,7 @@ class Ranks(Comm):
             chunks.add_up(*travelling[1:])
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
-        """As `_scatter`, in the row of tensors."""
+        """Start an all-to-all exchange in the tensor row."""
         return _scatter(self, received, pieces, self._tensors)
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
@@ -437,7 +445,7 @@ class Ranks(Comm):
         return total if of_device else total.tolist()
 
     def _collect(self, own: torch.Tensor, what: str, of_device: bool = False) -> torch.Tensor:
-        """Return every rank's `own` [n] as [size, n]; of the host, when it is there."""
+        """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
         row = None if of_device else self._values
         full = own.new_empty(self.size * own.numel())
         with self._exchange(what, full.numel(), row):
@@ -472,10 +480,10 @@ class Ranks(Comm):
     def barrier(self, what: str) -> None:
         self._collect(torch.zeros(1, dtype=torch.uint8), what)
 
-    # -- waiting, and the end --------------------------------------------------------------------------------
+    # -- waits and shutdown -------------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Position]:
-        """Return where this rank is in all rows; any thread may ask."""
+        """Return this rank's positions in all rows. Safe in any thread."""
         return [place for part in self._all_parts() for place in part._own_places()]
 
     def _own_places(self) -> tuple[Position, Position]:
@@ -488,9 +496,10 @@ class Ranks(Comm):
 
     @contextmanager
     def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
-        """This rank is in an exchange, of tensors unless another row is given; where it raises it stays there, for the
-        message. From then on no two ranks may mean the same exchange, and would wait for each other for ever: whatever
-        still wants one on the way out raises as that did.
+        """Mark this rank as inside a collective in `row` (None: the tensor row).
+
+        After an exception the row stays marked inside, for the error message, and every later collective raises the
+        same exception: ranks may now disagree about the next collective, and would wait for each other forever.
         """
         row = row or self._tensors
         with row.lock:
@@ -511,8 +520,8 @@ class Ranks(Comm):
             row.now = replace(row.now, inside=False, since=time.monotonic())
 
     def _wait(self, works: Iterable[Any]) -> None:
-        """Block until work of gloo is done, or until a rank is lost: a rank that is stopped blocks gloo for ever. A
-        wait that ends early (it raises) does not end the work.
+        """Block until gloo work is done, or raise after the loss of a rank: a stopped rank blocks gloo forever. An
+        early exit does not end the work.
         """
         for work in works:
             while not work.is_completed():
@@ -521,7 +530,7 @@ class Ranks(Comm):
                 self._check()
                 interrupts.look()
             try:
-                work.wait()  # raises what went wrong
+                work.wait()  # raises the error of the work
             except RuntimeError as error:
                 explained = self._explain(error)
             else:
@@ -535,7 +544,9 @@ class Ranks(Comm):
         return False
 
     def _abandon(self, _error: RankLostError | None) -> None:
-        """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
+        """Keep all groups alive forever. A gloo thread may be blocked, and the destructor of a group would wait for the
+        thread.
+        """
         groups = self._groups()
         for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -545,18 +556,19 @@ class Ranks(Comm):
         if self._watch.is_over:
             return
         atexit.unregister(self._at_exit)
-        self._watch.end(error if self.stands else None)  # who destroys the groups destroys them everywhere
+        # destroyed groups are destroyed on all ranks, so there is no error to report
+        self._watch.end(error if self.stands else None)
         if any(place.inside for place in self.look()):
             self._abandon(None)
-        else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
+        else:  # after an error too: a gloo group alive at interpreter exit may abort the process
             self._destroy()
 
     def _rows(self) -> list[Row]:
-        """Return the rows of all parts."""
+        """Return the rows in all parts."""
         return [row for part in self._all_parts() for row in (part._tensors, part._values)]
 
     def _groups(self) -> list[Any]:
-        """Return the groups of gloo of all parts."""
+        """Return the gloo groups in all parts."""
         return [group for row in self._rows() for group in (row.group, row.back)]
 
     def _at_exit(self) -> None:
@@ -567,17 +579,19 @@ class Ranks(Comm):
         if self.stands:
             for group in (None,) if self._owns_default else self._groups():
                 dist.destroy_process_group(group)
-        for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
-            row.group = row.back = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
+        # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
+        # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
+        for row in rows:
+            row.group = row.back = None
 
 
 class _Chunks:
-    """Scratch for sums: two sets of a slot per rank, and room for a sum and a term in the dtype of the sum."""
+    """Scratch for a reduction: two sets with one slot per rank, plus one sum and one term in the sum dtype."""
 
     _num_sets = 2
 
     def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int) -> None:
-        """`pieces`: what this rank has for the sum of each rank."""
+        """`pieces`: this rank's term for each receiving rank."""
         self._pieces, self._rank, size, dtype = pieces, rank, len(pieces), pieces[0].dtype
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._block, self._record_bytes = self._unit(dtype)
@@ -586,7 +600,7 @@ class _Chunks:
         multiple = _CHUNK_MULTIPLE // self._block
         count = scratch.numel() // width // multiple * multiple
         self.numel = count * self._block
-        """How many elements of a piece are summed at once."""
+        """Elements reduced at once."""
         if not count:
             raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * multiple}.")
         sums, slots = scratch[: count * width].split([2 * sum_bytes * count, slot_bytes * count])
@@ -594,26 +608,25 @@ class _Chunks:
         self._slots = slots.view(self._num_sets, size, -1)
 
     def _unit(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return of how many elements a record is on its way, and its bytes."""
+        """Return the elements and bytes per transported record."""
         return 1, dtype.itemsize
 
     def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return where each rank's term of a part of this one's piece is to arrive, and what each rank is sent of its
-        piece. `turn`: 0 or 1, in turns, as the memory of the part before is still in use.
+        """Return (receive buffers, send buffers) for `part`, one per rank. `turn` alternates between 0 and 1, because
+        the previous part's buffers are still in use.
         """
         sent = [piece[part] for piece in self._pieces]
         return [slot.view(sent[0].dtype)[: part.stop - part.start] for slot in self._slots[turn]], sent
 
     def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return the terms of a part, in rank order, as `add_up` takes them, once all is received."""
+        """Return the received terms in rank order, as input for `add_up`."""
         return received
 
     def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return a term in the dtype of the sum: itself, or in `room`."""
+        """Return a term in the sum dtype: the same tensor, or a copy in `room`."""
         return term if term.dtype == self._dtype else room.copy_(term)
 
     def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-        """out = ((x0 + x1) + x2) + ..."""
         first, *others = terms
         total = out if out.dtype == self._dtype else self._total[: len(out)]
         _place(total, self._as_term(first, total))
@@ -623,7 +636,7 @@ class _Chunks:
 
 
 class _CodedChunks(_Chunks):
-    """Scratch for sums of terms that come in codes, but for this rank's own; with two more sets, for what is sent."""
+    """Scratch for reductions with quantized terms from other ranks. Two more sets hold the records to send."""
 
     _num_sets = 4
 
@@ -654,7 +667,7 @@ class _CodedChunks(_Chunks):
 
     def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
         total = self._total[: len(out)]
-        super().add_up(total, terms)  # not in `out`, where this rank's own term may be
+        super().add_up(total, terms)  # not in `out`: it may hold this rank's term
         out.copy_(total)
 
 
@@ -672,7 +685,7 @@ def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def _place(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, unless it is there."""
+    """Copy `source` to `to`, unless both are the same memory."""
     if to.data_ptr() != source.data_ptr() or to.dtype != source.dtype:
         to.copy_(source)
 
@@ -686,8 +699,8 @@ def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> Non
 
 
 class ImaginedRanks(Comm):
-    """Rank 0 of so many on one machine, or on several alike, none of which runs: each would give what this one gives,
-    and nobody has tensors to exchange.
+    """Simulated rank 0 among `size` ranks on one machine, or on several equal machines. No other rank runs: host values
+    on all ranks equal rank 0's, and there is no tensor exchange.
     """
 
     def __init__(self, size: int, num_machines: int = 1) -> None:

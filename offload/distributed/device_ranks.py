@@ -1,5 +1,5 @@
-"""Exchanges of accelerators: by their own backend, which is NCCL for CUDA, or over gloo by way of the host, where torch
-has no backend for them.
+"""Communicators for accelerators: native backend (NCCL for CUDA), or gloo with host copies where torch
+has no backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.errors import RankLostError
 
 
 class _AcceleratorRanks(Ranks):
-    """Several ranks, each on an accelerator."""
+    """Several ranks with one accelerator each."""
 
     def _open_rows(self, groups: Groups) -> None:
         super()._open_rows(groups)
@@ -31,18 +31,20 @@ class _AcceleratorRanks(Ranks):
         self._accelerator.enter()
 
     def _finish_copies(self) -> None:
-        """Wait on the host for the copies before: they may still use its memory."""
+        """Wait on the host for earlier copies, because they may still use host buffers of the collective."""
         copied = self._accelerator.event(sleeps=True)
         copied.record(self._accelerator.current_stream())
         copied.synchronize()
 
 
 class DeviceRanks(_AcceleratorRanks):
-    """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
+    """Several ranks with one accelerator each. Tensors use the native backend, without host waits; host values use
+    gloo.
+    """
 
     def _open_rows(self, groups: Groups) -> None:
         super()._open_rows(groups)
-        self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+        self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # name since torch 2.13
         self._group = make_group(groups, self._accelerator.backend, self._timeout)
         self._enqueued: deque[tuple[Position, torch.Event]] = deque()
         self._looking = threading.Lock()
@@ -52,13 +54,13 @@ class DeviceRanks(_AcceleratorRanks):
         with super()._exchange(what, numel, row):
             yield
             if row is None:
-                event = self._accelerator.event()  # which nobody waits for
+                event = self._accelerator.event()  # no thread waits for this event
                 event.record()
                 self._enqueued.append((self._tensors.now, event))
 
     def _own_places(self) -> tuple[Position, Position]:
-        """The oldest exchange that the device has not done is where this rank is."""
-        with self._looking:  # not the lock of exchanges, which is held through them
+        """Return the oldest collective not yet done on the device as the position of the tensor row."""
+        with self._looking:  # not the row lock, which is held during a collective
             while self._enqueued:
                 place, event = self._enqueued[0]
                 if not event.query():
@@ -86,18 +88,18 @@ class DeviceRanks(_AcceleratorRanks):
             self._finish_copies()
             return super()._swap(received, pieces)
         self._hold(*received, *pieces)
-        dist.all_to_all(received, pieces, group=self._group)  # grouped sends and receives, from and to where data is
+        dist.all_to_all(received, pieces, group=self._group)  # grouped sends and receives without staging copies
         return []
 
     def _hold(self, *tensors: torch.Tensor) -> None:
-        """Freed memory must not be handed out again before this stream is done with it."""
+        """Mark tensors as used by the current stream, so that the allocator does not reuse freed memory too early."""
         for tensor in tensors:
             tensor.record_stream(self._accelerator.current_stream())
 
     def _abandon(self, error: RankLostError | None) -> None:
         super()._abandon(error)
         for group in self._device_groups():
-            group._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
+            group._get_backend(self.device).abort()  # ends the kernels, and so every wait for the device
 
     def _destroy(self) -> None:
         if not self._owns_default and self.stands:
@@ -110,7 +112,7 @@ class DeviceRanks(_AcceleratorRanks):
 
 
 class StagedRanks(_AcceleratorRanks):
-    """Several ranks, each on an accelerator. The host waits for what it brings down, and for what it takes up."""
+    """Several ranks with one accelerator each, over gloo with D2H and H2D copies. The host waits for all copies."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         host = _on_host(full)
@@ -149,7 +151,7 @@ class StagedRanks(_AcceleratorRanks):
 
 
 def _on_host(flat: torch.Tensor) -> torch.Tensor:
-    """Return room for a tensor on the host: itself, if it is there."""
+    """Return a host buffer for `flat`: the tensor itself if already on the host."""
     return flat if flat.is_cpu else torch.empty_like(flat, device="cpu")
 
 

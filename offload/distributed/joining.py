@@ -1,4 +1,4 @@
-"""How a process comes to its comm: by the process group that exists, or by the variables that torchrun sets."""
+"""Creates a process's communicator, from an existing process group or from torchrun variables."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ def open_comm(
     times: Times = Times(),  # noqa: B008 (frozen)
     environ: Mapping[str, str] | None = None,
 ) -> Comm:
-    """Return this process's comm: of the process group that there is, or else of RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. `device`: what its
-    engines compute on, as `Settings.device`. Collective.
+    """Return the communicator for this process. Collective.
 
-    A group that the caller made is never destroyed; in any case exchanges have groups of their own. Its ranks need no
-    LOCAL_RANK: without it, and where no thread has chosen a device, they take the devices in turn.
+    Uses the existing process group, or else RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    as set by torchrun. Without both, the communicator has one rank. `device`: compute device for engines, see
+    `Settings.device`.
+
+    An existing group is never destroyed, and collectives always use separate groups. An existing group needs no
+    LOCAL_RANK: without LOCAL_RANK and without a current device, ranks take the devices in turn.
 
     Raises:
-        ConfigError: some of the variables are missing or wrong, or two ranks have one GPU.
-        RankLostError: not all ranks came within times.start_s.
+        ConfigError: variables are missing or wrong, or two ranks use one GPU.
+        RankLostError: not all ranks arrived within times.start_s.
     """
     environ = os.environ if environ is None else environ
     exists = dist.is_available() and dist.is_initialized()
@@ -60,7 +62,7 @@ def open_comm(
         address = address_toward(host) if store is None else own_address(store, rank, size, host)
         with gloo_over(address):
             if store is not None:
-                named = None if backend else "gloo"  # what the caller's own code will use; None for all
+                named = None if backend else "gloo"  # backend for caller code; None: all backends
                 dist.init_process_group(named, store=store, rank=rank, world_size=size, timeout=start)
             return kind(where, times, not exists, address, local)
     except OffloadError:
@@ -74,7 +76,7 @@ def open_comm(
 
 
 def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
-    """Find the other ranks by torchrun's variables; return this one's number, and a store for one group."""
+    """Meet the other ranks through torchrun variables. Return this rank, and a store for one process group."""
     variables = (environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     store, rank, size = _meeting_place(*variables)
     store.set_timeout(timeout)
@@ -83,19 +85,20 @@ def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
 
 @lru_cache(maxsize=1)
 def _meeting_place(*_variables: str) -> tuple[Any, int, int]:
-    """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
-    comes late to the next group must find it. Return it with this rank and their number.
+    """Connect to the store, or open it on rank 0. Return (store, rank, number of ranks).
+
+    The store lives as long as the process, or until the variables change: a late rank must find it for the next group.
     """
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return store, rank, size
 
 
 def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name for this meeting of the ranks, new in a store that may outlive it. Collective.
+    """Return a unique name for this meeting in a store with a longer life. Collective.
 
-    Torchrun's store has the addresses of earlier groups, and of ranks that it has started again, which are no more; its
-    counts of restarts differ between machines. So rank 0 counts the meetings, and tells the others, each by a word that
-    no earlier rank of that number had. Raises RuntimeError where not all come.
+    The torchrun store keeps addresses from earlier groups and from restarted ranks, and restart counts differ between
+    machines. So rank 0 counts the meetings and sends the count to each rank, keyed by a new random word per process.
+    Raises RuntimeError if a rank does not arrive.
     """
     if rank:
         word = secrets.token_hex(8)
@@ -117,7 +120,7 @@ def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> int:
-    """Check what torchrun sets; return the number of ranks."""
+    """Check the torchrun variables and return the number of ranks."""
     ranks = _pair(environ, "RANK", "WORLD_SIZE")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if ranks is None:
@@ -136,7 +139,7 @@ def _read_environment(environ: Mapping[str, str]) -> int:
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    """Return a rank and the number of them, or None where neither is set."""
+    """Return (rank, number of ranks), or None if neither variable is set."""
     given = [name for name in (rank, size) if environ.get(name)]
     if not given:
         return None

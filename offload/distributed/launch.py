@@ -1,7 +1,7 @@
-"""`--gpus N`: one process for each rank on this machine, started and watched by torchrun's own agent.
+"""`--gpus N`: starts one process per rank on this machine, through the torchrun agent.
 
-torchrun's agent works in a thread here, while the main thread keeps the signals: the agent would end the ranks after 30
-seconds, and these may have a step to finish and a model to save.
+The agent runs in a thread, and the main thread handles signals: the agent would kill the ranks after 30 seconds, too
+early for ranks with a step to finish and a model to save.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import psutil
 from offload.errors import ConfigError, DoesNotFitError, InterruptedRun, OffloadError, RankLostError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What is passed on to the ranks, each of which has a session of its own, out of reach of the terminal's Ctrl-C."""
-_LAUNCHER = "OFFLOAD_LAUNCHER"  # the variable by which a rank knows the process that started it
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+"""Signals forwarded to the ranks. Each rank has a separate session, so Ctrl-C in the terminal does not reach it."""
+_LAUNCHER = "OFFLOAD_LAUNCHER"  # process id of the launcher, in the environment of each rank
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 LOOK_S = 0.05
-"""How often the main thread looks for signals to pass on, and for the end."""
+"""Seconds between two checks of the main thread for signals and for the end."""
 
 
 def launch(
     module: str, words: Sequence[str], num_ranks: int, *, debug: bool = False, say: Callable[[str], None] = print
 ) -> int:
-    """Run `python -m MODULE WORDS` in `num_ranks` processes with torchrun's variables; return the exit code of all.
+    """Run `python -m MODULE WORDS` in `num_ranks` processes with torchrun variables. Return the common exit code.
 
-    The first signal is passed on once to every rank, and so is the second; a third one kills what is left. SIGUSR1,
-    which asks for a checkpoint, goes to rank 0 alone.
-    debug: torchrun's own log is shown. say: prints a line.
+    The first and the second signal are forwarded once to every rank; a third kills all remaining ranks. SIGUSR1, a
+    request for a checkpoint, goes to rank 0 only. debug: show the torchrun log. say: prints a line.
 
-    Raises ConfigError: there are GPUs, but fewer. RankLostError: all ranks were killed. OffloadError: none was started.
+    Raises ConfigError: this machine has GPUs, but too few. RankLostError: all ranks were killed. OffloadError: torchrun
+    started no rank.
     """
     _check_gpus(num_ranks, say)
-    # torchrun would set 1. As PyTorch does, a rank takes its share of the cores, unless the user says something else.
+    # torchrun would set 1. Like PyTorch, a rank takes a share of the cores, unless the user sets OMP_NUM_THREADS.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of connections that close while others end
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silences messages about connections closed at exit
     os.environ[_LAUNCHER] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="offload-torchrun-") as folder:
         agent = _Agent(module, words, num_ranks, Path(folder))
@@ -65,22 +65,22 @@ def launch(
 
 
 def end_with_launcher() -> bool:
-    """Be told to stop, and save, when the process that started this rank is gone, however it ended: a rank of its own
-    would train on, out of everybody's sight. Returns whether this is a rank that `launch` started.
+    """Request SIGTERM (stop and save) for this process when the launcher dies: otherwise an orphan rank trains on,
+    unseen. Return True if `launch` started this rank.
     """
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if str(os.getppid()) != launcher:  # it was gone before
+        if str(os.getppid()) != launcher:  # the launcher died before prctl
             raise KeyboardInterrupt
     return launcher is not None
 
 
 def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
-    """Return the project's exit code for those of the ranks that failed (below 0: ended by that signal).
+    """Return the project exit code for the exit codes of failed ranks (negative: killed by this signal number).
 
-    When one rank fails the others end with 1, or are ended, and which of them torchrun sees first is a matter of luck;
-    so the code that says most is taken. Raises RankLostError where none of them could say why.
+    After one failure the other ranks end with 1 or are killed, and torchrun may see any of them first. The most
+    specific code wins. Raises RankLostError if all failed ranks were killed from outside.
     """
     found = set(codes.values())
     for code in (ConfigError.exit_code, DoesNotFitError.exit_code):
@@ -111,14 +111,15 @@ def _check_gpus(num_ranks: int, say: Callable[[str], None]) -> None:
 
 
 class _Agent:
-    """torchrun's agent in a thread, and the signals that came for the ranks."""
+    """The torchrun agent in a thread, and the signals to forward."""
 
     def __init__(self, module: str, words: Sequence[str], num_ranks: int, folder: Path) -> None:
         self.codes: dict[int, int] = {}
         self.error: Exception | None = None
         self.received: list[int] = []
         self._wants_save = False
-        self._words = ["-m", module, *(word.replace("$", "$$") for word in words)]  # torchrun fills in ${local_rank}
+        # $$, because torchrun expands ${local_rank}
+        self._words = ["-m", module, *(word.replace("$", "$$") for word in words)]
         self._config = _config(num_ranks, folder)
         self._num_sent: Counter[int] = Counter()
         self._thread = threading.Thread(target=self._run, name="torchrun", daemon=True)
@@ -130,7 +131,7 @@ class _Agent:
         self._wants_save = True
 
     def run(self) -> None:
-        """Return when all ranks are gone."""
+        """Return after all ranks have ended."""
         self._thread.start()
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
@@ -141,8 +142,8 @@ class _Agent:
                 self._ask_to_save(psutil.Process().children())
 
     def _pass_on(self, ranks: Iterable[psutil.Process]) -> None:
-        """Give every rank the next of the signals that it did not get yet, also one that started after they came. (Of
-        two at once it would see one.)
+        """Send every rank its next pending signal, also to ranks started after the signal came. One at a time: a rank
+        would see two simultaneous signals as one.
         """
         for rank in ranks:
             sent = self._num_sent[rank.pid]
@@ -161,8 +162,8 @@ class _Agent:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
-        # Of this thread, and so of the ranks, until these are ready (config/command_line.py): a signal that comes while
-        # Python starts would end them with a traceback.
+        # Blocks signals in this thread, and by inheritance in the ranks until they are ready (config/command_line.py):
+        # a signal during Python startup would end a rank with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
         try:
             elastic_launch(self._config, sys.executable)(*self._words)
@@ -173,7 +174,7 @@ class _Agent:
 
 
 def _config(num_ranks: int, folder: Path) -> Any:
-    """Return what `torchrun --standalone --nproc-per-node N` makes of its command line."""
+    """Return the configuration of `torchrun --standalone --nproc-per-node N`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -186,8 +187,8 @@ def _config(num_ranks: int, folder: Path) -> Any:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),  # where nothing is redirected to
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),  # no output is redirected there
     )
     if hasattr(config, "numa_options"):
-        config.numa_options = None  # offload/machine/cores.py shares out the cores
+        config.numa_options = None  # offload/machine/cores.py assigns the cores
     return config

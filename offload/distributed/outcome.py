@@ -1,4 +1,4 @@
-"""How something that every rank does ended: well on all of them, or with one error on all of them."""
+"""Common result of an operation on all ranks: success on all, or one error on all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _Made = TypeVar("_Made")
 
 
 def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> list[_Made]:
-    """Return what every rank made; or raise on all ranks, as one that is `common`, the failure of the lowest rank that
-    has one. Collective.
+    """Return all ranks' results, or raise the lowest failed rank's error on all ranks, marked `common`. Collective.
 
-    Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other; the text is the same
-    on all ranks.
+    Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other error, with the same
+    text on all ranks.
     """
     told = comm.gather_objects((made, None if failure is None else _describe(failure)), f"outcome of {what}")
     for rank, (_, found) in enumerate(told):
@@ -29,9 +28,9 @@ def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> li
 
 @contextmanager
 def as_one(comm: Comm, what: str) -> Iterator[None]:
-    """What fails within on one rank fails on all of them, with one message. Nothing within may be collective.
+    """Turn a failure in the block on one rank into the same error on all ranks. The block must not contain collectives.
 
-    Raises the error itself where there is one rank, else see `outcome`.
+    With one rank the original error is raised; otherwise see `outcome`.
     """
     failure: Exception | None = None
     try:
@@ -46,7 +45,7 @@ def as_one(comm: Comm, what: str) -> Iterator[None]:
 
 
 def _describe(failure: Exception) -> tuple[Any, ...]:
-    """Return what to make the error of again: its kind, its text, and what else that kind takes."""
+    """Return (class, message, extra arguments), so that `outcome` can build the same error on another rank."""
     text = str(failure)
     if isinstance(failure, DiskError):
         return DiskError, text, failure.errno, failure.path, failure.offset, failure.num_bytes

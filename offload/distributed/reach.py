@@ -1,7 +1,7 @@
-"""Over which network a rank reaches the others, and which of them are on its machine.
+"""Network reachability: the network interface to other ranks, and the ranks on the same machine.
 
-Names do not tell: clones of a machine, and containers of one host, may have one host name and one boot id, and none of
-what a shared machine is taken for. So what is asked is what is wanted: whether a rank's own socket can be reached.
+Host names and boot ids are unreliable: cloned machines and containers on one host may share both, without a common
+network. So each rank tests directly whether the other ranks' sockets are reachable.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Door:
-    """A socket that exactly those processes can reach that share the kernel and its network (the namespace) with this
-    one: Linux keeps names that begin with a zero byte per network namespace (unix(7)). Their 127.0.0.1 is this one's.
+    """Abstract Unix socket, reachable only for processes with the same kernel and network namespace: Linux keeps names
+    with a leading zero byte per network namespace (unix(7)). These processes also share the loopback address.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.name = f"\0offload-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.name)
-        self._socket.listen(num_ranks)  # nobody is let in: that the kernel finds the door is the answer
+        self._socket.listen(num_ranks)  # no connection is accepted: a successful connect is the answer
 
     def reaches(self, name: str) -> bool:
-        """Return whether the door of that name, which is open, is on this machine."""
+        """Return True if the open door `name` is on this machine."""
         with socket.socket(socket.AF_UNIX) as visitor, suppress(OSError):
             visitor.connect(name)
             return True
@@ -43,11 +43,11 @@ class Door:
 
 
 def address_toward(host: str) -> str:
-    """Return the address of this machine by which it is reached from the network that leads to `host`."""
+    """Return the address of this machine in the network toward `host`."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # sends nothing
+            probe.connect(found[0][4])  # sends no packet
             return str(probe.getsockname()[0])
     return LOOPBACK
 
@@ -57,8 +57,8 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(store: Any, rank: int, size: int, host: str) -> str:
-    """Return the address by which others reach this rank, once all have come to a store of torch on `host`. The host
-    itself may know its name as that of its loopback; then the address is the one toward the others. Collective.
+    """Return the address of this rank for other ranks, after all ranks have registered in the torch store on `host`. On
+    `host`, the host name may resolve to the loopback; the address toward another rank is used then. Collective.
     """
     address = address_toward(host)
     store.set(f"address-{rank}", address)
@@ -69,8 +69,8 @@ def own_address(store: Any, rank: int, size: int, host: str) -> str:
 
 @contextmanager
 def gloo_over(address: str) -> Iterator[None]:
-    """Within, groups of gloo are made over the interface that has an address of several machines, unless the user has
-    named one. Gloo would take the one of the host's own name, which may be the loopback.
+    """Create gloo groups inside this context on the interface with `address`, unless `address` is the loopback or the
+    user has set GLOO_SOCKET_IFNAME. By default gloo resolves the host name, possibly to the loopback.
     """
     name = None if is_loopback(address) or _GLOO_INTERFACE in os.environ else _interface(address)
     if name:

@@ -1,12 +1,12 @@
-"""No rank hangs in silence: each one hears the others' heartbeats, and ends within a set time when one is lost.
+"""Watchdog: detects lost ranks by heartbeats, and ends every rank within a fixed time after a loss.
 
-Every rank holds a socket to every other. A process that ends closes its sockets, which the others see at once; one that
-is stopped, or whose machine is gone, sends nothing any more. A rank that computes for long is heard, as a thread sends.
-Whoever is first to know of a loss tells the others, so that all name the same rank.
+Each rank has a socket to every other rank. A dead process closes its sockets, visible to all ranks at once. A stopped
+process or a lost machine sends no more heartbeats. A busy rank still sends them, from a thread. The first rank to
+detect a loss informs the others, so all ranks name the same rank.
 
-The main thread gets the error from its next exchange, or from the one that it waits in. Where it does not come back in
-time, the process is ended for it, with the message. (A rank whose Python lock is held for ever can end the others, but
-not itself: that is left to whoever started it.)
+The main thread gets the error in the present or next collective. If the main thread does not return in time, a watchdog
+thread prints the message and ends the process. (A rank with a GIL held forever can end the other ranks, but not itself.
+The launcher must end it.)
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from typing import Any, NoReturn
 from offload.errors import RankLostError
 
 CLEANUP_S = 3.0
-"""What finalizers get of a process that is ended by force."""
+"""Seconds for finalizers in a process ended by force."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """How often ranks are heard, and what they are given. A loss ends all ranks within beat_s + silence_s + grace_s +
-    CLEANUP_S.
-    """
+    """Intervals and limits in seconds. After a loss all ranks end within beat_s + silence_s + grace_s + CLEANUP_S."""
 
-    beat_s: float = 0.25  # what is said of a lost rank is as old as that
-    silence_s: float = 18.0  # not heard of for so long: lost
-    grace_s: float = 5.0  # from the loss to the end by force
-    stall_s: float | None = 1800.0  # the others wait in an exchange for so long: lost, though it is heard
-    start_s: float = 300.0  # for all ranks to come
+    beat_s: float = 0.25  # heartbeat interval, also the age of the reported state of a lost rank
+    silence_s: float = 18.0  # a rank without heartbeat for this time is lost
+    grace_s: float = 5.0  # from the loss to the forced end
+    # a live rank is lost if the others wait in a collective for this time (None: no limit)
+    stall_s: float | None = 1800.0
+    start_s: float = 300.0  # for all ranks to arrive
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: in (`inside`) or after its exchange `number`. The ranks of a run make the same exchanges in the
+    """Progress of a rank: inside or after collective `number`. All ranks make the same collectives in the
     same order.
     """
 
@@ -57,10 +56,10 @@ class Position:
     numel: int = 0
     inside: bool = False
     since: float = field(default_factory=time.monotonic)
-    among: frozenset[int] | None = None  # who takes part; None for all
+    among: frozenset[int] | None = None  # participating ranks; None: all
 
     def describe(self, now: float | None = None) -> str:
-        """Return what a rank was doing: "waiting in all-gather of unit head for 3.0 s"."""
+        """Return the rank's activity as text: "waiting in all-gather of unit head for 3.0 s"."""
         age = (time.monotonic() if now is None else now) - self.since
         if self.inside:
             return f"waiting in {self.what} for {age:.1f} s"
@@ -71,7 +70,7 @@ class Position:
 
 @dataclass
 class _Peer:
-    """Another rank, as far as it is known here."""
+    """State of another rank, as known here."""
 
     rank: int
     connection: socket.socket
@@ -79,20 +78,20 @@ class _Peer:
     positions: Sequence[Position] = (Position(),)
     unread: bytes = b""
     unsent: bytes = b""
-    ended: bool = False  # cleanly: nothing more is expected of it
+    ended: bool = False  # after a clean end the rank sends nothing more
 
     def at(self, row: int) -> Position:
-        """Return where the rank is in a row, which it may have none of yet."""
+        """Return the rank's position in `row`, or the start position if the row does not exist yet."""
         return self.positions[row] if row < len(self.positions) else Position()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one line; what the socket does not take now goes before the next."""
+        """Send one line. Data refused by the socket is sent before the next line."""
         self.unsent += json.dumps(message).encode() + b"\n"
-        with suppress(OSError):  # that it is gone is seen by reading
+        with suppress(OSError):  # the read side detects a lost connection
             self.unsent = self.unsent[self.connection.send(self.unsent) :]
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that came, and whether the connection still stands."""
+        """Return the new messages, and True while the connection is open."""
         stands = True
         try:
             while data := self.connection.recv(1 << 16):
@@ -107,10 +106,10 @@ class _Peer:
 
 
 class Watchdog:
-    """This rank's ear for the others.
+    """Heartbeat thread for this rank.
 
-    `look` returns where this rank is, in each row of exchanges. `listeners` are called with the error, by a
-    thread of the watch, when a rank is lost: they wake whoever waits. `enter` is called by each of its threads first.
+    `look` returns this rank's positions in all rows. After a loss, a watchdog thread calls all `listeners` with the
+    error, to wake waiting threads. `enter` runs first in each watchdog thread.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Watchdog:
     ) -> None:
         self.rank = rank
         self.error: RankLostError | None = None
-        self._exit_code = 1  # of a process that ends for a loss, unless it had failed by itself before
+        self._exit_code = 1  # exit code after a loss, unless this rank failed first
         self.listeners: list[Callable[[RankLostError], None]] = []
         self._look, self._times, self._enter = look, times, enter
         self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
@@ -141,34 +140,36 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="offload watch", daemon=True)
         self._thread.start()
 
-    # -- for the rank ----------------------------------------------------------------------------------------
+    # -- called by the rank -------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """True when this rank has left, or has lost another."""
+        """True after this rank has left, or after a loss."""
         return self._ending or self.error is not None
 
     def ends_with(self, error: BaseException | None) -> None:
-        """The process ends for this error, if it is of the project's, should another rank be lost before."""
+        """Set the exit code from a project error, for a forced end after a later loss."""
         self._exit_code = getattr(error, "exit_code", self._exit_code)
 
     def check(self) -> None:
-        """Raise what was found, if a rank is lost."""
+        """Raise RankLostError if a rank is lost."""
         if self.error is not None:
             raise RankLostError(str(self.error), self.error.rank)
 
     def explain(self, error: Exception) -> RankLostError:
-        """An exchange failed: return which rank was lost by it."""
+        """Return the RankLostError for a failed collective. Waits for the watchdog to find the lost rank."""
         if self._ending:
             return RankLostError(f"This rank, {self.rank}, has left the others: {error}", self.rank)
-        self._is_lost.wait(self._times.silence_s / 2)  # the sockets tell, in a moment
+        self._is_lost.wait(self._times.silence_s / 2)  # the sockets report the loss within a moment
         if self.error is None:
             self._lose(None, f"A connection between ranks broke: {error}")
         assert self.error is not None
         return RankLostError(str(self.error), self.error.rank)
 
     def end(self, error: BaseException | None = None) -> None:
-        """This rank leaves, cleanly or with an error, and says so. After a loss the process ends in any case."""
+        """Leave the other ranks and inform them: cleanly, or with an error. No effect after a loss: the process ends
+        anyway.
+        """
         with self._lock:
             if self.is_over:
                 return
@@ -181,10 +182,11 @@ class Watchdog:
             self._thread.join(1)
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.connection.shutdown(socket.SHUT_WR)  # closing it with unread beats could take the word back
+                # a full close with unread heartbeats could discard the last message
+                peer.connection.shutdown(socket.SHUT_WR)
         atexit.unregister(self._at_exit)
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- watchdog thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._enter()
@@ -200,7 +202,7 @@ class Watchdog:
             ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
             now, before, looked = time.monotonic(), looked, time.monotonic()
             for peer in self._peers.values():
-                if now - before > 2 * beat_s:  # this rank itself was stopped: it could not hear
+                if now - before > 2 * beat_s:  # this rank was stopped, so it could not receive heartbeats
                     peer.heard += now - before
             for key, _ in ready:
                 if isinstance(key.data, _Peer):
@@ -238,7 +240,7 @@ class Watchdog:
         self._lose(self.rank, f"Rank {peer.rank} took this rank, {self.rank}, for lost. {message['why']}")
 
     def _judge(self, now: float) -> None:
-        """Find who is silent, who is missing, and who went another way."""
+        """Detect silent ranks, absent ranks, and ranks in different collectives."""
         for peer in self._peers.values():
             if not peer.ended and now - peer.heard > self._times.silence_s:
                 silent = f"it has not been heard of for {now - peer.heard:.1f} s: it was stopped, its machine is gone, "
@@ -247,7 +249,7 @@ class Watchdog:
             self._compare(row, here, now)
 
     def _compare(self, row: int, here: Position, now: float) -> None:
-        """Compare where this rank is in a row of exchanges with where the others are."""
+        """Compare this rank's position in `row` with the positions of the other ranks."""
         stall_s = self._times.stall_s
         waited = now - here.since if here.inside else 0.0
         peers = [peer for peer in self._peers.values() if here.among is None or peer.rank in here.among]
@@ -278,10 +280,10 @@ class Watchdog:
         now = time.monotonic()
         return {"positions": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
 
-    # -- the end of a rank that lost another -----------------------------------------------------------------
+    # -- after a loss -------------------------------------------------------------------------------------------
 
     def _lose(self, rank: int | None, why: str) -> None:
-        """Keep the first loss, tell the other ranks and whoever waits here, and see to it that the process ends."""
+        """Record the first loss, inform the other ranks and local waiters, and start the forced end."""
         with self._lock:
             if self.is_over:
                 return
@@ -301,23 +303,23 @@ class Watchdog:
             os.write(2, f"Error: {error}\n".encode())
         if error.rank == self.rank:
             with suppress(Exception):
-                faulthandler.dump_traceback()  # where it is stuck
+                faulthandler.dump_traceback()  # show the stuck call
         cleanup = threading.Thread(target=self._clean_up, name="offload cleanup", daemon=True)
         cleanup.start()
         cleanup.join(CLEANUP_S)
         self._leave()
 
     def _clean_up(self) -> None:
-        with suppress(Exception):  # of a device that is lost, too: what can be removed is
+        with suppress(Exception):  # also after a device loss, to remove as much as possible
             self._enter()
         _clean_up()
 
     def _at_exit(self) -> None:
         if self.error is None:
-            self.end(getattr(sys, "last_value", None))  # the exception that ended the program, if one did
+            self.end(getattr(sys, "last_value", None))  # the exception that ended the program, if any
         elif threading.current_thread() is threading.main_thread():
-            # Not by the interpreter's end: threads of gloo may be blocked for ever, or ask for Python's lock when it is
-            # gone and so abort the process (seen with torch 2.13). The alarm is for finalizers that hang.
+            # End here and not in the interpreter exit: gloo threads may be blocked forever, or request the GIL after
+            # its destruction and so abort the process (seen with torch 2.13). The alarm ends hanging finalizers.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(0.1, self._deadline - time.monotonic()))
             atexit.unregister(self._at_exit)
@@ -325,13 +327,13 @@ class Watchdog:
             self._leave()
 
     def _leave(self) -> NoReturn:
-        """End with 1, as Python does, where nobody caught the error, whether a loss was heard of before or not."""
+        """Exit with 1, like Python, after an uncaught exception; otherwise with the recorded code."""
         os._exit(1 if hasattr(sys, "last_value") else self._exit_code)
 
 
 def _clean_up() -> None:
-    """What the interpreter would do at its end, such as the removal of files of this run. (Of functions that it has
-    begun with, some are called twice.)
+    """Run the interpreter's exit handlers, for example to remove temporary files. Handlers already started may run
+    twice.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -342,15 +344,15 @@ def _clean_up() -> None:
 def connect(
     rank: int, hosts: Sequence[str], gather: Callable[[Any, str], list[Any]], start_s: float
 ) -> dict[int, socket.socket]:
-    """Connect every rank to every other, and return the sockets by rank. Collective.
+    """Connect all pairs of ranks and return the sockets by rank. Collective.
 
-    hosts: the address at which each rank is reached. gather: returns what every rank gave to it, in rank order.
+    hosts: address of each rank. gather: returns the values of all ranks, in rank order.
     """
     with socket.create_server(
         (hosts[rank], 0), backlog=len(hosts), family=socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
     ) as server:
         told = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
-        token = told[0][1]  # of this run: a stranger who comes by does not know it
+        token = told[0][1]  # unique for this run, to reject other processes
         connections: dict[int, socket.socket] = {}
         for other in range(rank):
             connection = socket.create_connection((hosts[other], told[other][0]), timeout=start_s)
@@ -373,6 +375,6 @@ def connect(
 
 
 def describe(positions: Sequence[Position], now: float | None = None) -> str:
-    """Return what a rank is doing: what it has waited for longest, or what it has done last."""
+    """Return the activity of a rank: the longest wait, or the last finished collective."""
     waits = [position for position in positions if position.inside]
     return (min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)).describe(now)

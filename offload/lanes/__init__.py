@@ -1,1 +1,1 @@
-"""Lanes: ordered queues of work beside the compute thread, the tickets they give, and the race rule."""
+"""Lanes (ordered work queues beside the compute thread), their tickets, and the race rule for buffers."""

@@ -1,8 +1,8 @@
-"""A lane: an ordered queue of work with a thread of its own, or none, where work is done as it is given.
+"""Lane: an ordered work queue with a thread, or an inline queue without one.
 
-Work of one lane is done in the order in which it was submitted, each piece after the tickets it names; a lane that
-overtakes keeps to the tickets alone. All lanes of an engine share one lock, and each has a bell of its own, by which a
-ticket, a cancellation or the end wakes its thread.
+A lane runs work in submission order, each piece after the tickets named with it. A lane with `overtakes` obeys the
+tickets only. All lanes in an engine share one lock. Each lane has a bell: a finished ticket, a cancellation or the
+shutdown rings the bell to wake the lane thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Tickets = Sequence[Ticket]
 
 
 class Lane:
-    """What the engine asks of a lane; of one without a thread all is done as soon as it is submitted."""
+    """Interface between the engine and a lane. An inline lane finishes work inside `submit`."""
 
     name: str
     error: BaseException | None = None
-    """The first failure, until what failed is cancelled."""
+    """First failure, kept until the failed work is cancelled or `forget_failure` runs."""
     position: int = 0
-    """How many pieces of work were submitted so far."""
+    """Number of submissions so far."""
 
     def submit(
         self,
@@ -47,8 +47,8 @@ class Lane:
         name: str = "",
         num_bytes: int = 0,
     ) -> Ticket:
-        """Queue `work`, which moves `num_bytes`. It begins when the tickets of `reads` are done, and fails if one of
-        them failed; those of `fills` only have to be over (they used a buffer that this will fill).
+        """Queue `work`, a transfer of `num_bytes`. Work starts when all `reads` tickets are done, and fails with any
+        error among them. The `fills` tickets guard the buffer to overwrite: they must be over, failed or not.
         """
         return self._submit(work, reads, fills, name, num_bytes)
 
@@ -56,34 +56,33 @@ class Lane:
         raise NotImplementedError
 
     def forget_failure(self) -> None:
-        """What failed was made good."""
+        """Clear the error after a recovery."""
         self.error = None
 
     def revoke(self, since: int = 0) -> None:
-        """Give up as `cancel` does, and return at once."""
+        """Cancel like `cancel`, but return at once."""
 
     def cancel(self, since: int = 0) -> None:
-        """Give up what was submitted after position `since` and has not begun, and do not sleep any more for what
-        has; an error of it is forgotten. Returns when none of it is being done any more (on a GPU: put into its
-        stream).
+        """Cancel the work submitted after position `since`: drop pieces not yet begun, stop the throttle sleep of begun
+        pieces, and forget their error. Returns when no such piece runs any more (on a GPU: when all are in the stream).
         """
 
     def finish(self) -> None:
-        """Wait until all is done, or has failed."""
+        """Wait until all work is done or failed."""
 
     def drain(self) -> None:
-        """Wait until all is done; raise the first error of the lane."""
+        """Wait until all work is done, then raise the first lane error."""
 
     def abandon(self) -> None:
-        """Give everything up without waiting for what has begun; the thread ends then. Takes no lock."""
+        """Cancel all work without waiting for begun pieces. The thread then ends. Takes no lock."""
 
     def close(self) -> None:
-        """End the lane's thread, after the work that it has begun."""
+        """End the lane thread after the work in progress."""
 
 
 class InlineLane(Lane):
-    """Does work where and when it is submitted, and raises its errors there. What it takes is exposed. `wait` is for
-    tickets of lanes that have threads.
+    """Lane without a thread: runs work in the caller, at submission, and raises errors there. The full duration counts
+    as exposed time. `wait` waits for tickets from threaded lanes.
     """
 
     def __init__(self, name: str, timeline: Timeline, wait: Callable[[Tickets, Tickets], None]) -> None:
@@ -102,29 +101,28 @@ class InlineLane(Lane):
 
 @dataclass(eq=False)
 class Work:
-    """One piece in a lane's queue."""
+    """Work item in a lane queue."""
 
     run: Run
-    """Does the work; on a lane with a stream, puts the work into the stream."""
+    """Function to run. On a lane with a stream, the function puts the work into the stream."""
     reads: Tickets
-    """The tickets that must be done first; an error of one of them is this work's error too."""
+    """Tickets to wait for first. If one has an error, this work fails with the same error."""
     fills: Tickets
-    """The tickets that must be over first, whether they failed or not: their work used the memory that is filled now.
-    """
+    """Tickets to wait for first, failed or not: their work used the memory filled by this work."""
     name: str
-    """The name that the timeline and error messages show."""
+    """Name in the timeline and in error messages."""
     num_bytes: int
-    """The bytes that the work moves, by which a throttled link counts its seconds."""
+    """Number of transferred bytes, from which a throttled link computes the duration."""
     ticket: Ticket
-    """The ticket that the submitter got."""
+    """Ticket returned to the submitter."""
     waits: Countdown
-    """How many of `reads` and `fills` are not done yet."""
+    """Countdown over the unfinished tickets in `reads` and `fills`."""
     submitted: float
-    """When the work was submitted, in seconds of `time.perf_counter`."""
+    """Submission time, `time.perf_counter` seconds."""
     has_begun: bool = False
-    """True once the lane's thread has taken the work up."""
+    """True after the lane thread has taken the work."""
     is_cancelled: bool = False
-    """True once the work was given up with its step."""
+    """True after a cancellation together with the step."""
 
 
 def _given_up(work: Work) -> CancelledError:
@@ -137,7 +135,9 @@ _END_S = 10.0
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before Python does: one that comes back from C++ afterwards would abort the process."""
+    """End all lane threads before the interpreter exits. A later return from C++ in a thread would abort
+    the process.
+    """
     lanes = [lane for lane in [serving() for serving in list(_serving)] if lane is not None]
     for lane in lanes:
         lane.abandon()
@@ -146,13 +146,11 @@ def _end_all() -> None:
 
 
 class ThreadLane(Lane):
-    """A queue and a thread, over a link. `delays` adds random waits, by which a missing wait elsewhere is found out.
+    """Lane with a queue and a thread, over a link. `delays` adds random waits, to reveal a missing wait in tests.
 
-    With `overtakes` work that may begin does not stay behind work that may not yet: the lane has no order then but that
-    of the tickets.
+    With `overtakes`, ready work passes waiting work: only the tickets define the order.
 
-    The time of throttled work is counted from the moment at which it could have begun, so that a thread that wakes up
-    late does not make the link slower than it is.
+    The clock of throttled work starts when the work could have begun, so a late thread wake-up does not slow the link.
     """
 
     def __init__(
@@ -165,18 +163,18 @@ class ThreadLane(Lane):
         enter: Callable[[], object] | None = None,
         abort: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`enter` is called by the thread before its first piece, which fails with it: it chooses the thread's GPU.
-        `abort` is called by the thread when work failed, or could not begin as what it comes after had failed.
+        """`enter` runs in the thread before the first work item and selects the GPU for this thread. If `enter` fails,
+        the item fails too. The thread calls `abort` after failed work, and after work stopped by a failed ticket.
         """
         self.name, self._overtakes, self._enter = name, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
         self._bell = Bell()
-        self._is_idle = False  # the thread waits for work, or is about to
+        self._is_idle = False  # True while the thread waits for work or is about to wait
         self._is_closed = False
         self._abort = abort
-        self._failed_at = 0  # the position of what the error is of
-        self._thread: threading.Thread | None = None  # started by the first piece of work
+        self._failed_at = 0  # position of the failed work
+        self._thread: threading.Thread | None = None  # started by the first submission
 
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         ticket = self._ticket()
@@ -198,9 +196,9 @@ class ThreadLane(Lane):
             for work in self._queue:
                 if work.ticket.position > since:
                     work.is_cancelled = True
-                    if not work.has_begun:  # a fence may be asked at once, before the thread has come to it
+                    if not work.has_begun:  # the caller may query a fence at once, before the thread sees the flag
                         work.ticket.error = _given_up(work)
-        self._bell.ring()  # it may sleep, or wait for work that is given up
+        self._bell.ring()  # wake the thread from a sleep, or from a wait for cancelled work
 
     def cancel(self, since: int = 0) -> None:
         self.revoke(since)
@@ -222,26 +220,26 @@ class ThreadLane(Lane):
             raise self.error
 
     def abandon(self) -> None:
-        # No lock: a finalizer may call this, also in a thread that holds the lock. The thread does the rest.
+        # No lock: a finalizer may call this in a thread with the lock held. The lane thread does the rest.
         self._is_closed = True
-        self._bell.ring()  # after the flag: who hears it sees it
+        self._bell.ring()  # after the flag: the woken thread must see the flag
 
     def close(self) -> None:
         self.abandon()
         self.join()
 
     def join(self, patience_s: float | None = None) -> None:
-        """Wait for the end of the thread of a lane that was abandoned."""
+        """Wait until the thread of an abandoned lane ends, at most `patience_s` (None: no limit)."""
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_s)
 
     def _wake(self) -> None:
-        """Let the thread take what it waited for, if there is something now. Under the lock."""
+        """Wake the thread if any work can begin now. Call under the lock."""
         if self._is_idle and self._next() is not None:
             self._is_idle = False
             self._bell.ring()
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- lane thread --------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (work := self._take()) is not None:
@@ -253,10 +251,10 @@ class ThreadLane(Lane):
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
                     self.error, self._failed_at = error, work.ticket.position
                 work.ticket.finish(error)
-            del work, error  # what the work refers to must not live until the next piece comes
+            del work, error  # free the objects used by finished work now, not when the next work arrives
 
     def _take(self) -> Work | None:
-        """Wait for a piece of work, and for all that it comes after; None at the end."""
+        """Wait for work and for the tickets before it. Returns None when the lane ends."""
         while True:
             with self._lock:
                 self._is_idle = False
@@ -267,10 +265,10 @@ class ThreadLane(Lane):
                 if self._is_closed and not self._queue:
                     return None
                 self._is_idle = True
-            self._bell.wait()  # whatever has changed since the lock was let go has rung
+            self._bell.wait()  # any change since the lock release has rung the bell
 
     def _next(self) -> Work | None:
-        """Return the first piece in the queue, or with `overtakes` in any place of it, that may begin."""
+        """Return the first work item ready to begin: the queue head, or with `overtakes` any item."""
         for work in self._queue:
             if not work.waits.left or self._is_given_up(work):
                 return work
@@ -307,16 +305,18 @@ class ThreadLane(Lane):
         return Ticket(self._link.name)
 
     def _start(self, work: Work) -> None:
-        """Do the work, or put it into a GPU's stream."""
+        """Do the work, or put it into the GPU stream."""
         work.run()
 
     def _order(self, event: Any) -> None:
-        """Make what this lane does next come after an event of a GPU's stream."""
+        """Order the next work of this lane after an event in a GPU stream."""
         event.synchronize()
 
     def _run(self, work: Work, ordered: float) -> None:
-        """Do the work in its time on the link; sleep until that is over, or it is given up. `ordered`: when it had
-        waited for a GPU's stream, whose tickets end on the host before they do.
+        """Do the work, then sleep until the throttled duration ends or the work is cancelled.
+
+        `ordered` is the time after the wait for GPU events (0.0: no wait): a stream ticket is done on the host before
+        the event fires.
         """
         ticket, link = work.ticket, self._link
         last = max((*work.reads, *work.fills), key=attrgetter("end"), default=None)
@@ -337,12 +337,11 @@ class ThreadLane(Lane):
 
 
 class Link:
-    """A clock, and a row of the timeline. Everything here is called under the lock of the lanes.
+    """Clock for one resource, and one timeline row. Call all methods under the lock of the lanes.
 
-    A throttled link does one thing at a time: work that begins takes the time after all that was taken before, and its
-    lane sleeps until that is over. Without a throttle the work of several lanes may really go on at once. On the
-    timeline nothing overlaps either way, and the link is busy while any of it goes on: the time that several share is
-    shown for the one that ends first.
+    A throttled link does one work item at a time: each gets the time after all earlier ones, and the lane sleeps until
+    then. Without a throttle, several lanes may use the link at the same time. Spans on the timeline never overlap:
+    shared time belongs to the item that ends first.
     """
 
     def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
@@ -352,7 +351,7 @@ class Link:
         self.free_at = 0.0
 
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
-        """Give work its time: from now on, or on a throttled link from when it was `ready` and the link is free."""
+        """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
         if self.throttle is None:
             ticket.last(now := time.perf_counter(), now)
         else:
@@ -362,12 +361,12 @@ class Link:
         self.free_at = max(self.free_at, ticket.end)
 
     def end(self, ticket: Ticket, name: str, end: float) -> None:
-        """The work is over: earlier than its time was where it was given up, later where it really took longer."""
+        """Record the end of work: earlier than planned for cancelled work, later for slow work."""
         begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
         ticket.last(min(ticket.begin, end), end)
-        self._over_until = max(self._over_until, end)  # one that began later may have ended before
+        self._over_until = max(self._over_until, end)  # later work may have ended earlier
         self.free_at = max([self._over_until, *map(attrgetter("end"), self._under_way)])
-        if ticket.event is None and begin <= end:  # what is in a GPU's stream, its events show
+        if ticket.event is None and begin <= end:  # events show GPU stream work
             self._timeline.add(self.name, name, begin, end)
             self._shown_until = end

@@ -1,4 +1,4 @@
-"""The lanes of one engine, and how compute waits for them."""
+"""All lanes of one engine, and the waits of compute for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from offload.telemetry.timeline import LaneTime, Span, Timeline
 
 
 class Here(Lane):
-    """Does work on compute itself, which raises its errors where it is submitted. It is over when compute has done it:
-    on an accelerator when its stream has, and not when it was launched.
+    """Runs work on compute and raises errors at submission. The ticket is over when compute has done the work: on an
+    accelerator when the stream has run the work, not at launch.
     """
 
     name = "compute"
@@ -35,26 +35,26 @@ class Here(Lane):
 
 
 class Lanes:
-    """The lanes beside compute, which is the thread that calls:
+    """All lanes beside compute. Compute is the calling thread.
 
-    - `h2d`, `d2h`, `update`, each with a link of its own;
-    - `returning`, over the link of h2d, by which activations come back past fetches that wait for their slots (on a CPU
-      that is h2d itself, which overtakes);
-    - `decoding`, by which what came up in codes becomes weights, beside the next copy (on a CPU that is h2d itself);
-    - for updates on the device of states that are not there `update_up` over the link of h2d, `update_on_device` over
-      that of update (on a CPU they are one lane) and `update_down` over that of d2h: past fetches, and past gradients
-      and activations on their way down, which would wait there for the updates of the whole model;
-    - `collective`, which alone exchanges with other ranks what does not rest on the device, in the order in which all
-      ranks submit it;
-    - `network`, which sums gradients that rest on the host over the replicas of the model, beside all of these;
-    - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
-      `activation_write` over `nvme_write`: lanes of one link do not wait for each other's tickets;
-    - `here`, which does work on compute itself, for states that are on the device, and `here_together` and
-      `here_between`, which exchange these with other ranks, and sum their gradients over replicas.
+    - `h2d`, `d2h`, `update`: one link each.
+    - `returning`: H2D copies of activations, over the h2d link. They pass weight fetches still waiting for slots. (On a
+      CPU: h2d, with `overtakes`.)
+    - `decoding`: decodes quantized weights on the device, beside the next copy. (On a CPU: h2d.)
+    - `update_up`, `update_on_device`, `update_down`: device updates of offloaded states, over the links h2d, update and
+      d2h. In a common lane, weight fetches and D2H copies of gradients and activations would wait for the updates of
+      the whole model. (On a CPU `update_on_device` is `update`; without overlap, `update_up` is h2d and `update_down`
+      is d2h.)
+    - `collective`: exchanges offloaded data with other ranks. All ranks submit in the same order.
+    - `network`: all-reduce over replicas for gradients in host memory, beside all other lanes.
+    - `fetch_read`, `update_read`, `activation_read` over the link `nvme_read`, and `update_write`, `activation_write`
+      over `nvme_write`: disk I/O. Lanes with a common link do not wait for each other's tickets.
+    - `here`: work on compute for states on the device. `here_together` exchanges these states with other ranks,
+      `here_between` reduces their gradients over replicas.
 
-    `overlap` is False where h2d, d2h, collective, network and update are compute: on a CPU without throttles, where a
-    second busy thread costs more than it hides. The lanes of the disk have threads of their own in any case (they block
-    in C++), from their first piece of work on.
+    `overlap` is False where h2d, d2h, collective, network and update run inside compute: on a CPU without throttles, a
+    second busy thread costs more time than it hides. Disk lanes always have threads, because they block in C++. A
+    thread starts with the first submission.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Lanes:
         delay_seed: int | None = None,
         abort: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`abort`: where other ranks wait for this one's exchanges, tells them that there will be none."""
+        """`abort` informs waiting ranks of a failure, so that they do not wait for an exchange (None: no other rank
+        waits).
+        """
         self.timeline = Timeline(LANES)
         self.overlap, self.abort = overlap, abort
         self.lock = threading.Lock()
@@ -83,7 +85,8 @@ class Lanes:
         self.here_between: Lane = Here(self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
-        self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way
+        # ordered along the path of a failure
+        self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))
         copying = (
             self.fetch_read,
             self.activation_read,
@@ -118,7 +121,7 @@ class Lanes:
         return InlineLane(name, self.timeline, lambda reads, fills: self.compute_after(reads, fills=fills))
 
     def enter(self) -> None:
-        """Called by the thread of a lane before its work."""
+        """Prepare the current lane thread before the first work: select the device."""
 
     def delays(self, name: str) -> random.Random | None:
         return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")
@@ -126,27 +129,29 @@ class Lanes:
     # -- compute ---------------------------------------------------------------------------------------------
 
     def mark(self) -> Sequence[Ticket]:
-        """Return the tickets of all that compute was given so far: none on a CPU, where it is done."""
+        """Return tickets for all work submitted to compute so far. Empty on a CPU, where the work is already done."""
         return ()
 
     def now(self) -> Any:
-        """Return the present moment of compute, for `computed`."""
+        """Return the current position of compute, as the `begin` of `computed`."""
         return time.perf_counter()
 
     def computed(self, name: str, begin: Any) -> Sequence[Ticket]:
-        """Note what compute has done since `begin`; return what `mark` would."""
+        """Record the compute work since `begin` in the timeline. Returns the same tickets as `mark`."""
         self.timeline.add("compute", name, begin, time.perf_counter())
         return ()
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Let what compute does next come after `tickets` (and raise what they raised), and fill what those of `fills`
-        have used.
+        """Order the next compute work after `tickets`, and raise their errors. Also wait until the `fills` tickets,
+        readers of a buffer to overwrite, are over.
         """
         self.wait(tickets, fills=fills)
 
     def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Block this thread until `tickets` are done (and raise what they raised) and others are over. The time counts
-        as exposed, for the lane that was waited for and, before its work could begin, for the one that held it up.
+        """Block this thread until `tickets` are done, and raise their errors. Also wait until `fills` are over.
+
+        The time counts as exposed for the lane of the last ticket. Time before the start of its work counts for the
+        lane that held up this start.
         """
         begin = time.perf_counter()
         late = [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
@@ -160,63 +165,65 @@ class Lanes:
                 self.timeline.expose(last.lane, end - worked)
 
     def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
-        """Block until all are done; raise what those that are needed raised."""
+        """Block until all tickets are done. Raises the first error among `tickets`; errors of `fills` do not count."""
         wait_until_done(self.lock, (*tickets, *fills))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
-        """Return the seconds of the step, each lane's share, and what every lane did."""
-        with self.lock:  # lanes add to it under theirs
+        """Return the step duration in seconds, the time per lane, and the spans on every lane."""
+        with self.lock:  # lanes add spans under the lock
             return self.timeline.end_step()
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- failure, cancellation, shutdown ------------------------------------------------------------------------
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of an update that failed. That of a read is its own as soon as it cannot begin for it; of what is
-        read for others nothing is lost.
+        """Error from a failed update, or None. A failed read counts as soon as an update cannot begin without the data.
+        Failed reads for other purposes lose no state and do not count.
         """
         return next((lane.error for lane in self._changing if lane.error is not None), None)
 
     def forget_failures(self) -> None:
-        """What failed was made good."""
+        """Clear the errors of all lanes after a recovery."""
         for lane in self._all:
             lane.forget_failure()
 
     def drain_updates(self) -> None:
-        """Wait until every update is done and written; raise what failed."""
+        """Wait until every update is done and written. Raises the first failure."""
         for lane in self._changing:
             lane.drain()
 
     def finish(self) -> None:
-        """Wait until every lane has done, or failed to do, what it was given."""
+        """Wait until every lane has finished all submitted work, with or without errors."""
         for lane in self._all:
             lane.finish()
 
     def settle(self) -> None:
-        """What the lanes of updates were given so far belongs to a step that is over: `give_up` leaves it alone."""
+        """Record the present positions of the update lanes. Work up to there belongs to a finished step, and `give_up`
+        does not cancel this work.
+        """
         self._settled.update((lane, lane.position) for lane in self._updating)
 
     def give_up(self) -> None:
-        """Cancel all copies, and the updates that were submitted since `settle`. With other ranks all of it is done
-        instead: they wait for every exchange that they were told of, and it may wait for anything.
+        """Cancel all copies, and all updates submitted since `settle`. With other ranks, finish all work instead: the
+        other ranks wait for every announced exchange, and an exchange may depend on any other work.
         """
         if self.abort is not None:
             self.finish()
         for lane, since in self._settled.items():
-            lane.revoke(since)  # none begins anything while another ends
+            lane.revoke(since)  # first on all lanes: otherwise one lane begins work while another ends
         for lane, since in self._settled.items():
             lane.cancel(since)
 
     def abandon(self) -> None:
-        """Nobody waits any more: let the threads end by themselves. Safe wherever garbage is collected."""
+        """Let all threads end without a wait. Safe in a finalizer."""
         for lane in self._all:
             lane.abandon()
 
     def close(self) -> None:
-        """Give up what has not begun, and end the threads."""
-        self.abandon()  # all of them at once
+        """Cancel the work not yet begun, and end the threads."""
+        self.abandon()  # all threads first: they end in parallel
         for lane in self._all:
             lane.close()

@@ -1,4 +1,4 @@
-"""Passes that run side by side, each in a thread of its own, of which one runs at a time."""
+"""Runs several passes in turns, each in its own thread. Only one thread runs at a time."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from offload.interrupts import interrupts
 
 _T = TypeVar("_T")
 _LOOK_S = 0.1
-"""How often a thread that waits looks whether its run is over: an interrupt may end that at any line."""
+"""Seconds between two checks for the end of the run in a waiting thread. An interrupt may end a run at any line."""
 
 
 class _GivenUpError(BaseException):
-    """Raised in a function whose neighbour has failed. No `except Exception` of a model's takes it for its own."""
+    """Raised in a function after another function failed. A BaseException, because `except Exception` in model code
+    must not catch this error.
+    """
 
 
 class Lockstep(Generic[_T]):
-    """Runs functions by turns: each goes on until it calls `turn`, or ends, and then the next one does, round and
-    round. So their order is always the same, and each may look like ordinary code that calls into the other.
+    """Runs functions in turns: each runs until it calls `turn` or ends, then the next one runs, in a fixed cycle. The
+    order is deterministic, and each function is ordinary code.
 
-    The first one is run by the thread that calls. The threads of the others stay until `close`: libraries of matrix
-    products have memory for each thread, which is as long in coming as a small step. `switched(leaves, comes)` is
-    called at every change, by the thread that gives up its turn.
+    The calling thread runs the first function. The other threads live until `close`: BLAS libraries allocate workspace
+    for each new thread, and the allocation takes about as long as a small step. `switched(leaves, comes)` runs at every
+    switch, in the thread of the leaving function.
 
-    Whose turn it is stands in `current`. The queues only wake those who wait for it, so that none waits for a message
-    that an interrupt has prevented.
+    `current` is the number of the function with the turn. The queues only wake waiting threads; no thread depends on a
+    queue message, because an interrupt may prevent the message.
     """
 
     def __init__(self, switched: Callable[[int, int], None]) -> None:
         self._switched = switched
         self.current = 0
-        self._running = threading.Lock()  # held within `run`, and free however that ends
-        self._turns: list[SimpleQueue[None]] = []  # where each function waits for its turn
+        self._running = threading.Lock()  # held during `run`, released by any end of `run`
+        self._turns: list[SimpleQueue[None]] = []  # one queue per function, to wake the thread
         self._threads: list[ThreadPoolExecutor] = []
         self._alive: list[int] = []
         self._results: dict[int, _T] = {}
         self._error: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Return the results of all functions. What one of them raises ends the others, one by one, at their turns."""
-        self._wait_for_threads()  # after an interrupt they may be in the run before
+        """Run all functions and return their results. An exception in one function ends the other functions at their
+        next turn.
+        """
+        self._wait_for_threads()  # after an interrupt the threads may still run the previous call
         with self._running:
             self.current, self._error, self._results = 0, None, {}
             self._turns = [SimpleQueue() for _ in functions]
@@ -61,19 +65,19 @@ class Lockstep(Generic[_T]):
         return [self._results[number] for number in range(len(functions))]
 
     def _wait_for_threads(self, *ended: int) -> None:
-        """Return when no thread runs a function. `ended`: functions that may get the turn though they are over."""
+        """Wait until no thread runs a function. `ended`: finished functions that may still receive the turn."""
         idle = [thread.submit(int) for thread in self._threads]
         while wait(idle, _LOOK_S).not_done:
             for number in ended:
                 self._leave(number)
 
     def close(self) -> None:
-        """End the threads. Nothing is run."""
+        """End the threads. Call while no function runs."""
         while self._threads:
             self._threads.pop().shutdown()
 
     def turn(self) -> None:
-        """Let the others run up to their next turn. Called by the function that runs."""
+        """Let the other functions run up to their next turn. Call from the running function."""
         self._check()
         own, comes = self.current, self._next()
         if comes != own:
@@ -116,7 +120,7 @@ class Lockstep(Generic[_T]):
         self._leave(number)
 
     def _leave(self, number: int) -> None:
-        """Give up the turn for good."""
+        """Remove a finished function from the cycle and pass the turn on."""
         self._alive = [other for other in self._alive if other != number]
         if self.current == number and self._alive:
             self._hand_over(number, self._next())

@@ -1,6 +1,4 @@
-"""Lanes in a time that is only counted: who submits what, and who waits for whom, is as the engine has it; the work
-itself is never done.
-"""
+"""Simulated lanes with counted time. The engine submits and waits as usual, but no work is done."""
 
 from __future__ import annotations
 
@@ -18,39 +16,39 @@ from offload.lanes.ticket import Ticket
 COMPUTE, DECODING = "compute", "decoding"
 
 Seconds = Callable[[int], float]
-"""What a piece of work of so many bytes takes on a link."""
+"""Maps a number of bytes to a duration on a link, in seconds."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """One piece of work that waits in a played lane."""
+    """Waiting work item in a simulated lane."""
 
     number: int
-    """The order in which the piece was submitted."""
+    """Submission order."""
     seconds: float
-    """The seconds that the piece takes on its link."""
+    """Duration on the link, in seconds."""
     ticket: Ticket
-    """The ticket that the submitter got."""
+    """Ticket returned to the submitter."""
     num_left: int = 0
-    """How many of the tickets that the piece comes after are not done yet."""
+    """Number of unfinished tickets before this item."""
     last: Ticket | None = None
-    """Of those tickets, the one that was done last."""
+    """Last finished ticket among them. None: no wait so far."""
 
 
 @dataclass(eq=False)
 class _Link:
-    """A link does one thing at a time, in the order in which its lanes came to it."""
+    """Link that does one work item at a time, in request order."""
 
     name: str
-    """The name of the link on the timeline."""
+    """Link name on the timeline."""
     free_at: float = 0.0
-    """When the link has done all that it was given, in played seconds."""
+    """Time when all assigned work ends, in simulated seconds."""
     busy_s: float = 0.0
-    """How long the link has worked since the beginning, in seconds."""
+    """Total work time so far, in seconds."""
 
 
 class PlayedLane(Lane):
-    """A queue; one that overtakes takes what may begin before what may not yet, in the order of submission."""
+    """Simulated queue. With `overtakes` (h2d), ready work runs first, in submission order."""
 
     def __init__(self, name: str, lanes: PlayedLanes, link: str, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
@@ -63,7 +61,7 @@ class PlayedLane(Lane):
         return self.play(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def play(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
-        """Queue work of so many seconds, which begins when all these tickets are done."""
+        """Queue work for `seconds`, to begin when all tickets in `after` are done."""
         self.position += 1
         piece = _Piece(self._lanes.next_number(), seconds, Ticket(self.link.name))
         for ticket in set(after):
@@ -78,7 +76,7 @@ class PlayedLane(Lane):
         return piece.ticket
 
     def end(self, piece: _Piece) -> None:
-        """A piece is done."""
+        """Finish a work item and start the next one."""
         self._is_busy = False
         piece.ticket.finish()
         self._start(piece.ticket.end)
@@ -110,7 +108,7 @@ class PlayedLane(Lane):
 
 
 class _ByCompute(Lane):
-    """Work that compute does itself."""
+    """Work done by compute."""
 
     def __init__(self, name: str, lanes: PlayedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
@@ -127,7 +125,7 @@ class _ByCompute(Lane):
 
 
 class _SentByCompute(_ByCompute):
-    """Sums over replicas that compute makes itself: it waits for the network meanwhile, and does no work."""
+    """Gradient reduction over replicas inside compute. Compute waits for the network meanwhile."""
 
     def _work(self, seconds: float) -> None:
         super()._work(seconds)
@@ -137,17 +135,16 @@ class _SentByCompute(_ByCompute):
 
 
 class PlayedLanes(Lanes):
-    """The lanes of an engine, beside a host whose `now_s` moves by what the host does and waits for.
+    """Engine lanes with a simulated host clock, `now_s`. Host work and host waits advance the clock.
 
-    On a CPU compute is what the host does. In a stream (`in_stream`) compute is a lane of its own, which the host runs
-    ahead of, and which takes as long as its launches where these are longer.
+    On a CPU the host computes. With `in_stream`, compute is a separate lane: the host runs ahead, and compute takes at
+    least as long as the kernel launches.
     """
 
     def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
-        """`seconds`: what bytes take by link: "h2d", "d2h", "update", "nvme_read", "nvme_write", "collective",
-        "network", "update_on_device", "decoding" for the bytes that it reads and writes, while which nothing else
-        computes, and "here" for what compute does with states itself. `inline`: copies and updates are made by compute,
-        but for those of the disk.
+        """`seconds` maps link names to duration functions: "h2d", "d2h", "update", "nvme_read", "nvme_write",
+        "collective", "network", "update_on_device", "decoding" (bytes read and written; no other compute runs
+        meanwhile) and "here" (compute work on states). `inline`: compute does all copies and updates except disk I/O.
         """
         self.now_s = self.compute_s = self.sent_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
@@ -172,10 +169,10 @@ class PlayedLanes(Lanes):
         return kind(name, self, self._seconds.get(name, lambda _: 0.0))
 
     def _open_returning(self) -> Lane:
-        return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU
+        return self._thread("returning", "h2d") if self._in_stream else self.h2d  # on a CPU h2d overtakes
 
     def _open_decoding(self) -> Lane:
-        """Kernels of a device take turns; on a CPU the thread of h2d decodes, or compute itself."""
+        """Open the decoding lane. Device kernels run one at a time; on a CPU the h2d thread or compute decodes."""
         if not self.overlap:
             return self._inline(DECODING)
         link = COMPUTE if self._in_stream else "h2d"
@@ -186,18 +183,18 @@ class PlayedLanes(Lanes):
         if not self.overlap:
             return up, self._inline("update_on_device"), down
         name, seconds = "update_on_device", self._seconds
-        # The device's memory is no part of the host's, unless a throttle plays one link for both.
+        # Device updates do not share the host memory bandwidth, unless one throttle simulates both links.
         if seconds.get(name) not in (None, seconds.get("update")):
             self._links[name] = _Link("update")
         return up, self._thread(name, name if name in self._links else "update"), down
 
     def link(self, name: str) -> _Link:
-        """Return a link, which its lanes share."""
+        """Return the link `name`, shared by several lanes."""
         return self._links.setdefault(name, _Link(name))
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Return how long each link, and compute, was given work so far: of two of one name the longer."""
+        """Total work time per link and for compute, in seconds. If two links have one name, the longer time counts."""
         found: dict[str, float] = {}
         for link in self._links.values():
             found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
@@ -209,7 +206,9 @@ class PlayedLanes(Lanes):
         return self._last
 
     def compute(self, seconds: float, host_s: float = 0.0) -> None:
-        """Compute for so long, which the host takes `host_s` to launch; or, where the host computes, to do beside."""
+        """Compute for `seconds`. `host_s` is the launch time on the host; if the host computes, `host_s` is additional
+        work.
+        """
         if self._in_stream:
             taken = max(seconds, host_s)
             self._last = (self._compute.play(taken, self._after),)
@@ -231,7 +230,7 @@ class PlayedLanes(Lanes):
         self._wait((*tickets, *fills))
 
     def _wait(self, tickets: Sequence[Ticket]) -> Ticket | None:
-        """Let time pass until all are done; return the last one that was waited for."""
+        """Advance the clock until all tickets are done. Returns the last ticket that required a wait, or None."""
         late = [ticket for ticket in tickets if not ticket.is_done]
         for ticket in late:
             while not ticket.is_done:
@@ -242,26 +241,26 @@ class PlayedLanes(Lanes):
         return max(late, key=lambda ticket: ticket.end, default=None)
 
     def spend(self, seconds: float) -> None:
-        """Let so much of the host's time pass."""
+        """Advance the host clock by `seconds`."""
         until = self.now_s + seconds
         while self._events and self._events[0][0] <= until:
             self._end_next()
         self.now_s = until
 
     def expose(self, begin: float, ticket: Ticket | None) -> None:
-        """Note that compute has had nothing to do from `begin` to the end of a ticket."""
+        """Record idle compute from `begin` until `ticket` ends."""
         if ticket is not None and ticket.end > begin:
             self.exposed_s[ticket.lane] = self.exposed_s.get(ticket.lane, 0.0) + ticket.end - begin
 
-    # -- what is under way -----------------------------------------------------------------------------------
+    # -- pending work ----------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return the number of the next piece of work."""
+        """Return the next submission number."""
         self._count += 1
         return self._count
 
     def begun(self, lane: PlayedLane, piece: _Piece) -> None:
-        """A lane has begun a piece, and it is known when that ends."""
+        """Record started work, with a known end time."""
         heapq.heappush(self._events, (piece.ticket.end, piece.number, lane, piece))
 
     def _end_next(self) -> None:

@@ -1,8 +1,8 @@
-"""Lanes over an accelerator's streams: copies have a stream each, and tickets carry events.
+"""Lanes on accelerator streams: each copy lane has a stream, and tickets carry events.
 
-A lane's thread enqueues; it blocks only for work of the host (an update that has to be done before its weights go up).
-Streams are made once, events are used again. The stream of compute is whichever is current in the thread that asks:
-autograd runs a backward under the stream of its forward.
+A lane thread only enqueues work, and blocks only for host work, for example an update before the H2D copy of the new
+weights. Streams are created once, and events are reused. The compute stream is the current stream in the calling
+thread: autograd runs a backward on the stream of the forward.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from offload.telemetry.timeline import LaneTime, Span
 
 Abort = Callable[[BaseException], None] | None
 _MOST_SPANS = 1 << 13
-"""Before what is over is shown in the midst of a pass, for which compute is waited for."""
+"""Maximum number of recorded spans. Above this number, finished spans move to the timeline during a pass, after a wait
+for compute.
+"""
 
 
 class StreamTicket(Ticket):
-    """A place in a stream, by an event that goes back to its pool with the last who knows it. Whoever had to wait for
-    the event has, by then, put the wait into a stream, and the stream holds what the event stood for at that moment.
+    """Position in a stream, marked by an event. The event returns to the pool with the last reference to the ticket. By
+    then every waiter has enqueued a wait, and an enqueued wait keeps the state of the event at enqueue time.
     """
 
     __slots__ = ()
@@ -40,22 +42,22 @@ class StreamTicket(Ticket):
 
 @dataclass
 class StreamSpan:
-    """What a stream did between two places in it."""
+    """Stream work between two positions."""
 
     lane: str
-    """The name of the lane, or of its link, on the timeline."""
+    """Lane or link name on the timeline."""
     name: str
-    """The name of the work."""
+    """Work name."""
     begin: Ticket
-    """The place in the stream where the work began."""
+    """Position in the stream where the work began."""
     end: Ticket
-    """The place in the stream where the work ended."""
+    """Position in the stream where the work ended."""
     is_wait: bool = False
-    """True if compute did nothing but wait for the lane."""
+    """True if compute only waited for the lane."""
 
 
 class StreamLane(ThreadLane):
-    """A lane whose work is to put copies into a stream of its own."""
+    """Lane for copies, with a separate stream."""
 
     def __init__(self, name: str, lanes: StreamLanes, link: str) -> None:
         module = lanes.accelerator.module
@@ -73,12 +75,12 @@ class StreamLane(ThreadLane):
 
     def _order(self, event: torch.Event) -> None:
         self._stream.wait_event(event)
-        if self._link.throttle is not None:  # a played link begins to count when its copy does
+        if self._link.throttle is not None:  # a throttled link starts to count when the copy starts
             event.synchronize()
 
     def cancel(self, since: int = 0) -> None:
         super().cancel(since)
-        self._stream.synchronize()  # what uses its memory next may wait for a ticket that was given up
+        self._stream.synchronize()  # the next user of the memory may wait for a cancelled ticket
 
     def drain(self) -> None:
         super().drain()
@@ -86,10 +88,10 @@ class StreamLane(ThreadLane):
 
     def close(self) -> None:
         super().close()
-        self._stream.synchronize()  # the memory of what is still in it is about to go
+        self._stream.synchronize()  # the memory of pending copies is about to be freed
 
     def _run(self, work: Work, ordered: float) -> None:
-        if self._link.throttle is None:  # the events tell when it was at work
+        if self._link.throttle is None:  # the events measure the work time
             self._start(work)
         else:
             super()._run(work, ordered)
@@ -105,9 +107,8 @@ class StreamLane(ThreadLane):
 
 
 class StreamLanes(Lanes):
-    """h2d, returning, decoding, d2h, collective and the way of an update on the device have streams; the network,
-    updates of the host and the lanes of the disk run on the host, which waits for the events of what they read or
-    overwrite.
+    """h2d, returning, decoding, d2h, collective and the device-update lanes have streams. The network lane, host
+    updates and disk lanes run on the host, and the host waits for the events of buffers to read or overwrite.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class StreamLanes(Lanes):
     ) -> None:
         self.accelerator = accelerator
         self.timed: deque[StreamSpan] = deque()
-        self._met: tuple[Ticket, float] | None = None  # what the host has waited for last, and when that was over
+        self._met: tuple[Ticket, float] | None = None  # last ticket the host waited for, and the end time
         self.pool: list[torch.Event] = []
         self._shown_until: dict[str, float] = {}
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
@@ -124,7 +125,8 @@ class StreamLanes(Lanes):
         return super()._open(name) if name in ("network", "update") else StreamLane(name, self, name)
 
     def _open_returning(self) -> Lane:
-        # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.
+        # A separate stream: a fetch enters the h2d stream as soon as the earlier work on the slot is in a stream, and
+        # all copies behind the fetch wait for this work.
         return StreamLane("returning", self, "h2d")
 
     def _open_decoding(self) -> Lane:
@@ -139,11 +141,11 @@ class StreamLanes(Lanes):
         self.accelerator.enter()
 
     def present(self, stream: torch.Stream) -> torch.Event:
-        """Return an event at the present end of a stream."""
+        """Return an event at the present end of `stream`."""
         try:
             event = self.pool.pop()
         except IndexError:
-            event = self.accelerator.event(is_timed=True, sleeps=True)  # and leaves the core to AdamW
+            event = self.accelerator.event(is_timed=True, sleeps=True)  # sleeps, which leaves the core to AdamW
         event.record(stream)
         return event
 
@@ -157,12 +159,12 @@ class StreamLanes(Lanes):
     def computed(self, name: str, begin: Ticket) -> Sequence[Ticket]:
         end = self.now()
         self.timed.append(StreamSpan("compute", name, begin, end))
-        if len(self.timed) > _MOST_SPANS and self.timed[0].end.is_over:  # evaluations have no end of a step
+        if len(self.timed) > _MOST_SPANS and self.timed[0].end.is_over:  # an evaluation has no step end
             self._show()
         return (end,)
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, fills)  # until they are in their streams
+        self._await(tickets, fills)  # until the work is in the streams
         late = []
         for ticket in (*tickets, *fills):
             if ticket.event is not None and not ticket.event.query():
@@ -176,7 +178,8 @@ class StreamLanes(Lanes):
 
     def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         self._await(tickets, fills)
-        for ticket in (*reversed(tickets), *fills):  # what came last in a stream is waited for, the rest is over then
+        # last ticket first: the earlier ones of the stream are over then
+        for ticket in (*reversed(tickets), *fills):
             if not ticket.is_over:
                 begin = time.perf_counter()
                 ticket.event.synchronize()
@@ -184,16 +187,16 @@ class StreamLanes(Lanes):
                 self.timeline.expose(ticket.lane, self._met[1] - begin)
 
     def finish(self) -> None:
-        super().finish()  # until it is in the streams
+        super().finish()  # until the work is in the streams
         self.accelerator.wait()
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
-        self._show()  # the loss was read: compute is idle
+        self._show()  # compute is idle, because the loss was read
         return super().end_step()
 
     def _show(self) -> None:
-        """Put on the timeline what is over, and let go of its events. Waits for compute, unless the host has waited
-        for something in this step: then it knows when that was.
+        """Move finished spans to the timeline and release their events. The last host wait of this step serves as the
+        time reference. Without one, wait for compute.
         """
         met, self._met = self._met, None
         if met is None:
@@ -216,7 +219,7 @@ class StreamLanes(Lanes):
 
 
 def overlaps(has_accelerator: bool, throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
-    """True where copies and updates run beside compute: on an accelerator, and where a link is played or delayed."""
+    """True where copies and updates run beside compute: on an accelerator, or with a throttle or random delays."""
     return has_accelerator or bool(throttle) or delay_seed is not None
 
 
@@ -227,8 +230,8 @@ def open_lanes(
     overlap: bool,
     abort: Abort = None,
 ) -> Lanes:
-    """Return the lanes for a device, None for the CPU. `delay_seed`: wait at random, by this seed. `overlap`: beside
-    compute on a CPU too. `abort`: as of Lanes.
+    """Return the lanes for a device (None: the CPU). `delay_seed` seeds random waits (None: no waits). `overlap`: run
+    lanes beside compute on a CPU too. `abort`: see `Lanes`.
     """
     if accelerator is not None:
         return StreamLanes(accelerator, throttle=throttle, delay_seed=delay_seed, abort=abort)

@@ -1,4 +1,4 @@
-"""How slow a link is made, so that PCIe and disks can be played on any machine."""
+"""Throttles: artificial link limits, to simulate slower PCIe links and disks on any machine."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
 LANES = ("h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
-"""What can be throttled, and is shown. Several lanes may share one of them: see Lanes."""
+"""Links with a throttle and a row on the timeline. Several lanes may share one link, see `Lanes`."""
 _KEYS = ("bandwidth", "latency_seconds")
 
 
 @dataclass(frozen=True)
 class Throttle:
-    """Work of `num_bytes` takes `seconds(num_bytes)`, or as long as it really does where that is longer."""
+    """Minimum work duration: `seconds(num_bytes)`. Slower work takes the real time."""
 
     bytes_per_second: float | None = None
-    """The bandwidth; None for no limit."""
+    """Bandwidth in bytes per second. None: no limit."""
     latency_s: float = 0.0
-    """The seconds that each piece of work takes beside its bytes."""
+    """Latency per work item, in seconds."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the least time that work which moves `num_bytes` takes."""
+        """Return the minimum duration in seconds for a transfer of `num_bytes`."""
         return self.latency_s + (num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0)
 
 
 def parse_throttle(setting: Any) -> dict[str, Throttle]:
-    """Read {lane: bytes per second} or {lane: {"bandwidth": size a second, "latency_seconds": s}}, or None for no
-    throttles; ConfigError for anything else.
+    """Parse {lane: bytes per second} or {lane: {"bandwidth": size per second, "latency_seconds": s}}. None means no
+    throttles. Raises ConfigError for anything else.
     """
     lanes = ", ".join(LANES)
     if setting is not None and not isinstance(setting, Mapping):

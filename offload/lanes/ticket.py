@@ -1,4 +1,4 @@
-"""Tickets, and the race rule for a buffer: never read before it was filled, never filled before it was read."""
+"""Tickets, and the race rule for a buffer: no read before the fill is done, no fill before the reads are done."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _MANY = 16
 
 
 class CancelledError(Exception):
-    """Work that was given up before it began, because the step it belonged to was."""
+    """Raised for work cancelled before the start, together with the step."""
 
 
 class Ticket:
-    """One piece of work of a lane. `begin` and `end` are seconds of `time.perf_counter`.
+    """Handle of one work item. `begin` and `end` are `time.perf_counter` seconds.
 
-    `is_done` is set once the work was done, or, for work of a GPU's stream, once it is in the stream: then `event`
-    fires when it is done. `position`: its place among all that its lane was ever given. `lane` is the name under which
-    the lane is shown (of its link); `held_by` that of the lane whose work this had to wait for, where that is what made
-    it late. `watchers` are called once it is done. `pool`: where its event is used again.
+    `is_done` is set when the work is done; for GPU stream work, when the work is in the stream, and then `event` fires
+    at the end. `position` counts all work in the lane. `lane` is the displayed lane name (the link name); `held_by`
+    names the lane with the work that delayed this ticket. `watchers` are called when the work is done. `pool` receives
+    the event for reuse.
     """
 
     __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "pool", "position", "watchers")
@@ -38,41 +38,40 @@ class Ticket:
         self.watchers: list[Callable[[], None]] = []
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It is done, or failed; wake who waits for it. Under the lock of the lanes."""
+        """Mark the work as done or failed, and wake the waiting threads. Call under the lock of the lanes."""
         self.error = error
-        self.is_done = True  # after the error: it is read without the lock
+        self.is_done = True  # after the error, because readers take no lock
         watchers, self.watchers = self.watchers, []
         for watcher in watchers:
             watcher()
 
     def last(self, begin: float, end: float) -> None:
-        """The work begins and ends at these times."""
+        """Set the begin and end times."""
         self.begin, self.end = begin, end
 
     def end_with(self, event: Any) -> None:
-        """The work is over when a GPU comes to this event of a stream."""
+        """Set the stream event at the end of the work."""
         self.event = event
 
     def wait_for(self, other: Ticket) -> None:
-        """Another's work made this one late."""
+        """Record a delay caused by the work behind another ticket."""
         self.held_by = other.lane
 
     def synchronize(self) -> None:
-        """It is done: block until nothing of the work is left to do anywhere."""
+        """Block until the work is over, on the device too. The ticket must be done."""
         if self.event is not None:
             self.event.synchronize()
 
     @property
     def is_over(self) -> bool:
-        """True once nothing of the work is left to do anywhere."""
+        """True when no part of the work is left, on the device too."""
         return self.is_done and (self.event is None or bool(self.event.query()))
 
 
 class Fence:
-    """The race rule for one buffer (DESIGN: no buffer is read before the ticket of the write that filled it, nor
-    filled again before the tickets of its readers).
+    """Race rule for one buffer: a read waits for the last fill, and a fill waits for all readers.
 
-    `kind` says what the buffer is; the tests take the waits of one kind away and must see it.
+    `kind` names the buffer type. Tests disable all waits of one kind and must detect the race.
     """
 
     __slots__ = ("_filled", "_readers", "kind")
@@ -83,29 +82,29 @@ class Fence:
         self._readers: list[Ticket] = []
 
     def before_read(self) -> Sequence[Ticket]:
-        """Return what a reader has to wait for."""
+        """Return the tickets to wait for before a read."""
         return self._filled
 
     def before_fill(self) -> Sequence[Ticket]:
-        """Return what the next writer has to wait for."""
+        """Return the tickets to wait for before a fill."""
         return (*self.before_read(), *self._readers)
 
     def read(self, *tickets: Ticket) -> None:
-        """Note readers."""
-        if len(self._readers) >= _MANY:  # what is never filled again (frozen weights) would collect them for ever
+        """Record readers."""
+        if len(self._readers) >= _MANY:  # a buffer without further fills (frozen weights) would collect readers forever
             self._readers = [reader for reader in self._readers if not reader.is_over]
         self._readers += tickets
 
     def fill(self, *tickets: Ticket) -> None:
-        """Note who fills it, together, after everyone before."""
+        """Record the writers of one joint fill, after all earlier users."""
         self._filled = tickets
         self._readers.clear()
 
     @property
     def has_failed(self) -> bool:
-        """True where what should have filled it failed, or was given up."""
+        """True if the last fill failed or was cancelled."""
         return any(ticket.error is not None for ticket in self._filled)
 
     def forgive(self) -> None:
-        """What failed to fill it is made good by who calls this: nobody has to know of it any more."""
+        """Forget failed fills. The caller repairs the buffer content."""
         self._filled = [ticket for ticket in self._filled if ticket.error is None]

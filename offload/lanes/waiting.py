@@ -1,4 +1,4 @@
-"""How threads wait for tickets: one that is done wakes those who wait for it, and nobody else."""
+"""Waits for tickets. A finished ticket wakes exactly the threads waiting for it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offload.lanes.ticket import Ticket
 
 
 class Bell:
-    """Wakes one thread. A ring is kept until it is heard, so it may come before the thread waits.
+    """Wakes one thread. A ring before the wait is kept until the wait.
 
-    To ring is one call into C and needs no lock: a finalizer may do it wherever it interrupts, between the look at what
-    there is to do and the wait as well. (A Condition would lose that ring, and a thread that holds its lock is where a
-    finalizer may run.)
+    A ring is one call into C and needs no lock. A finalizer can ring at any point, also between the check for work and
+    the wait. (A Condition would lose the ring, and a finalizer may run in the thread holding the lock of the
+    Condition.)
     """
 
     __slots__ = ("_silence",)
@@ -25,17 +25,19 @@ class Bell:
         self._silence.acquire()
 
     def ring(self) -> None:
-        """Wake the thread, now or when it comes to wait."""
-        with suppress(RuntimeError):  # it rings already
+        """Wake the thread, now or at the next wait."""
+        with suppress(RuntimeError):  # already ringing
             self._silence.release()
 
     def wait(self, timeout_s: float = -1) -> None:
-        """Wait for a ring, which may be one of long ago: look again at what was waited for."""
+        """Wait for a ring. The ring may be an old one: the caller must check the condition again."""
         self._silence.acquire(timeout=timeout_s)
 
 
 class Countdown:
-    """Calls `then` when the last of some tickets is done; `left` are not. All of it under the lanes' lock."""
+    """Calls `then` when the last ticket is done. `left` counts the unfinished tickets. Use under the lock
+    of the lanes.
+    """
 
     __slots__ = ("_then", "left")
 
@@ -47,14 +49,14 @@ class Countdown:
                 self.left += 1
 
     def tick(self) -> None:
-        """One of them is done."""
+        """Count one finished ticket."""
         self.left -= 1
         if not self.left:
             self._then()
 
 
 def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
-    """Block until all of them are done, or an interrupt comes. `lock`: of the lanes that they belong to."""
+    """Block until all tickets are done or an interrupt comes. `lock`: the lock of the lanes that own the tickets."""
     for ticket in tickets:
         if not ticket.is_done:
             break

@@ -1,1 +1,1 @@
-"""Where each element of each parameter lies: regions, planes, and the ranges of ranks. Pure."""
+"""Memory layout for all parameter elements: regions, planes, and ranges per rank. Pure functions."""

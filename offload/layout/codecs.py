@@ -1,5 +1,5 @@
-"""How weights rest and travel: as they are, or as codes in few bits with scales, in records of equal length that are
-decoded where the weights are used. Pure.
+"""Codecs: storage and copy formats for weights. Exact, or quantized records with equal length (codes and scales),
+decoded on the device where weights are used. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ from offload.native import codes as kernels
 from offload.native.kernels import join
 
 PIECE_NUMEL = 1 << 20
-"""Weights that are decoded at once, a multiple of every codec's block: what they take beside is that of so many."""
+"""Weights decoded at once, a multiple of every codec block. Limits the workspace."""
 LEAST_NUMEL = 4096
-"""A parameter of fewer weights rests as it is: codes would save next to nothing of the model."""
+"""Minimum quantized parameter size in elements. Smaller parameters stay exact, since they save almost nothing."""
 _LEAST_SCALE = 1e-38
 _GRID = 65535
 
 Stretches = Iterator[tuple[int, int, Tensor]]
-"""Elements `begin` to `end` of a parameter, and what rests of them, flat."""
+"""Iterator over (begin, end, data): element range in a parameter, and the flat stored data."""
 
 
 class Codec:
-    """Weights rest, travel and are used as they are."""
+    """Exact format: weights are stored, copied and used unchanged. Base class for all codecs."""
 
     name = "exact"
-    """As settings call it."""
+    """Name in settings."""
     block = 1
-    """How many neighbouring weights of a parameter have a record together."""
+    """Neighbouring weights per record."""
 
     def __repr__(self) -> str:
         return self.name
 
     def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
-        """Return the dtype of what rests of weights that are used in `dtype`, and the elements of a record."""
+        """Return the storage dtype for weights used in `dtype`, and the storage elements per record."""
         return dtype, 1
 
     def takes(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
-        """Return what `encoded` is given of weights in `dtype`: in what dtype, and of how many how many elements."""
+        """Return the input format for `encoded`, given weights in `dtype`: input dtype, weights per block, input
+        elements per block.
+        """
         return dtype, 1, 1
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
-        """Yield what rests of a parameter whose weights come in pieces, flat, in any float dtype. All pieces but the
-        last are of a multiple of `block`.
+        """Yield the stored data for one parameter. Weights come in flat pieces with any float dtype; every piece except
+        the last is a multiple of `block`.
         """
         end = 0
         for piece in pieces:
@@ -55,11 +57,11 @@ class Codec:
             yield begin, end, piece
 
     def read(self, rests: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Return the weights at a place of what rests, on the CPU, fresh unless they are there, as they are used."""
+        """Return the weights at `place` in the stored data `rests`, on the CPU, with dtype `dtype`. May be a view."""
         return rests[place].cpu()
 
     def workspace_bytes(self, numel: int) -> int:  # noqa: ARG002
-        """Return the bytes that decoding of so many weights takes beside them."""
+        """Return the workspace bytes for decoding `numel` weights."""
         return 0
 
 
@@ -67,12 +69,12 @@ EXACT = Codec()
 
 
 class Coded(Codec, ABC):
-    """A codec whose records are codes and scales: uint8 [`record_bytes`], of `block` weights each."""
+    """Quantized codec: a record has codes and scales for `block` weights, uint8 [`record_bytes`]."""
 
     record_bytes: int
-    """Bytes of a record."""
+    """Bytes per record."""
     between_bytes: int
-    """Bytes a weight that torch's operations write, and read again, on the way from records to weights."""
+    """Intermediate bytes per weight, written and read again by torch operations during decoding."""
 
     def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
         return torch.uint8, self.record_bytes
@@ -85,7 +87,7 @@ class Coded(Codec, ABC):
         return found[place.start - first * self.block : place.stop - first * self.block]
 
     def workspace(self, numel: int) -> Tensor:
-        """Return memory of the CPU with which so many weights are decoded."""
+        """Return a CPU workspace for decoding `numel` weights."""
         memory = torch.empty(self.workspace_bytes(numel), dtype=torch.uint8, device="cpu")
         memory[: self.tables.nbytes] = self.tables
         return memory
@@ -93,23 +95,23 @@ class Coded(Codec, ABC):
     @property
     @abstractmethod
     def tables(self) -> Tensor:
-        """What a workspace begins with, wherever it is: uint8 [n], n a multiple of 512."""
+        """Lookup tables at the start of a workspace on any device, uint8 [n] with n a multiple of 512."""
 
     @abstractmethod
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """Decode records, flat, to weights `out`, flat, in any float dtype, on one device. The records may lie at the
-        end of `out`: pieces are decoded from the first on, and no record is overwritten before it was read.
+        """Decode flat records into `out`, flat weights in any float dtype on the same device. Records may lie at the
+        end of `out`: decoding goes forward and reads each record before the weights overwrite it.
         """
 
 
 class WholeNumbers(Coded):
-    """Whole numbers of -`most` to `most` times that part of the largest magnitude of 128 neighbours. A record is the
-    codes of the numbers, and then the scale, fp32.
+    """Symmetric integer quantization: integers from -`most` to `most`, scaled by the maximum magnitude among 128
+    neighbouring weights. A record has the codes and then the fp32 scale.
     """
 
     block = 128
     most: int
-    """The largest number."""
+    """Largest integer."""
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
         end = 0
@@ -118,9 +120,10 @@ class WholeNumbers(Coded):
             yield begin, end, self._records(_as_fp32(piece))
 
     def encode_rest(self, values: Tensor, error: Tensor, out: Tensor) -> None:
-        """Make the records `out` of values, fp32 or bf16 [n], and their error, bf16 [n], on one device, and leave in
-        `error` what the records lack of both; n is a multiple of `block`. A block of values that are all 0 leaves its
-        error, and of one that is not finite the error is 0.
+        """Quantize values plus error feedback into the records `out`, and store the new quantization error in `error`.
+
+        `values`: fp32 or bf16 [n]. `error`: bf16 [n]. All tensors are on one device, and n is a multiple of `block`. An
+        all-zero block keeps the old error. A non-finite block gets error 0.
         """
         if kernels.have_kernels(values):
             kernels.encode_rest(self.name, values, error, out)
@@ -149,11 +152,13 @@ class WholeNumbers(Coded):
             kernels.decode(self.name, records, out)
             return
         for its, weights in _pieces(self, records, out):
-            its = workspace[: its.numel()].view(its.shape).copy_(its)  # over which the weights may lie
-            torch.mul(self._numbers(its), its[:, -4:].view(torch.float32), out=weights.view(-1, 128))  # and rounded
+            # a copy, because the weights may overwrite the records
+            its = workspace[: its.numel()].view(its.shape).copy_(its)
+            # rounds to the weight dtype
+            torch.mul(self._numbers(its), its[:, -4:].view(torch.float32), out=weights.view(-1, 128))
 
     def _records(self, values: Tensor) -> Tensor:
-        """Return the records of values, fp32, flat."""
+        """Quantize flat fp32 values into records."""
         weights = _in_blocks(values, self.block)
         scale = weights.abs().amax(1, keepdim=True).div_(self.most)
         numbers = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-self.most, self.most).to(torch.int8)
@@ -161,21 +166,23 @@ class WholeNumbers(Coded):
 
     @abstractmethod
     def _codes(self, numbers: Tensor) -> Tensor:
-        """Return the codes, uint8 [records, bytes], of numbers, int8 [records, 128]."""
+        """Return codes, uint8 [records, bytes], from integers, int8 [records, 128]."""
 
     @abstractmethod
     def _numbers(self, records: Tensor) -> Tensor:
-        """Return the numbers, int8 [records, 128], of records, uint8 [records, bytes]."""
+        """Return integers, int8 [records, 128], from records, uint8 [records, bytes]."""
 
 
 class Int8(WholeNumbers):
-    """Whole numbers of -127 to 127, each a code of a byte."""
+    """Integers from -127 to 127, one byte each."""
 
     name, record_bytes, between_bytes = "int8", 132, 2
     most = 127
 
     def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
-        """Make the records `out` of master weights, flat, on one device; `low`: their low half, if they have one."""
+        """Quantize flat master weights into the records `out`, on one device. `low`: low half of the masters (None: no
+        split).
+        """
         if kernels.have_kernels(weights):
             kernels.encode_int8(weights, low, out)
             return
@@ -195,7 +202,7 @@ class Int8(WholeNumbers):
 
 
 class Int4(WholeNumbers):
-    """Whole numbers of -7 to 7, whose codes are 8 more, two in a byte with the first one in its upper half."""
+    """Integers from -7 to 7, stored with 8 added, two per byte with the first in the upper half."""
 
     name, record_bytes, between_bytes = "int4", 68, 4
     most = 7
@@ -210,13 +217,14 @@ class Int4(WholeNumbers):
 
 
 class Nf4(Coded):
-    """NormalFloat with double quantisation (QLoRA, arXiv:2305.14314, section 3), as bitsandbytes has it: each of 64
-    neighbours is one of 16 quantiles of a normal distribution times their largest magnitude; of these magnitudes, less
-    the parameter's mean of them, 256 neighbours are numbers of the signed dynamic map of 8 bits (arXiv:2110.02861)
-    times the largest of theirs.
+    """NormalFloat with double quantization (QLoRA, arXiv:2305.14314, section 3), compatible with bitsandbytes.
 
-    A record is of 16,384 weights: their codes, two in a byte with the first one in its upper half; the 256 codes of
-    their magnitudes; the largest of these and the mean of the parameter's, fp32.
+    64 neighbouring weights share one scale, their largest magnitude. Each weight is one of 16 normal-distribution
+    quantiles times the scale. Scales minus their mean over the parameter are quantized too, in blocks of 256: a number
+    from the signed dynamic 8-bit map (arXiv:2110.02861) times the largest magnitude in the block.
+
+    A record holds 16,384 weights: their codes, two per byte with the first in the upper half; 256 scale codes; the
+    largest magnitude among the centred scales, and the mean scale, both fp32.
     """
 
     name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
@@ -267,43 +275,43 @@ class Nf4(Coded):
             sizes.view(-1, 256).mul_(most).add_(mean)
             codes.view(-1, 8192).copy_(its[:, :8192])
             torch.index_select(pairs, 0, codes, out=decoded.view(torch.int64))
-            torch.mul(decoded.view(-1, 64), sizes.view(-1, 1), out=weights.view(-1, 64))  # in fp32, and rounded
+            torch.mul(decoded.view(-1, 64), sizes.view(-1, 1), out=weights.view(-1, 64))  # in fp32, then rounded
 
 
 def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the device sees of a whole parameter, flat, on the CPU, in the dtype in which it is used."""
+    """Return a whole parameter after encoding and decoding: the flat weights seen by the device, on the CPU."""
     rests = torch.cat([stretch for *_, stretch in codec.encoded(weights.split(PIECE_NUMEL))])
     return codec.read(rests, slice(0, weights.numel()), dtype).to(dtype)
 
 
 INT8 = Int8()
-"""The codec in which trained weights travel that do not travel as they are."""
+"""Codec for copies of quantized trainable weights."""
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Nf4())}
-"""The codecs of weights, as settings call them."""
+"""Weight codecs by setting name."""
 GRADIENT_CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Int4())}
-"""Those of gradients between replicas."""
+"""Gradient codecs between replicas by setting name."""
 
 
 def _pieces(codec: Coded, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield records [n, bytes] and the weights that they are decoded to, from the first on."""
+    """Yield pairs of records [n, bytes] and the weights to decode them into, in order."""
     its, step = records.view(-1, codec.record_bytes), PIECE_NUMEL // codec.block
     return zip(its.split(step), out.split(PIECE_NUMEL), strict=True)
 
 
 def _as_fp32(piece: Tensor) -> Tensor:
-    """Return weights in fp32 on the CPU."""
+    """Return weights as fp32 on the CPU."""
     return piece.cpu().float().contiguous()
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
-    """Return fresh blocks [n, block] of values, flat, floats as fp32; what is missing of the last is 0."""
+    """Copy flat values into blocks [n, block], padded with zeros. Floats become fp32."""
     values = values.float() if values.is_floating_point() else values
     return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block).clone()
 
 
 def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of values, fp32, flat, two in a byte, and the largest magnitudes of their blocks of 64, fp32. A
-    last block that is not whole is divided by its own, and the others are multiplied with the inverse.
+    """Return NF4 codes for flat fp32 values, two per byte, and the block scales, fp32. A partial last block is divided
+    by the scale; full blocks are multiplied by the inverse scale.
     """
     if kernels.have_kernels(values):
         return kernels.encode_nf4(values, _borders(nf4_levels()))
@@ -319,9 +327,11 @@ def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes of magnitudes, fp32 [n]: uint8 [blocks, 256]; the scales of the blocks, fp32 [blocks, 1]; and
-    the mean, which was taken off first. bitsandbytes takes the nearest number of a grid of 65,536 between -1 and 1, on
-    a CPU, and of that the nearest of the map; on a GPU that of the magnitude, of which one in 500 is another one.
+    """Quantize the scales `sizes`, fp32 [n]. Return codes, uint8 [blocks, 256], block maxima, fp32 [blocks, 1], and the
+    mean subtracted before.
+
+    Follows bitsandbytes on a CPU: first round to a grid with 65,536 numbers between -1 and 1, then to the nearest map
+    number. bitsandbytes on a GPU rounds to the map directly; one code in 500 differs.
     """
     mean = _mean(sizes)
     blocks = _in_blocks(sizes - mean, 256)
@@ -332,13 +342,13 @@ def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Return the mean of values, fp32 [n], by the sum of one thread: torch shares out rows, and not what is in one."""
+    """Return the mean over fp32 [n], summed by one thread: torch splits rows among threads, never one row."""
     return values.expand(2, -1).mean(1)[0]
 
 
 @cache
 def nf4_levels() -> Tensor:
-    """Return the 16 numbers of NormalFloat, fp32 (QLoRA, appendix E)."""
+    """Return the 16 NormalFloat numbers, fp32 (QLoRA, appendix E)."""
     below = [1.0, 0.6961928009986877, 0.5250730514526367, 0.39491748809814453]
     below += [0.28444138169288635, 0.18477343022823334, 0.09105003625154495]
     above = [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
@@ -348,8 +358,8 @@ def nf4_levels() -> Tensor:
 
 @cache
 def dynamic_map() -> Tensor:
-    """Return the 256 numbers of the signed dynamic map, fp32: seven levels, each ten times the one before, of 1, 2, 4
-    ... 64 numbers at equal distances on either side, and 0 and 1 (arXiv:2110.02861, section 2).
+    """Return the 256 numbers in the signed dynamic map, fp32: 0, 1, and seven levels. Each level is ten times the
+    previous one, with 1, 2, 4 ... 64 equidistant numbers per sign (arXiv:2110.02861, section 2).
     """
     found = [0.0, 1.0]
     for level in range(7):
@@ -360,13 +370,13 @@ def dynamic_map() -> Tensor:
 
 
 def _borders(numbers: Tensor) -> Tensor:
-    """Return what lies between neighbours: a value on a border belongs to the lower one."""
+    """Return the midpoints between neighbours. A value at a midpoint rounds down."""
     return (numbers[:-1] + numbers[1:]) / 2
 
 
 @cache
 def _nf4_tables() -> Tensor:
-    """Return both numbers that a byte of codes stands for, fp32 [256, 2], and the dynamic map, as bytes."""
+    """Return the decoding tables as bytes: both NF4 numbers for each code byte, fp32 [256, 2], and the dynamic map."""
     byte: Any = torch.arange(256, device="cpu")
     pairs = torch.stack([nf4_levels()[byte >> 4], nf4_levels()[byte & 15]], 1)
     return torch.cat([pairs.view(-1), dynamic_map()]).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""The planes of a region's states: flat arrays with an element for each weight, or for each block of weights. Which
-there are is decided by the precision and by the update rule, which hands its own down.
+"""Planes: flat arrays over a region, with one element per weight or per weight block. Precision and update rule decide
+the planes of a region; the update rule passes its own planes as `moments`.
 """
 
 from __future__ import annotations
@@ -15,87 +15,88 @@ from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, Codec
 
 MASTER = ("weights", "low")
-"""What the master weights are made of; `low` only where they are split."""
+"""Planes for master weights. `low` exists only for split masters."""
 CODES = "codes"
-"""What travels of trained weights in place of them: records that the update makes of the master weights."""
+"""Quantized trainable weights for copies: records made from the master weights by the update."""
 STALE = "shown"
-"""The weights of a step earlier, which travel while an update makes the next ones beside a pass."""
+"""Weights from the previous step, for copies while an update computes the next weights during a pass."""
 CUT_FROM = {"parameters": 3, "sums": 2, "gradients": 2, "optimizer": 1}
-"""The kinds of states, each with the ZeRO stage from which on it is cut; `sums`: gradients of several passes, that are
-summed over replicas once, after the last."""
+"""State kinds, with the lowest ZeRO stage that partitions them. `sums`: gradients accumulated over several passes and
+reduced over replicas once, after the last pass.
+"""
 OF_A_REPLICA = ("parameters", "sums")
-"""The kinds of which each replica has all, where replicas share out the others."""
+"""State kinds with a complete copy per replica, even where replicas share the other states."""
 PARAMETER_ALIGNMENT = 128
-"""Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it, and
-where a block begins: none lies across two parameters.
+"""Elements. A parameter starts at a 256-byte border in bf16 and a 512-byte border in fp32, for fast GPU kernels, and at
+a block start, so no block spans two parameters.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""In which the device uses weights; those in fp16 are never trained."""
+"""Dtypes for weights on the device. fp16 weights are frozen."""
 PAGE_BYTES = 4096
-"""A page, and a block of any disk."""
+"""Page size in bytes, and a block size valid for any disk."""
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One of a region's flat arrays."""
+    """Flat array over a region."""
 
     name: str
-    """The name of the plane, which no other plane of the region has."""
+    """Unique name within the region."""
     dtype: torch.dtype
-    """The dtype of the elements."""
+    """Element dtype."""
     kind: str = "optimizer"
-    """One of `CUT_FROM`: with which kind of states the plane is placed and cut."""
+    """State kind, a key in `CUT_FROM`: defines placement and partitioning."""
     block: int = 1
-    """How many neighbouring weights have elements together; a divisor of where a parameter starts."""
+    """Neighbouring weights with common elements. Must divide `PARAMETER_ALIGNMENT`."""
     width: int = 1
-    """How many elements these have."""
+    """Elements per block."""
 
     @cached_property
     def label(self) -> str:
-        """What it is called in plans, ledgers and reports."""
+        """Name in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
         is_plain = self.kind != "optimizer" or self.name in MASTER or self.dtype == torch.float32
         return self.name.replace("_", " ") + ("" if is_plain else f" {of}")
 
     def numel(self, num_weights: int) -> int:
-        """Return its elements for so many weights."""
+        """Return the number of elements for `num_weights`."""
         return -(-num_weights // self.block) * self.width
 
     def num_bytes(self, num_weights: int) -> int:
-        """Return its bytes for so many weights."""
+        """Return the bytes for `num_weights`."""
         return self.numel(num_weights) * self.dtype.itemsize
 
     def disk_bytes(self, num_weights: int) -> int:
-        """Return its bytes on disk for so many weights: whole pages."""
+        """Return the bytes on disk for `num_weights`, in whole pages."""
         return -(-self.num_bytes(num_weights) // PAGE_BYTES) * PAGE_BYTES
 
     def cut(self, weights: slice) -> slice:
-        """Return the elements of some weights, which begin where a block does."""
+        """Return the elements for the slice `weights`, which must start at a block start."""
         return slice(weights.start // self.block * self.width, self.numel(weights.stop))
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A small fp32 array that a rule keeps of each parameter as a whole, in memory wherever the planes are. A parameter
-    of more than two dimensions counts as so many matrices of its last two.
+    """Small fp32 array per whole parameter, kept by an update rule, always in host or device memory. A parameter with
+    more than two dimensions counts as a stack of matrices.
     """
 
     name: str
-    """The name of the array, which no plane of the rule has."""
+    """Array name, different from all plane names in the rule."""
     along: str
-    """What the array has an element for: each of the "rows" or "columns" of a matrix, or each of the "elements" of a
-    parameter that has neither.
+    """One element per row ("rows") or column ("columns") of a matrix, or per element ("elements") for a parameter with
+    fewer than two dimensions.
     """
 
     dtype = torch.float32
 
     @property
     def label(self) -> str:
-        """What it is called in plans, ledgers and reports."""
+        """Name in plans, ledgers and reports."""
         return self.name.replace("_", " ")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Return its elements for a parameter of this shape."""
+        """Return the number of elements for a parameter with `shape`."""
         if len(shape) < 2:
             return math.prod(shape) if self.along == "elements" else 0
         left_out = {"rows": -1, "columns": -2}.get(self.along)
@@ -105,26 +106,29 @@ class Factor:
 
 
 def summed(plane: Plane) -> Plane:
-    """Return the plane in which several passes sum gradients up that wait in `plane`."""
+    """Return the fp32 plane for gradient accumulation over several passes, made from the `gradients` plane."""
     return replace(plane, dtype=torch.float32, kind="sums")
 
 
 ERROR = Plane("gradient_error", torch.bfloat16)
-"""What coded gradients have lacked so far of those that a rank sends to the ranks in its place of other replicas: each
-of these ranks has a plane of its own, of the elements that it sums over its replica.
+"""Quantization error feedback for gradients between replicas, bf16: the accumulated error in gradients from this rank
+to ranks at the same position in other replicas. Every rank has a plane for the elements it reduces over the replica.
 """
 
 
 def table(
     compute: str, moments: Sequence[Plane], delays: bool = False, codec: Codec = EXACT, link: Codec = EXACT
 ) -> tuple[Plane, ...]:
-    """Return all planes that there may be of weights used as one of `DTYPES`, with the `moments` of an update rule, in
-    the order in which they lie in a record on disk: what is changed together is neighbours, and what is read alone
-    comes first. `delays`: updates are made beside a pass, which needs the weights from before.
+    """Return all possible planes for weights with dtype `compute` (a key in `DTYPES`), in record order on disk: planes
+    changed together are neighbours, and planes read alone come first.
 
-    `weights` is what travels: the bf16 high half, the fp32 master, or the records of a `codec`; `low` the low half of a
-    split master; `gradients` what waits for the norm of one backward pass. With a `link` other than exact, `codes` are
-    its records of the master, and travel, while the weights rest where the optimizer's states do.
+    `moments` are the update rule's planes. `delays`: updates run during a pass, and the pass needs the previous
+    weights. Raises ConfigError for a duplicate name or an invalid block in `moments`.
+
+    `weights` is the plane for copies: the bf16 high half, the fp32 master, or `codec` records. `low` is the low half of
+    a split master. `gradients` stores gradients until the norm over the backward pass is known. With a `link` other
+    than exact, copies use `codes`, the master weights as `link` records, and `weights` is stored with the optimizer
+    states.
     """
     used = DTYPES[compute]
     rests, width = codec.at_rest(used)

@@ -1,8 +1,8 @@
-"""Codecs of weights that a model's folder has in few bits already: what rests and travels are the codes and scales of
-the files, and what they are decoded to is the library's own dequantisation, to the bit. Pure.
+"""Codecs for model files with quantized weights. File codes and scales are stored and copied unchanged, and decoding
+equals the quantization library's dequantization to the bit. Pure functions.
 
-The weights of such a folder are one model, whatever it is trained in: codes are decoded to the dtype that the folder
-gives its model, and only then to the dtype in which the device computes.
+The decoded weights do not depend on the compute dtype: decoding first rounds to the model dtype in the folder, then to
+the compute dtype on the device.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from offload.layout.codecs import Coded, Nf4, Stretches, nf4_levels
 
 
 class Quantized(Coded, ABC):
-    """A codec whose records the files have. There is no way from weights to records."""
+    """Codec with records taken from model files. Weights cannot be encoded."""
 
     rounds: tuple[torch.dtype, ...]
-    """The 16-bit dtypes to which decoded weights are rounded, one after the other, before they are computed with."""
+    """16-bit dtypes for successive rounding after decoding, before use."""
 
     @property
     @abstractmethod
     def fields(self) -> tuple[int, ...]:
-        """The bytes that a record has of each of its parts, in their order."""
+        """Bytes per record part, in order."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return records, flat, of what there is of their parts: each uint8 [n, bytes]."""
+        """Return flat records, joined from parts uint8 [n, bytes] and padded."""
         padding = parts[0].new_zeros(len(parts[0]), self.record_bytes - sum(self.fields))
         return torch.cat([*parts, padding], 1).view(-1)
 
@@ -41,15 +41,16 @@ class Quantized(Coded, ABC):
         return torch.uint8, self.block, self.record_bytes
 
     def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
-        """Yield records, which come in pieces, as they are."""
+        """Yield the record pieces unchanged."""
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel() // self.record_bytes * self.block
             yield begin, end, piece
 
     def put(self, decoded: Tensor, weights: Tensor, spare: Tensor) -> None:
-        """Round decoded weights, fp32, in place, and copy them to `weights`; `spare`: 2 bytes for each. What is bf16 in
-        compute alone is rounded to it as masters are split, halves away from zero.
+        """Round decoded fp32 weights in place and copy them to `weights`. `spare`: 2 bytes per weight.
+
+        If only the compute dtype is bf16, rounding follows the split of masters: ties away from zero.
         """
         is_last = self.rounds[-1:] == (weights.dtype,)
         for dtype in self.rounds[: len(self.rounds) - is_last]:
@@ -61,25 +62,25 @@ class Quantized(Coded, ABC):
 
 
 class Numbers(ABC):
-    """What codes stand for before they are multiplied with their scales."""
+    """Number format for codes, before multiplication with scales."""
 
     said: str
-    """What people call them."""
+    """Format name in messages."""
     bits: int
-    """Of a code."""
+    """Bits per code."""
     tables: Tensor
-    """What the decoding of such codes looks up: uint8 [n]."""
+    """Lookup table for decoding, uint8 [n]."""
 
     def __repr__(self) -> str:
         return type(self).__name__
 
     @abstractmethod
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:
-        """Write what codes, uint8 [n, bytes], stand for to `out`, fp32 [n, codes]. `spare`: 2 bytes for each code."""
+        """Decode codes, uint8 [n, bytes], to `out`, fp32 [n, codes]. `spare`: 2 bytes per code."""
 
 
 class Float8(Numbers):
-    """fp8 with four bits of exponent (E4M3, arXiv:2209.05433)."""
+    """fp8 with a 4-bit exponent (E4M3, arXiv:2209.05433)."""
 
     said, bits, tables = "fp8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -88,7 +89,7 @@ class Float8(Numbers):
 
 
 class Int8(Numbers):
-    """Whole numbers of 8 bits."""
+    """Signed 8-bit integers."""
 
     said, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -97,7 +98,7 @@ class Int8(Numbers):
 
 
 class Packed8(Numbers):
-    """Whole numbers of -128 to 127, stored with 128 added."""
+    """Integers from -128 to 127, stored with 128 added."""
 
     said, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -106,7 +107,7 @@ class Packed8(Numbers):
 
 
 class Int4(Numbers):
-    """Whole numbers of -8 to 7, stored with 8 added, two in a byte, the first one in its lower half."""
+    """Integers from -8 to 7, stored with 8 added, two per byte with the first in the lower half."""
 
     said, bits, tables = "int4", 4, torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -118,7 +119,7 @@ class Int4(Numbers):
 
 
 class Levels(Numbers):
-    """One of 16 numbers, fp32 [16], two codes in a byte; `first_is_low`: the first one in its lower half."""
+    """Table with 16 numbers, fp32 [16], two codes per byte. `first_is_low`: the first code is the lower half."""
 
     said, bits = "levels", 4
 
@@ -137,53 +138,53 @@ FLOAT8, INT8, PACKED8, INT4 = Float8(), Int8(), Packed8(), Int4()
 NF4 = Levels(nf4_levels(), first_is_low=False)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = Levels(torch.tensor([*_FP4, *(-size for size in _FP4)], dtype=torch.float32, device="cpu"), first_is_low=True)
-"""fp4 with two bits of exponent (E2M1, OCP Microscaling Formats 1.0, section 5.3.3)."""
+"""fp4 with a 2-bit exponent (E2M1, OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
 @dataclass(frozen=True)
 class Grid(Quantized):
-    """A matrix in codes, with a scale for each tile of it. A record has the scales, and then the codes, of so many
-    neighbouring rows; rows that are missing of the last record are 0.
+    """Quantized matrix with one scale per tile. A record holds the scales and then the codes for `rows` neighbouring
+    rows; missing rows in the last record are 0.
     """
 
     said: str
-    """What people call the format."""
+    """Format name in messages."""
     numbers: Numbers
-    """What codes stand for."""
+    """Number format for codes."""
     rows: int
-    """The rows of a record: a multiple of those of a tile."""
+    """Rows per record, a multiple of the tile rows."""
     width: int
-    """The columns of the matrix, an even number."""
+    """Matrix columns, an even number."""
     tile: tuple[int, int]
-    """The rows and columns that have a scale together; the last tile of a row may have fewer columns."""
+    """Rows and columns per scale. The last tile in a row may have fewer columns."""
     scale: torch.dtype
-    """The dtype of scales."""
+    """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
-    """The dtypes to which weights are rounded, as of `Quantized`."""
+    """Dtypes for rounding, see `Quantized`."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """What people call the format."""
+        """Format name in messages."""
         return self.said
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """The weights of a record."""
+        """Weights per record."""
         return self.rows * self.width
 
     @cached_property
     def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of a record."""
+        """Bytes per record."""
         return -(-sum(self.fields) // 4) * 4
 
     @property
     def between_bytes(self) -> int:  # type: ignore[override]
-        """Bytes a weight between records and weights: numbers in fp32, twice, and places of a table or halves."""
+        """Intermediate bytes per weight during decoding: fp32 numbers, twice, and table positions or half bytes."""
         return 16 if self.numbers.bits == 8 else 20
 
     @cached_property
     def scales(self) -> tuple[int, int]:
-        """The rows and columns of the scales of a record."""
+        """Scale rows and columns per record."""
         return self.rows // self.tile[0], -(-self.width // self.tile[1])
 
     @cached_property
@@ -213,7 +214,7 @@ class Grid(Quantized):
             self.put(values, weights, spare)
 
     def _multiply(self, values: Tensor, scales: Tensor) -> None:
-        """Multiply the values of records, flat, in place, with their scales [records, rows, 1, columns]."""
+        """Multiply flat record values in place by scales [records, rows, 1, columns]."""
         whole = self.width // self.tile[1]
         values = values.view(len(scales), self.scales[0], self.tile[0], self.width)
         begin = whole * self.tile[1]
@@ -224,27 +225,27 @@ class Grid(Quantized):
 
 @dataclass(frozen=True)
 class Mxfp4(Quantized):
-    """A stack of matrices in fp4 with a shared exponent for 32 neighbours (OCP Microscaling Formats 1.0), each stored
-    the other way round, as gpt-oss has its experts. A record is one matrix: the exponents and the codes of its columns.
+    """Stack of fp4 matrices with one shared exponent per 32 neighbours (OCP Microscaling Formats 1.0), stored
+    transposed like the gpt-oss experts. A record is one matrix: exponents, then codes, column by column.
     """
 
     rows: int
-    """The rows of a matrix, a multiple of 32: the length of a column in codes."""
+    """Matrix rows, a multiple of 32: the quantized column length."""
     columns: int
-    """The columns of a matrix."""
+    """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
-    """The dtypes to which weights are rounded, as of `Quantized`."""
+    """Dtypes for rounding, see `Quantized`."""
 
     name, between_bytes = "mxfp4", 20
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """The weights of a record."""
+        """Weights per record."""
         return self.rows * self.columns
 
     @cached_property
     def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of a record."""
+        """Bytes per record."""
         return -(-sum(self.fields) // 4) * 4
 
     @cached_property
@@ -257,7 +258,7 @@ class Mxfp4(Quantized):
 
     @property
     def _at_once(self) -> int:
-        """Columns that are decoded at once."""
+        """Columns decoded at once."""
         return min(self.columns, max(1, codecs.PIECE_NUMEL // self.rows))
 
     def workspace_bytes(self, numel: int) -> int:
@@ -269,7 +270,7 @@ class Mxfp4(Quantized):
         pairs, powers, kept, memory = workspace.split([*parts, len(workspace) - sum(parts)])
         record = kept[: self.record_bytes]
         for its, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
-            record.copy_(its)  # which may lie where the weights are written, and these are not written in its order
+            record.copy_(its)  # a copy: the weights may overwrite the record, and in another order
             exponents, codes = (part.view(self.columns, -1) for part in record[: sum(self.fields)].split(self.fields))
             for begin in range(0, self.columns, self._at_once):
                 here = slice(begin, min(begin + self._at_once, self.columns))
@@ -282,7 +283,7 @@ class Mxfp4(Quantized):
     def _put(
         self, codes: Tensor, exponents: Tensor, values: Tensor, pairs: Tensor, powers: Tensor, memory: Tensor
     ) -> None:
-        """Write the numbers of some columns to `values`, fp32."""
+        """Decode some columns to `values`, fp32."""
         FP4.put(codes, values.view(len(codes), -1), pairs, memory[4 * values.numel() :])
         places, scales = memory[6 * values.numel() :][: exponents.numel() * 8].chunk(2)
         places.view(torch.int32).view(exponents.shape).copy_(exponents)
@@ -292,10 +293,10 @@ class Mxfp4(Quantized):
 
 @dataclass(frozen=True)
 class StoredNf4(Quantized):
-    """`Nf4` with double quantisation, as bitsandbytes saves it."""
+    """`Nf4` with double quantization, in the bitsandbytes file format."""
 
     rounds: tuple[torch.dtype, ...] = ()
-    """The dtypes to which weights are rounded, as of `Quantized`."""
+    """Dtypes for rounding, see `Quantized`."""
 
     name, block, record_bytes, between_bytes = "nf4", Nf4.block, Nf4.record_bytes, Nf4.between_bytes
 
@@ -325,7 +326,7 @@ _PLAIN = Nf4()
 
 
 def rounding(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return those of some dtypes, in which weights are one after the other, that round them."""
+    """Return the 16-bit dtypes among successive `dtypes`, without repetitions: each one rounds."""
     found: list[torch.dtype] = []
     for dtype in dtypes:
         if dtype.itemsize == 2 and found[-1:] != [dtype]:
@@ -334,14 +335,14 @@ def rounding(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def _room(memory: Tensor, numel: int) -> Iterator[Tensor]:
-    """Return room for so many weights, fp32, and two bytes for each."""
+    """Return two views of `memory`: fp32 [numel] and uint8 [2 * numel]."""
     return iter((memory[: 4 * numel].view(torch.float32), memory[4 * numel : 6 * numel]))
 
 
 @cache
 def _mxfp4_tables() -> Tensor:
-    """Return twice what bytes of codes stand for, and half of the powers of two that exponents stand for, fp32 [256],
-    which are finite, as bytes.
+    """Return the decoding tables as bytes: both numbers for each code byte, doubled, and all powers of two, halved,
+    fp32 [256]. The factors keep all powers finite.
     """
     powers = torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)], dtype=torch.float64, device="cpu")
     return torch.cat([FP4.tables.view(torch.float32).mul(2), powers.float()]).view(torch.uint8)

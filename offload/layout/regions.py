@@ -1,5 +1,5 @@
-"""Flat regions: where each parameter lies in the buffers that travel. Pure: shapes in, offsets out (ZeRO,
-arXiv:1910.02054, section 5).
+"""Flat regions: parameter layout in flat arrays (ZeRO, arXiv:1910.02054, section 5). Pure functions from shapes to
+offsets.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from offload.layout.planes import (
 )
 
 SHARD_MULTIPLE = 2048
-"""Elements. A shard of a 2-byte plane is then whole pages."""
+"""Elements. A shard of a 2-byte plane then fills whole pages."""
 
 _MOST_PADDING = 1 << 21
-"""Elements. Above it a region may not grow to more than four times its parameters for these to be whole on a rank."""
+"""Elements. With more padding than this, a region by matrix may not exceed four times the size of the parameters."""
 SCRATCH_BYTES = 32 << 20
-"""Of the device, per rank, at most, for pieces of gradients that are to be summed."""
+"""Maximum device memory per rank for gradient pieces during their reduction."""
 CHUNK_BYTES = 1 << 19
-"""Of a file, before the next one's turn: small beside a tile, so that each disk has a share of it."""
+"""Stripe size: bytes in one file before the next file gets its turn. Small beside a tile, so each disk gets a share."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the model, tied names counted once."""
+    """One model parameter. Tied names count once."""
 
     index: int
-    """The place of the parameter in torch's order."""
+    """Position in the torch parameter order."""
     name: str
-    """The first name of the parameter in the model."""
+    """First parameter name in the model."""
     shape: tuple[int, ...]
-    """The shape of the parameter."""
+    """Parameter shape."""
     trainable: bool
-    """True if the parameter is trained."""
+    """True for a trainable parameter."""
     compute: str
-    """One of `DTYPES`: the dtype in which the device uses the parameter."""
+    """Dtype on the device, a key in `DTYPES`."""
     bf16_source: bool
-    """True if the values came in bf16, so that a frozen parameter has no low half."""
+    """True if the model file has bf16 values. A frozen parameter then needs no low half."""
     lr_scale: float = 1.0
-    """The factor on the learning rate."""
+    """Factor on the learning rate."""
     weight_decay: float = 0.0
-    """The weight decay."""
+    """Weight decay."""
     rule: int = 0
-    """The number of the parameter's update rule, in the `parts` of the optimizer."""
+    """Update rule index in the optimizer's `parts`."""
     codec: Codec = EXACT
-    """How the parameter rests; what is trained rests as it is."""
+    """Storage format for a frozen parameter. Trainable parameters are stored as `EXACT`."""
     link: Codec = EXACT
-    """How the parameter travels if it is trained; what is frozen travels as it rests."""
+    """Copy format for a trainable parameter. A frozen parameter is copied in the storage format."""
 
     @property
     def numel(self) -> int:
@@ -73,141 +73,142 @@ class ParameterInfo:
 
 
 class Piece(NamedTuple):
-    """A run of elements of one parameter: what one region has of it. Most parameters are one piece."""
+    """Contiguous parameter elements in one region. Most parameters are one piece."""
 
     parameter: int
-    """The index of the parameter in the model."""
+    """Parameter index in the model."""
     begin: int
-    """The first element, counted in the flat parameter."""
+    """First element in the flat parameter."""
     shape: tuple[int, ...]
-    """The shape in which the elements are used."""
+    """Shape of these elements in the model."""
 
     @classmethod
     def whole(cls, info: ParameterInfo) -> Piece:
-        """Return the piece that is all of a parameter."""
+        """Return a piece with all parameter elements."""
         return cls(info.index, 0, info.shape)
 
     @property
     def numel(self) -> int:
-        """The elements of the piece."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The element of the flat parameter behind the piece."""
+        """End element in the flat parameter (exclusive)."""
         return self.begin + self.numel
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One flat buffer of pieces of parameters that travel together and are updated alike. Pieces of equal learning-rate
-    factor and weight decay are neighbours, so that one kernel call serves them.
+    """Flat buffer with parameter pieces that are copied and updated together. Pieces with equal learning-rate factor
+    and weight decay are neighbours, so one kernel call serves them.
     """
 
     index: int
-    """The number of the region."""
+    """Region index."""
     name: str
-    """The name that plans, errors and timelines show: the names of the region's units."""
+    """Name in plans, errors and timelines: the unit names."""
     compute: str
-    """One of `DTYPES`: the dtype in which the device uses the weights."""
+    """Weight dtype on the device, a key in `DTYPES`."""
     trainable: bool
-    """True if the parameters are trained."""
+    """True for trainable parameters."""
     has_low: bool
-    """True if the weights have a low half beside them, with which they are fp32."""
+    """True if the weights have a separate low half. Both halves together are fp32 weights."""
     pieces: tuple[Piece, ...]
-    """What the region has of parameters, in the order of the buffer."""
+    """Parameter pieces in buffer order."""
     offsets: tuple[int, ...]
-    """The element at which each piece starts."""
+    """Start element for each piece."""
     numel: int
-    """The elements of the buffer, the padding between pieces included."""
+    """Elements in the buffer, with the padding between pieces."""
     units: tuple[str, ...]
-    """The names of all units that use the region: more than one where weights are tied."""
+    """Names of all units with these parameters; more than one for tied weights."""
     table: tuple[Plane, ...]
-    """All planes that there may be of the region; `planes` are those that there are."""
+    """All possible planes. The property `planes` has the existing ones."""
     rule: int = 0
-    """The number of the update rule."""
+    """Update rule index."""
     factors: tuple[Factor, ...] = ()
-    """What the update rule keeps of each parameter as a whole."""
+    """Factors stored by the update rule for each whole parameter."""
     by_matrix: bool = False
-    """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
+    """True if the update rule needs whole parameters. No rank range and no tile then splits a parameter."""
     codec: Codec = EXACT
-    """How the weights rest."""
+    """Storage format for the weights."""
     link: Codec = EXACT
-    """How the weights travel to where they are used, if they rest as they are."""
+    """Copy format for the weights, if they are stored as `EXACT`."""
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
-        """The parameter of each piece, by its index in the model."""
+        """Parameter index for each piece."""
         return tuple(piece.parameter for piece in self.pieces)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The elements of each piece."""
+        """Elements per piece."""
         return tuple(piece.numel for piece in self.pieces)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the weights are used."""
+        """Weight dtype in use."""
         return DTYPES[self.compute]
 
     @property
     def is_bf16(self) -> bool:
-        """True where weights are used, and gradients made, in bf16."""
+        """True if weights and gradients are bf16."""
         return self.compute == "bf16"
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """What of the table there is: all that is trained; of a frozen region its master weights."""
+        """Existing planes: all for a trainable region, the master weights for a frozen one."""
         absent = set() if self.has_low else {"low"}
         return tuple(p for p in self.table if p.name not in absent and (self.trainable or p.name in MASTER))
 
     @cached_property
     def states(self) -> tuple[Plane, ...]:
-        """The planes that last: all but the gradients."""
+        """Persistent planes: all except gradients."""
         return tuple(plane for plane in self.planes if plane.kind != "gradients")
 
     @cached_property
     def by_name(self) -> Mapping[str, Plane]:
-        """The planes of the table by their names."""
+        """All possible planes by name."""
         return {plane.name: plane for plane in self.table}
 
     def plane(self, name: str) -> Plane:
-        """Return the plane of this name in the table."""
+        """Return the plane `name` from the table."""
         return self.by_name[name]
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the device, as they are used."""
+        """Weight bytes on the device, in the dtype of use."""
         return self.dtype.itemsize * self.numel
 
     @property
     def travels(self) -> Codec:
-        """How the weights travel to where they are used."""
+        """Weight format in copies."""
         return self.codec if self.link is EXACT else self.link
 
     @cached_property
     def travelling(self) -> Plane:
-        """The plane that goes to the device, and that ranks give each other."""
+        """Plane for H2D copies and for the gather among ranks."""
         return self.plane("weights" if self.link is EXACT else CODES)
 
     @cached_property
     def travelling_bytes(self) -> int:
-        """Bytes of the plane that goes to the device."""
+        """Bytes in the travelling plane."""
         return self.travelling.num_bytes(self.numel)
 
     def factor_spans(self, factor: Factor) -> list[slice]:
-        """Return the elements of each piece, by its position, in the region's array of a factor."""
+        """Return the slice for each piece, by position, in the factor array."""
         ends = list(accumulate((factor.numel(piece.shape) for piece in self.pieces), initial=0))
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def factor_numel(self, factor: Factor) -> int:
-        """Return the elements of the region's array of a factor."""
+        """Return the number of elements in the factor array."""
         return sum(factor.numel(piece.shape) for piece in self.pieces)
 
     def update_bytes(self, numel: int) -> int:
-        """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
-        counted. (Where there are weights from before, those are read, and the others written. Codes are written once
-        the master weights are read again.)
+        """Return the bytes read and written in states for an update with `numel` elements, without the gradient.
+
+        The delayed weights (`STALE`) replace the weights as source, so they add nothing. Codes are only written, after
+        a second read of the master weights.
         """
         found = self._update_bytes.get(numel)
         if found is None:
@@ -220,11 +221,11 @@ class Region:
 
     @cached_property
     def _update_bytes(self) -> dict[int, int]:
-        return {}  # by the elements of a tile; asked in every step
+        return {}  # keyed by tile elements; queried in every step
 
 
 def align(size: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `size`."""
+    """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
@@ -239,15 +240,16 @@ def build_regions(
     num_ranges: int = 1,
     without_low: Collection[int] = (),
 ) -> tuple[Region, ...]:
-    """Lay the parameters of `units` out in regions, with the `moments` that the update rule of each has, by its number.
-    `units`: what each unit has, by its name, in module order: pieces, or the indices of parameters that it has as a
-    whole. `delays`: as of `table`.
+    """Lay out parameters in regions.
 
-    Pieces share a region when the same units use them, in the same dtype, and when they are trained, or stored, alike;
-    no element is in two pieces. `factors`: of the rules by matrix, by their numbers; of their parameters, which are one
-    piece each, none lies across a border of the `num_ranges` ranges in which ranks update. Raises ConfigError where a
-    region would become too large by that.
-    `without_low`: the numbers of rules that keep no low half of what they train.
+    `units` maps each unit name, in module order, to pieces, or to indices for whole parameters. `moments` has the
+    planes for each update rule, by rule index. `delays`: see `table`. `without_low` has the indices of rules without a
+    low half.
+
+    Pieces share a region if the same units use them, in the same dtype, with the same training and storage properties.
+    No element is in two pieces. `factors` has the factors for rules by matrix, by rule index. Each parameter with such
+    a rule is one piece, and no border between the `num_ranges` update ranges splits a parameter. Raises ConfigError if
+    padding to these borders makes a region too large.
     """
     users: dict[Piece, list[str]] = {}
     for unit, its in units.items():
@@ -305,13 +307,13 @@ def build_regions(
 
 
 def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT) -> int:
-    """Return the elements that pieces take one behind the other, where each starts on a border."""
+    """Return the total length of `members` in elements, each aligned to `border`."""
     return sum(align(piece.numel, border) for piece in members)
 
 
 def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
-    """Share pieces out, each to one range, so that the largest is about as small as can be: the largest piece first,
-    always to the range that has least.
+    """Distribute pieces over ranges with a small maximum: largest piece first, always to the range with the fewest
+    elements.
     """
     bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
     for piece in sorted(members, key=lambda piece: -piece.numel):
@@ -322,7 +324,7 @@ def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
 def _check_padding(
     names: Sequence[str], parameters: Sequence[ParameterInfo], members: Sequence[Piece], step: int, num_ranges: int
 ) -> None:
-    """Raise ConfigError where ranges that cut no parameter are mostly padding."""
+    """Raise ConfigError if ranges with whole parameters are mostly padding."""
     numel = _length(members)
     if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
         largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
@@ -336,29 +338,31 @@ def _check_padding(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How `size` ranks share a region, as `rank` sees it (ZeRO, arXiv:1910.02054, section 5). It is cut in a range of
-    equal length per rank, and each rank updates its own; stage 1 also cuts the optimizer states, stage 2 also the
-    gradients that wait, stage 3 also the weights. In stage 0 everyone holds and updates everything.
+    """Region partition over `size` ranks, as seen from `rank` (ZeRO, arXiv:1910.02054, section 5).
 
-    One rank is stage 0, whatever it was given. Of several replicas each has `size` ranks, and all of what the region
-    has: the ranks in one place of all replicas hold and update the same.
+    A region has one range per rank, all equally long, and each rank updates one range. Stage 1 partitions the optimizer
+    states, stage 2 also the stored gradients, stage 3 also the weights. In stage 0 every rank holds and updates
+    everything.
+
+    With one rank the stage is 0. Each replica has `size` ranks and the complete region; ranks at the same position in
+    all replicas hold and update the same elements (unless `spreads`).
     """
 
     rank: int = 0
-    """The number of this rank in its replica."""
+    """Rank number in the replica."""
     size: int = 1
-    """How many ranks a replica has."""
+    """Ranks per replica."""
     stage: int = 0
-    """The ZeRO stage, 0 to 3."""
+    """ZeRO stage, 0 to 3."""
     replica: int = 0
-    """The number of this rank's replica."""
+    """Replica number."""
     num_replicas: int = 1
-    """How many replicas there are."""
+    """Number of replicas."""
     gradients: Codec = EXACT
-    """How gradients travel between replicas."""
+    """Format for gradients between replicas."""
     spreads: bool = False
-    """True where a state of the optimizer is on one rank of all replicas, which updates the weights of that and gives
-    them to the others that hold them (hpZ: arXiv:2306.10209, section 3.2). In stage 3 alone.
+    """True if each optimizer state is on one rank among all replicas. This rank updates the weights and sends them to
+    the other ranks that hold them (hpZ: arXiv:2306.10209, section 3.2). Stage 3 only.
     """
 
     def __post_init__(self) -> None:
@@ -367,24 +371,24 @@ class Sharding:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks there are in all replicas."""
+        """Number of ranks in all replicas."""
         return self.size * self.num_replicas
 
     @property
     def owner(self) -> int:
-        """Return which of `ranges` this rank updates."""
+        """Index in `ranges`: the update range for this rank."""
         if self.gathers:
             return self.partners[self.replica if self.spreads else 0]
         return self.rank if self.stage else 0
 
     @property
     def num_ranges(self) -> int:
-        """Return into how many ranges updates are cut."""
+        """Number of update ranges per region."""
         return (self.num_ranks if self.spreads else self.size) if self.stage else 1
 
     @property
     def partners(self) -> range:
-        """Return which of `ranges` those are whose weights this rank holds."""
+        """Indices in `ranges`: the weights on this rank."""
         if not self.gathers:
             return range(self.num_ranges)
         num = self.num_ranges // self.size
@@ -392,140 +396,141 @@ class Sharding:
 
     @property
     def gathers(self) -> bool:
-        """True where weights are put together from all ranks at every fetch."""
+        """True if every fetch gathers weights from all ranks."""
         return self.stage >= CUT_FROM["parameters"]
 
     @property
     def publishes(self) -> bool:
-        """True where each rank gives the weights that it has updated to others that hold them."""
+        """True if each rank sends updated weights to the other ranks with the same weights."""
         return len(self.partners) > 1
 
     def is_cut(self, plane: Plane) -> bool:
-        """True where no rank of a replica holds all of a plane."""
+        """True if a replica partitions `plane` over ranks."""
         return self.stage >= CUT_FROM[plane.kind]
 
     def is_own(self, plane: Plane) -> bool:
-        """True where each rank holds of a plane what it updates, and nothing else."""
+        """True if a rank holds only its update range in `plane`."""
         return self.is_cut(plane) and not (self.spreads and plane.kind in OF_A_REPLICA)
 
     def shard(self, region: Region) -> slice:
-        """Return the elements over which this rank sums the gradients of its replica."""
+        """Return the elements that this rank reduces over the replica's gradients."""
         step = region.numel // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
 
     def piece(self, region: Region) -> slice:
-        """Return the elements of its shard over which this rank sums the gradients of all replicas."""
+        """Return the elements, within the shard, for which this rank reduces the gradients over all replicas."""
         start, step = self.shard(region).start, region.numel // self.num_ranks
         return slice(start + self.replica * step, start + (self.replica + 1) * step)
 
     def ranges(self, region: Region) -> list[tuple[int, int]]:
-        """Return the elements from which to which each rank updates a region; in stage 0 all of it, once."""
+        """Return (begin, end) elements for each update range. In stage 0 one range covers the region."""
         step = region.numel // self.num_ranges
         return [(number * step, (number + 1) * step) for number in range(self.num_ranges)]
 
     def own(self, region: Region) -> slice:
-        """Return the elements that this rank updates."""
+        """Return the elements updated by this rank."""
         return slice(*self.ranges(region)[self.owner])
 
     def held(self, region: Region, plane: Plane) -> slice:
-        """Return the elements of a plane that this rank holds."""
+        """Return the `plane` elements on this rank."""
         if not self.is_cut(plane):
             return slice(0, region.numel)
         return self.own(region) if self.is_own(plane) else self.shard(region)
 
     def error_bytes(self, region: Region) -> int:
-        """Return the bytes of the errors that this rank keeps of a region's gradients."""
+        """Return the bytes for gradient quantization errors on this rank."""
         return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients is not EXACT else 0
 
     def share(self, plane: Plane, num_bytes: int) -> int:
-        """Return what this rank holds of so many bytes of a plane, over one region or several."""
+        """Return this rank's share in `num_bytes` of a plane, over one or several regions."""
         return num_bytes // (self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1)
 
 
 @dataclass(frozen=True)
 class DiskLayout:
-    """Which planes of each region are on disk, and how regions are cut in tiles.
+    """Planes on disk per region, and division into tiles.
 
-    A region with planes on disk is read, updated and written back in tiles, each of which has one record on disk. Tiles
-    end where a rank's range ends; those of a rule by matrix end where parameters do, however large these are.
+    A region with planes on disk is read, updated and written in tiles, and each tile has one record on disk. A tile
+    never crosses a rank range end. Tiles for a rule by matrix end at parameter borders, however large the parameters
+    are.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """The names of the planes on disk, in the order of the table, by the region's index."""
+    """Names of planes on disk by region index, in table order."""
     tile_numel: int = SHARD_MULTIPLE
-    """The elements of a tile."""
+    """Tile size in elements."""
     sharding: Sharding = Sharding()
-    """How ranks share the regions."""
+    """Region partition over ranks."""
     streamed: frozenset[int] = frozenset()
-    """The regions that are updated on the device, to which they stream from where they rest, in tiles; by index."""
+    """Indices of regions updated on the device: tiles are copied from host or disk and back."""
     staying: frozenset[int] = frozenset()
-    """The regions whose optimizer states rest on the device, so that only weights and gradients stream; by index."""
+    """Indices of regions with optimizer states on the device. Only weights and gradients are copied."""
     files: frozenset[int] = frozenset()
-    """The regions that rest in the model's own files, which are read and never written; by index."""
+    """Indices of regions stored in model files. These files are only read."""
     file_tile_numel: int = SHARD_MULTIPLE
-    """The elements of a tile that is read from these."""
+    """Tile size in elements for reads from model files."""
     file_staging_bytes: int = 0
-    """The memory by way of which these files are read past the page cache; 0 where they are read through it."""
+    """Staging memory for direct reads from model files, in bytes. 0: reads use the page cache."""
     in_slots: bool = False
-    """True if weights in memory are updated in the slot in which they come up, where they come up for one unit."""
+    """True if weights in memory are updated in the slot after their H2D copy, for regions used by one unit."""
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
-        """Return what a region has in its slot beside the weights, for their update there."""
+        """Return the planes next to the weights in the slot, for the update there."""
         is_updated = self.updates_in_slot(region) and region.has_low
         return (region.plane("low"),) if is_updated else ()
 
     def updates_in_slot(self, region: Region) -> bool:
-        """True where a region is updated when it comes up."""
+        """True if the region is updated in its slot."""
         return self.in_slots and region.trainable and len(region.units) == 1 and not self.of(region)
 
     def stays(self, region: Region, plane: Plane) -> bool:
-        """True where a plane rests on the device, to which the rest of its region streams."""
+        """True if `plane` stays on the device while other planes in the region are copied."""
         return region.index in self.staying and plane.kind == "optimizer"
 
     def travels(self, region: Region, plane: Plane) -> bool:
-        """True where a plane in memory is copied to the device or from it; others are updated where they rest."""
+        """True if `plane` in memory is copied to or from the device. Other planes are updated in place."""
         is_updated_elsewhere = region.index in self.streamed or plane in self.co_fetched(region)
         return plane.kind != "optimizer" or is_updated_elsewhere
 
     def resting(self, regions: Iterable[Region]) -> frozenset[str]:
-        """Return what those planes are called in plans and ledgers that travel for no region."""
+        """Return plane labels, as in plans and ledgers, for planes copied in no region."""
         found: dict[bool, set[str]] = {True: set(), False: set()}
         for region in regions:
             for plane in region.states:
                 found[self.travels(region, plane)].add(plane.label)
-            found[False].update(factor.label for factor in region.factors)  # of rules that do not stream
+            found[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
             found[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
         return frozenset(found[False] - found[True])
 
     def of(self, region: Region) -> tuple[str, ...]:
-        """Return the planes of a region that are on disk."""
+        """Return the names of planes on disk."""
         return self.planes.get(region.index, ())
 
     def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
-        """Return the planes on disk that this rank holds of its own range of a region, or of the others'."""
+        """Return the names of planes on disk for the own range (`is_own`) or for ranges from other ranks."""
         return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_own(region.plane(plane)))
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
-        """Return the elements from which to which the range of a rank, or this rank's own, is cut in tiles: all of it
-        where nothing of it moves.
+        """Return (begin, end) elements for all tiles in the range of rank `owner` (None: this rank). One tile covers
+        the range if the region does not move in tiles.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
         step = self._step(region) or max(1, end - begin)
         if region.by_matrix:
-            # Who publishes does it tile by tile, of which all ranks have as many.
+            # Weights are published tile by tile, and all ranks need equally many tiles.
             step = end - begin if self.sharding.publishes else step
             return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
 
     def _step(self, region: Region) -> int:
-        """Return the elements of a tile of a region that moves in tiles; 0 for one that does not."""
+        """Return the tile size in elements, 0 for a region without tiles."""
         if region.index in self.files:
             return align(self.file_tile_numel, region.codec.block)
         moves = self.of(region) or region.index in self.streamed
         return align(self.tile_numel, region.codec.block) if moves else 0
 
     def largest_tile(self, region: Region) -> int:
-        """Return the elements of the largest tile that any rank has of a region that moves in tiles."""
+        """Return the elements in the largest tile over all ranks, for a region that moves in tiles."""
         if not region.by_matrix:
             step = self._step(region) or align(self.tile_numel, region.codec.block)
             return min(step, region.numel // self.sharding.num_ranges)
@@ -533,11 +538,11 @@ class DiskLayout:
         return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
-        """Return the bytes of the record of a tile of so many elements, of this rank's range or of another's."""
+        """Return the record bytes for a tile with `numel` elements in the own range, or in another rank's range."""
         return sum(region.plane(plane).disk_bytes(numel) for plane in self.on_disk(region, is_own))
 
     def num_bytes(self, regions: Iterable[Region]) -> int:
-        """Return the bytes of all records."""
+        """Return the bytes for all records."""
         sizes = (
             self.record_bytes(region, end - begin, owner == self.sharding.owner)
             for region in regions
@@ -548,7 +553,7 @@ class DiskLayout:
 
 
 def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Cut a range at some of these borders, in parts of at most so many elements where the borders allow it."""
+    """Split a range at some of the `borders`, into parts with at most `most` elements where the borders allow."""
     parts, start, last = [], begin, begin
     for border in (*borders, end):
         if border - start > most and last > start:
@@ -559,8 +564,8 @@ def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tu
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
-    """Return where `num_bytes` from `offset` on lie that are spread over files in chunks by turns: (file, offset there,
-    bytes) of every stretch, in order.
+    """Return (file, offset in the file, bytes) for each stretch in a byte range striped over `num_files` files, in
+    order. Chunks have `CHUNK_BYTES`.
     """
     if num_files == 1:
         return [(0, offset, num_bytes)]
@@ -574,7 +579,7 @@ def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, 
 
 
 def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
-    """Return the bytes of each file over which so many are spread."""
+    """Return the bytes per file for `num_bytes` striped over `num_files` files."""
     chunks, rest = divmod(num_bytes, CHUNK_BYTES)
     rounds, extra = divmod(chunks, num_files)
     return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]

@@ -1,6 +1,6 @@
-"""The C++ kernels and the I/O engine, and what stands in for them.
+"""C++ kernels, the I/O engine, and torch fallbacks.
 
-What `offload.native.kernels` has can be had here, too; it is imported on first use.
+All names in `offload.native.kernels` are available here too, with an import on first use.
 """
 
 from __future__ import annotations

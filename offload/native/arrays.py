@@ -1,4 +1,6 @@
-"""Checks the arrays that the kernels and the I/O engines are given, of torch or of numpy, and finds where they lie."""
+"""Argument checks for kernels and I/O engines: dtype, length, device, contiguity and address of torch or
+numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# What a dtype stands for. torch's join when its first tensor comes, so that importing this module imports no torch.
+# Kind by dtype. Torch dtypes are added with the first tensor: importing this module must not import torch.
 _kinds: dict[Any, str] = {}
 
 FP32 = frozenset({"float32"})
-BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: its bits travel as int16 or uint16
+BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: int16 or uint16 holds the bits
 FP32_OR_BF16 = FP32 | BF16
 BITS16 = frozenset({"bits16"})
 UINT8 = frozenset({"uint8"})
@@ -29,11 +31,11 @@ _ALLOWED = {
 
 
 def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tuple[int, int, bool]:
-    """Return the (address, number of elements, whether bfloat16) of an array on the CPU.
+    """Return (address, number of elements, is_bfloat16) for a CPU array.
 
-    `length` is the number of elements it must have, -1 for any. Raises ConfigError, which calls the array `name`.
+    `length` is the required number of elements (-1: any). Raises ConfigError with `name`.
     """
-    kind = _kinds.get(getattr(array, "dtype", None))  # here and not by a call: this is asked for each array of a call
+    kind = _kinds.get(getattr(array, "dtype", None))  # no function call, because this lookup runs for every array
     if kind not in allowed:
         kind = _checked_kind(name, array, allowed)
     try:
@@ -57,9 +59,9 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
 
 
 def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
-    """Return the (address, number of bytes) of an array on the CPU of any dtype; `writable` if it is to be written to.
+    """Return (address, number of bytes) for a CPU array with any dtype. `writable`: the array must not be read-only.
 
-    Raises ConfigError, which calls the array `name`.
+    Raises ConfigError with `name`.
     """
     if hasattr(array, "data_ptr"):
         address, num_bytes, is_cpu = array.data_ptr(), array.numel() * array.element_size(), array.is_cpu
@@ -78,11 +80,10 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
 def tensor(
     name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None, length: int | None = None
 ) -> torch.Tensor:
-    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, int16 for BITS16, or what
-    else is allowed.
+    """Return the array as a flat tensor view: float32, bfloat16, int16 (for BITS16), or another allowed dtype.
 
-    `like` is a tensor whose device it must share, and whose length unless there is another `length`. Raises
-    ConfigError, which calls the array `name`.
+    `like` is a tensor with the required device, and with the required length unless `length` is given. Raises
+    ConfigError with `name`.
     """
     import torch
 
@@ -109,12 +110,12 @@ def _wrong_length(name: str, found: int, wanted: int) -> ConfigError:
 
 
 def on_cpu(array: Any) -> bool:
-    """Whether an array is in host memory; numpy's always are."""
+    """Return True for an array in host memory. numpy arrays always are."""
     return bool(getattr(array, "is_cpu", True))
 
 
 def empty_like(array: Any, kind: str) -> Any:
-    """Return a new array like `array` of kind "float32", "bfloat16" (in numpy: uint16) or "int16"."""
+    """Return a new array like `array` with dtype "float32", "bfloat16" (numpy: uint16) or "int16"."""
     if hasattr(array, "data_ptr"):
         import torch
 
@@ -133,7 +134,9 @@ def _checked_kind(name: str, array: Any, allowed: frozenset[str]) -> str | None:
 
 
 def kind_of(name: str, array: Any) -> str | None:
-    """Return what an array's dtype stands for, None where it is none that the kernels know. Raises ConfigError."""
+    """Return the kind for the array dtype, None for a dtype without kernels. Raises ConfigError if
+    `array` is no array.
+    """
     try:
         return _kinds[array.dtype]
     except (KeyError, AttributeError):

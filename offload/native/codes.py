@@ -1,8 +1,8 @@
-"""Kernels for weights in few bits: `offload/layout/codecs.py` says what records, codes and scales are, and has
-the same operations in torch, with the same bits, for other devices and dtypes and where C++ is missing.
+"""C++ kernels for quantized weights. `offload/layout/codecs.py` defines records, codes and scales, and has the same
+operations in torch, equal to the bit, for other devices and dtypes and for installations without C++.
 
-Tensors are contiguous, flat, on the CPU. Every function takes `threads` and `isa`, None for the defaults; neither
-changes a bit of any result.
+Tensors are contiguous, flat and on the CPU. Every function takes `threads` and `isa` (None: default). Results do not
+depend on either.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from offload.native.core import core as _core
 from offload.native.kernels import _execution
 
 _CODECS = {"int8": (8, 128, 132), "int4": (4, 128, 68), "nf4": (0, 1 << 14, 8456)}
-"""The number of a codec for `_core.decode`, the weights of a record, and its bytes."""
+"""Codec number for `_core.decode`, weights per record, bytes per record."""
 
 
 def have_kernels(weights: Tensor) -> bool:
-    """Whether the kernels are there for weights: float32 or bfloat16 on the CPU."""
+    """Return True if kernels exist for `weights`: float32 or bfloat16 on the CPU."""
     return _core is not None and weights.is_cpu and weights.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -34,9 +34,11 @@ def decode(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Decode records (uint8 [n]) of "int8", "int4" or "nf4" to `out` (float32 or bfloat16, rounded to nearest, ties to
-    even), with the tables of nf4: `levels`, float32 [16], and `numbers`, float32 [256]. The records may lie at the end
-    of `out`: one thread decodes them then.
+    """Decode records (uint8 [n], "int8", "int4" or "nf4") to `out` (float32 or bfloat16, rounded to nearest, ties to
+    even).
+
+    nf4 needs the tables `levels`, float32 [16], and `numbers`, float32 [256]. Records may lie at the end of `out`: one
+    thread then decodes in order.
     """
     assert _core is not None
     number, block, width = _CODECS[codec]
@@ -61,8 +63,8 @@ def encode_int8(
     threads: int | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Return the records, uint8 [n], new or `out`, of weights: float32, bfloat16, or with `low` (int16) the float32
-    master whose upper half they are.
+    """Return the int8 records of `weights`, uint8 [n], new or `out`. Weights are float32, bfloat16, or with `low`
+    (int16) the upper half of a float32 master.
     """
     assert _core is not None
     _, block, width = _CODECS["int8"]
@@ -84,9 +86,10 @@ def encode_rest(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Make the records `out`, uint8, of "int8" or "int4", of values, float32 or bfloat16 [n], and their error, bfloat16
-    [n], and leave in `error` what the records lack of both; n is a multiple of 128. A block of values that are all 0
-    leaves its error, and of one that is not finite the error is 0.
+    """Quantize values plus error feedback into `out`, uint8 records ("int8" or "int4"). Store the new error in `error`.
+
+    `values`: float32 or bfloat16 [n]. `error`: bfloat16 [n]. n is a multiple of 128. An all-zero block keeps the old
+    error. A non-finite block gets error 0.
     """
     assert _core is not None
     number, block, width = _CODECS[codec]
@@ -102,8 +105,10 @@ def encode_rest(
 def encode_nf4(
     weights: Tensor, borders: Tensor, *, threads: int | None = None, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes of weights, float32 [n], by the `borders` between levels, float32 [15]: uint8 [ceil(n / 2)], the
-    first of two in the upper half; and the largest magnitudes of their blocks of 64, float32 [ceil(n / 64)].
+    """Return nf4 codes and block scales for float32 weights [n]. `borders`, float32 [15], separates the levels.
+
+    Codes: uint8 [ceil(n / 2)], the first code in the upper half byte. Scales: largest magnitude per 64 weights, float32
+    [ceil(n / 64)].
     """
     assert _core is not None
     address, numel, _ = flat("weights", weights, FP32)

@@ -1,4 +1,4 @@
-"""The C++ module `offload._core`, or why there is none."""
+"""Import the C++ module `offload._core`. Without the module: None and a reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 core: ModuleType | None
 try:
     from offload import _core as core
-except ImportError as error:  # no compiler when this was installed, or built for another Python
+except ImportError as error:  # built without a compiler, or for another Python version
     core = None
     missing_because = str(error)
 else:

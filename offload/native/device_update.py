@@ -1,9 +1,10 @@
-"""Updates on a GPU in one launch each: the host's own expressions (`csrc/device_update.inl`), compiled at run time.
+"""GPU updates in one kernel launch, compiled at run time from the C++ expressions of the CPU kernels
+(`csrc/device_update.inl`).
 
-AdamW and Lion with moments in fp32, bf16 and bytes, gradient descent, and the correction of AdamW are compiled. What
-stays in torch, operation by operation (`torch_fallback`): rules that are written in torch themselves (Muon, the
-factored ones, MeZO), corrections between equal scales, sums of squares, and everything on a device for which torch
-compiles no kernels, or refuses to. Before a kernel is used it has to give the host's bits, of numbers of all kinds.
+Compiled rules: AdamW and Lion with fp32, bf16 or 8-bit moments, SGD, and the AdamW correction. All other work runs as
+torch operations (`torch_fallback`): rules written in torch (Muon, factored rules, MeZO), corrections between equal
+scales, sums of squares, and devices without run-time compilation. Before first use a kernel must reproduce the CPU bits
+on a test with ordinary and extreme numbers.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from offload.native.core import core
 from offload.native.moments import BLOCK
 from offload.native.torch_fallback import join, split
 
-_RULES = {  # the file, the scalars; the rule's class by the number of moments, and where these will be rounded
+_RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
     "adamw": ("adamw", "AdamwScalars", {2: "AdamwStep"}, "AdamwShortStep"),
     "correct_adamw": ("adamw", "CorrectionScalars", {2: "AdamwCorrection"}, ""),
     "lion": ("lion", "LionScalars", {1: "LionStep"}, "LionStep"),
     "sgd": ("sgd", "SgdScalars", {0: "SgdStep", 1: "SgdMomentumStep"}, ""),
 }
-_THREADS, _EACH = 256, 8  # of a launch's block; elements of a thread
+_THREADS, _EACH = 256, 8  # threads per block; elements per thread
 _NUM_SCALARS = 8
 _Moments = Sequence[Tensor | tuple[Tensor, Tensor]]
 _Kernel = Callable[..., None]
 _refused: dict[torch.device, str] = {}
-"""Devices that do without, and why."""
+"""Devices without compiled kernels, with the reason."""
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for: a function of `offload.native.kernels`, and arrays of some widths."""
+    """Compile-time variant of a kernel: a function of `offload.native.kernels`, plus array dtypes."""
 
     function: str
     states: str
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def program(self) -> tuple[str, str, list[str]]:
-        """The source, the kernel's name in C++, and the options of a compiler."""
+        """Source, C++ kernel name and compiler options."""
         assert core is not None
         assert core.__file__ is not None
         file, scalars, rules, of_rounded = _RULES[self.function]
@@ -73,11 +74,11 @@ def update(
     drawn: tuple[int, int, int],
     on_host: Callable[..., int | Tensor],
 ) -> Tensor | None:
-    """Do what `torch_fallback.update` does, in one launch, and return the same; None where no kernel is for that.
-    `on_host`: does the same to arrays of the host, with which a kernel is compared before it is used.
+    """Run `torch_fallback.update` as one kernel launch, with the same result. Returns None if no kernel exists.
+    `on_host` runs the same update on host arrays, for the comparison before first use.
     """
     if core is None or master.device in _refused or (function == "correct_adamw" and scalars[0] == scalars[1]):
-        return None  # without the C++ kernels there is no source either, which is installed with them
+        return None  # sources are installed only together with the C++ kernels
     kind = Kind(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
     kernel = _checked(master.device, kind, len(scalars), on_host)
     return None if kernel is None else _launched(kernel, master, lo, moments, grad, scalars, drawn)
@@ -96,7 +97,7 @@ def _launched(
     if not master.numel():
         return count
     pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
-    pairs += [(master, master)] * (2 - len(pairs))  # which no kernel looks at
+    pairs += [(master, master)] * (2 - len(pairs))  # unused by the kernel
     values, scales = zip(*pairs, strict=True)
     key, step, element = drawn
     halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
@@ -114,12 +115,12 @@ def _launched(
 def _checked(
     device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
 ) -> _Kernel | None:
-    """Return a kernel that gave the host's bits on this device; None where there is none."""
+    """Return a kernel with verified bits on this device, or None."""
     try:
         kernel = open_accelerator(device).compile_kernel(*kind.program)
         if kernel is not None and not _gives_the_bits_of_the_host(kernel, device, kind, num_scalars, on_host):
             raise RuntimeError(f"{kind.function} over {kind.states} moments gives other bits than the host")
-    except Exception as error:  # of a compiler, a driver, or a torch that has no such thing
+    except Exception as error:  # from a compiler, a driver, or an old torch
         _refused[device] = f"{type(error).__name__}: {error}"
         warn(
             f"Updates on {device} run as torch's operations, some thirty launches each, as their own kernels cannot be "
@@ -132,11 +133,11 @@ def _checked(
 def _gives_the_bits_of_the_host(
     kernel: _Kernel, device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
 ) -> bool:
-    """Compare an update of numbers of all kinds with that of the C++ kernels. Waits for the device."""
+    """Compare a test update on the device with the C++ kernels, bit for bit. Waits for the device."""
     n = 20 * BLOCK + 7
     words = torch.arange(4 * n, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_and_(0xFFFFFFFF).sub_(2**31)
-    wild = words.int().view(torch.float32)  # of any bits
-    wild.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2  # as training has them
+    wild = words.int().view(torch.float32)  # arbitrary bit patterns
+    wild.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2  # typical training values
     weight, m, v, grad = (each.clone() for each in wild.split(n))
     v.abs_()
     grad = grad.bfloat16() if kind.has_short_gradients else grad
@@ -166,5 +167,5 @@ def _gives_the_bits_of_the_host(
 
 
 def as_given(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
-    """Return arrays as kernels take them: one alone, or two together."""
+    """Return arrays in the kernel argument format: one tensor, or a pair."""
     return parts[0] if len(parts) == 1 else (parts[0], parts[1])

@@ -1,9 +1,8 @@
-"""Random directions over the weights of a parameter, made where they are used and never stored (SPSA; MeZO,
-arXiv:2305.17333, algorithm 1): to perturb weights by one, and to take a step against several.
+"""Random directions over weights, computed on the fly and never stored (SPSA; MeZO, arXiv:2305.17333, algorithm 1).
+`perturb` adds and subtracts one direction, `descend` takes a step against several.
 
-z of an element is a function of (key, step, which direction, element) and of nothing else, with the same bits in C++
-(`csrc/direction_kernel.inl`) and, here, in torch on any device: no result depends on fused operations. What z is, and
-what it is drawn from: docs/reference/numerics.md.
+Each element's value z depends only on (key, step, direction, element). C++ (`csrc/direction_kernel.inl`) and torch on
+any device give the same bits, because no result depends on fused operations. docs/reference/numerics.md defines z.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ if TYPE_CHECKING:
     import torch
 
 PURPOSE = 1
-"""Of what is drawn for the first direction of a step; the next one adds 65536."""
+"""Philox purpose for a step's first direction. Each further direction adds 65536."""
 ROUNDING = 3
-"""The purpose for which the bits are drawn by which weights in bf16 alone are rounded."""
+"""Philox purpose for stochastic rounding, for bf16 weights without a low half."""
 _NEXT = 1 << 16
-_SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 as every number here is by torch
-_PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: in the cache, and of few launches
+_SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 like every number here
+_PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: fits the CPU cache; few launches on a device
 
 
 class NoiseRange(NamedTuple):
-    """Which directions are meant, and over which weights of a parameter."""
+    """Random stream for directions over weights in one parameter."""
 
     key: int
-    """64 bits that stand for the parameter and the run's seed."""
+    """64-bit key for the parameter and the run seed."""
     step: int
-    """The step, 32 bits."""
+    """Training step, 32 bits."""
     element: int = 0
-    """The place of the first weight in its flat parameter, a multiple of 64."""
+    """First weight's position in the flat parameter, a multiple of 64."""
     threshold: float = math.inf
-    """Where the magnitude of a weight, as the device uses it, is larger, z is 0."""
+    """Weights with a larger magnitude in the compute dtype get z = 0."""
 
     def check(self, multiple: int = 64) -> None:
-        """Raise ConfigError where something of it cannot be."""
+        """Raise ConfigError for a field outside its range."""
         if not (0 <= self.key < 2**64 and 0 <= self.step < 2**32 and self.element >= 0) or self.element % multiple:
             raise ConfigError(
                 f"key is {self.key}, step {self.step} and element {self.element}; they must be of 64 and of 32 bits, "
@@ -61,8 +60,8 @@ def perturb(
     threads: int | None = None,
     isa: str | None = None,
 ) -> None:
-    """Fill plus and minus with weights + eps z and weights - eps z: float32 [n], or bfloat16 [n], rounded to nearest,
-    all three alike. `direction`: which of the step.
+    """Fill plus and minus with weights + eps z and weights - eps z. All three are float32 [n] or all are bfloat16 [n],
+    rounded to nearest. `direction`: index within the step.
     """
     of.check()
     how = of.key, of.step, PURPOSE + _NEXT * direction, of.element, of.threshold
@@ -90,13 +89,13 @@ def descend(
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
-    """Take a step against directions: weight -= lr (the sum of coefficient * z + weight_decay * weight), in fp32, each
-    operation rounded by itself, the directions in their order. Return how many weights are no longer finite: of an
-    accelerator as a 0-dim int64 tensor there.
+    """Step against the directions: weight -= lr (sum of coefficient * z + weight_decay * weight).
 
-    master: float32 [n], or the halves (hi: bfloat16 [n], lo: int16 [n]), of which `of.threshold` is compared with hi.
-    Or bfloat16 [n] alone, from an element on that is a multiple of 128: it is rounded up or down at random, with the
-    probability of the distance.
+    The arithmetic is fp32, each operation rounded separately, directions in order. Returns the number of non-finite
+    weights, on an accelerator as a 0-dim int64 tensor.
+
+    master: float32 [n]; or halves (hi: bfloat16 [n], lo: int16 [n]), with `of.threshold` compared with hi; or bfloat16
+    [n] alone, starting at a multiple of 128, with stochastic rounding.
     """
     if not coefficients:
         raise ConfigError("coefficients are none; there is one for each direction of the step, at least one.")
@@ -117,7 +116,7 @@ def descend(
 
 
 def normal(words: torch.Tensor) -> torch.Tensor:
-    """Return a number of mean 0 and variance 1 for each word of int32 [n]: float32 [n]."""
+    """Return one float32 number per int32 word, with mean 0 and variance 1. See docs/reference/numerics.md."""
     upper = words.bitwise_right_shift(8).bitwise_and_(0xFFFFFF)
     ones = upper.bitwise_and(0x555555).add_(upper.bitwise_right_shift(1).bitwise_and_(0x555555))
     ones = ones.bitwise_and(0x333333).add_(ones.bitwise_right_shift(2).bitwise_and_(0x333333))
@@ -164,7 +163,7 @@ def _descend(
 
 
 def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice) -> torch.Tensor:
-    """Return z over a piece of the weights, as the device uses them."""
+    """Return z over `piece`. `used`: weights in the compute dtype."""
     from offload.native import philox
 
     purpose = PURPOSE + _NEXT * direction

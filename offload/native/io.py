@@ -1,14 +1,14 @@
-"""Reads and writes of files in the background, straight between the disk and host memory.
+"""Background file I/O, directly between disk and host memory.
 
     with IoEngine() as engine:
-        file = engine.open(path, num_bytes=1 << 30)          # created where missing, preallocated, O_DIRECT
-        engine.register(tile)                                # optional: spares the kernel work on every transfer
+        file = engine.open(path, num_bytes=1 << 30)          # creates and preallocates the file, O_DIRECT
+        engine.register(tile)                                # optional: less kernel work per transfer
         reading = engine.read(file, offset, tile)            # returns at once
-        reading.wait()                                       # sleeps, without the GIL; raises DiskError
+        reading.wait()                                       # sleeps without the GIL; raises DiskError
 
-Beside `offload.native.kernels` this is the only caller of the C++ module `offload._core`. Two engines in C++ and one in
-Python have the same interface, and one is chosen when an `IoEngine` is made: io_uring; threads in C++ where the kernel
-or a sandbox refuses io_uring; threads in Python, slower, where C++ was not built.
+Only this module and `offload.native.kernels`, `directions` and `codes` call the C++ module `offload._core`. Three
+engines have the same interface: io_uring; C++ threads, if the kernel or a sandbox refuses io_uring; and slower Python
+threads, without C++. An `IoEngine` selects one at creation.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from offload.native.core import core as _core
 from offload.native.core import missing_because as _missing_because
 
 ENGINES = ("io_uring", "threads", "python")
-ALIGNMENT_BYTES = 4096  # of offset, size and address on a file that is opened with O_DIRECT
+ALIGNMENT_BYTES = 4096  # of offset, size and address, for a file with O_DIRECT
 _END_OF_FILE = -1  # kEndOfFile in csrc/io_engine.h
 _MOST_DEPTH = 4096
 _MOST_BLOCK_BYTES = 1 << 30
 _MOST_PYTHON_THREADS = 16
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
-# 0, an errno or _END_OF_FILE; then of the block that failed: offset, bytes, bytes moved.
+# 0, an errno or _END_OF_FILE; then for the failed block: offset, bytes, bytes moved.
 _Outcome = tuple[int, int, int, int]
 
 
@@ -45,7 +45,7 @@ def _open_named(path: Path, flags: int) -> int:
 
 
 class Ticket:
-    """A transfer under way. It holds on to the array until it is done; wait for every ticket."""
+    """Handle of a transfer. Keeps a reference to the array until the end. Wait for every ticket."""
 
     __slots__ = ("_array", "_engine", "_request", "file", "is_write")
 
@@ -57,11 +57,11 @@ class Ticket:
         self._array = array
 
     def is_done(self) -> bool:
-        """Tell, without waiting, whether the transfer has ended, well or not."""
+        """Return True after the end of the transfer, failed or not. Does not wait."""
         return self._engine._backend.is_done(self._request)
 
     def wait(self) -> None:
-        """Sleep until all bytes are moved; any number of times, from any thread. Raises DiskError."""
+        """Sleep until all bytes are transferred. Callable repeatedly and from any thread. Raises DiskError."""
         code, offset, num_bytes, moved = self._engine._wait(self._request)
         self._array = None
         self._engine._in_flight.discard(self)
@@ -70,9 +70,9 @@ class Ticket:
 
 
 class File:
-    """An open file of an `IoEngine`; made by `IoEngine.open`.
+    """Open file of an `IoEngine`, created by `IoEngine.open`.
 
-    is_direct: whether O_DIRECT is on. why_buffered: why it is not, for a warning; "" where it is, or was not wanted.
+    is_direct: O_DIRECT is active. why_buffered: reason for a refused O_DIRECT, as text for a warning; "" otherwise.
     """
 
     def __init__(self, engine: IoEngine, path: Path, fd: int, is_direct: bool, why_buffered: str) -> None:
@@ -83,8 +83,10 @@ class File:
         self._engine = engine
 
     def reserve(self, begin: int, num_bytes: int) -> None:
-        """Give `num_bytes` from `begin` on disk space. (Where it is emulated, bytes there may be written as they were
-        read: let nobody write them meanwhile.) Raises DiskError.
+        """Allocate disk space for `num_bytes` from `begin` on. Raises DiskError.
+
+        Some file systems emulate the allocation: they read and rewrite bytes, so no other thread may write there
+        meanwhile.
         """
         try:
             os.posix_fallocate(self.fd, begin, num_bytes)
@@ -92,14 +94,14 @@ class File:
             raise disk_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
 
     def sync(self) -> None:
-        """Return when what was written, and waited for, is on the disk. Raises DiskError."""
+        """Flush all finished writes to the disk (fsync). Raises DiskError."""
         try:
             os.fsync(self.fd)
         except OSError as error:
             raise disk_error("the flush (fsync)", self.path, error) from None
 
     def close(self) -> None:
-        """Wait for the file's transfers and close it. Raises the DiskError of one that nobody has waited for."""
+        """Wait for all transfers of the file and close the file. Raises the DiskError of any ticket without a wait."""
         if self.fd < 0:
             return
         try:
@@ -112,19 +114,18 @@ class File:
 
 
 class IoEngine:
-    """Moves blocks between files and host memory, `depth` of them at a time.
+    """Transfers blocks between files and host memory, `depth` blocks at a time.
 
-    kind: one of `ENGINES`, or "auto" for the first that works here. A transfer is cut into blocks of `block_bytes`;
-    reads and writes take turns. Any thread may call anything, and wait for any ticket. Transfers that overlap in the
-    file or in memory are in no order: wait for one before the next begins. In a child that was forked the engine does
-    not work.
+    kind: an engine from `ENGINES`, or "auto" for the first available one. Transfers are split into blocks of
+    `block_bytes`; reads and writes alternate. All methods are thread-safe. Overlapping transfers, in file or memory,
+    have no order: wait for one before the next. The engine does not work in a forked child.
 
-    name: the engine that was chosen. why: why it is not the one before it in `ENGINES`, else "".
-    registered_bytes: memory that is registered with the kernel. why_unregistered: why io_uring was refused the rest.
+    name: selected engine. why: reason for not selecting an earlier engine in `ENGINES`, or "". registered_bytes: memory
+    registered with the kernel. why_unregistered: reason for a refused registration.
     """
 
     def __init__(self, kind: str = "auto", *, depth: int = 32, block_bytes: int = 1 << 20) -> None:
-        self._closed = True  # until there is something to close
+        self._closed = True  # until construction succeeds
         _check_options(kind, depth, block_bytes)
         self.depth = depth
         self.block_bytes = block_bytes
@@ -132,7 +133,7 @@ class IoEngine:
         self.why_unregistered = ""
         self._in_flight: set[Ticket] = set()
         self._files: set[File] = set()
-        self._registered: list[Any] = []  # the kernel would go on using their pages after they are freed
+        self._registered: list[Any] = []  # kept alive, because the kernel keeps using registered pages
         self._process = os.getpid()
         self.name, self.why, self._backend = _choose(kind, depth, block_bytes)
         self._closed = False
@@ -146,10 +147,10 @@ class IoEngine:
         direct: bool = True,
         opener: Callable[[Path, int], int] = _open_named,
     ) -> File:
-        """Open a file, with O_DIRECT unless the file system refuses or `direct` is false.
+        """Open a file, with O_DIRECT unless `direct` is False or the file system refuses.
 
-        num_bytes: create the file where it is missing, and give it disk space for at least so many bytes. opener:
-        returns the descriptor for a path and flags; errors name this path, whatever was opened. Raises DiskError.
+        num_bytes: create a missing file and allocate at least this space (None: the file must exist). opener: returns a
+        descriptor for (path, flags); error messages show this path in any case. Raises DiskError.
         """
         self._check_open()
         path = Path(path)
@@ -180,11 +181,11 @@ class IoEngine:
         return file
 
     def register(self, array: Any) -> bool:
-        """Register an array that transfers will use, or parts of it, and tell whether all of it is registered.
+        """Register an array for transfers of the array or parts. Returns True if all bytes are registered.
 
-        Only the speed of io_uring depends on it; the other engines have nothing to register. The array is kept until
-        the engine is closed. The kernel counts registered memory against RLIMIT_MEMLOCK of an ordinary user; the reason
-        of a refusal is left in `why_unregistered`.
+        Registration only speeds up io_uring; other engines ignore it. The engine keeps a reference to the array until
+        `close`. For an ordinary user the kernel counts registered memory against RLIMIT_MEMLOCK. After a refusal
+        `why_unregistered` has the reason.
         """
         self._check_open()
         address, num_bytes = memory("array", array, writable=False)
@@ -199,27 +200,27 @@ class IoEngine:
         return registered_bytes == num_bytes
 
     def read(self, file: File, offset: int, array: Any) -> Ticket:
-        """Begin to fill `array` from `offset` bytes into the file.
+        """Start to fill `array` from byte `offset` of the file.
 
-        array: torch or numpy, contiguous, on the CPU, of any dtype and shape; its bytes are moved as they are. It
-        belongs to the engine until the ticket is done. On a direct file, offset, size and address are multiples of
-        `ALIGNMENT_BYTES`. Raises ConfigError at once; what happens later is raised by the ticket.
+        array: contiguous CPU array of torch or numpy, any dtype and shape. Do not touch the array until the ticket is
+        done. On a direct file, offset, size and address must be multiples of `ALIGNMENT_BYTES`. Raises ConfigError at
+        once; the ticket raises later errors.
         """
         return self._begin(False, file, offset, array)
 
     def write(self, file: File, offset: int, array: Any) -> Ticket:
-        """Begin to write `array` to `offset` of the file, in bytes; as `read`."""
+        """Start to write `array` to byte `offset` of the file. See `read`."""
         return self._begin(True, file, offset, array)
 
     def close(self) -> None:
-        """Carry out everything that was begun, then close the files.
+        """Finish all started transfers, then close all files.
 
-        Raises the first DiskError that nobody has waited for.
+        Raises the first DiskError among tickets without a wait.
         """
         if self._closed:
             return
         self._closed = True
-        self._backend.close()  # registered files first: a descriptor that is closed may stand for another file next
+        self._backend.close()  # unregister first: a closed descriptor number may be reused
         unseen = tuple(self._in_flight)
         for file in self._files:
             os.close(file.fd)
@@ -239,7 +240,7 @@ class IoEngine:
             if kind is None:
                 raise
 
-    def __del__(self) -> None:  # before the arrays that transfers still use can go
+    def __del__(self) -> None:  # runs before the arrays of pending transfers are freed
         try:
             self.close()
         except DiskError:
@@ -277,7 +278,7 @@ _FORKED = "the I/O engine belongs to the process that made it, and this is a for
 
 
 class _Backend(Protocol):
-    """What the C++ engines and `_PythonEngine` have in common; requests are opaque."""
+    """Common interface of the C++ engines and `_PythonEngine`. Requests are opaque."""
 
     def submit(self, is_write: bool, fd: int, offset: int, address: int, num_bytes: int, /) -> Any: ...
     def wait(self, request: Any, /) -> _Outcome: ...
@@ -289,7 +290,7 @@ class _Backend(Protocol):
 
 
 class _PythonEngine:
-    """A thread moves a whole request, block by block."""
+    """Fallback engine: one Python thread per request, block by block."""
 
     def __init__(self, depth: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -326,7 +327,9 @@ class _PythonEngine:
 
 
 def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: int) -> tuple[int, int]:
-    """Move one block, as IoBlock::advance in csrc/io_engine.cpp does; return 0 or what went wrong, and bytes moved."""
+    """Transfer one block, like IoBlock::advance in csrc/io_engine.cpp. Return (0, errno or _END_OF_FILE;
+    bytes moved).
+    """
     view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
     call = os.pwritev if is_write else os.preadv
     moved = resume = 0
@@ -338,7 +341,7 @@ def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: i
             continue
         except OSError as error:
             if error.errno == errno.EINVAL and resume % ALIGNMENT_BYTES:
-                resume -= resume % ALIGNMENT_BYTES  # O_DIRECT after a short transfer: the last few bytes once more
+                resume -= resume % ALIGNMENT_BYTES  # O_DIRECT after a short transfer: repeat the last few bytes
                 continue
             return error.errno or errno.EIO, moved
         if resume + count <= moved:
@@ -362,7 +365,7 @@ def _check_options(kind: str, depth: int, block_bytes: int) -> None:
 
 
 def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend]:
-    """Return the name of the engine, why it is not a better one, and the engine."""
+    """Return (engine name, reasons against better engines, engine)."""
     refusals: dict[str, str] = {}
     for name in ENGINES if kind == "auto" else (kind,):
         if name == "python":
@@ -416,7 +419,7 @@ def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, move
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    """Flush a file or a directory to the disk (fsync). Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -427,7 +430,7 @@ def sync_path(path: Path) -> None:
 def disk_error(
     what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
 ) -> DiskError:
-    """Return the error for a system call that failed; `what`: "the opening", for one."""
+    """Return the DiskError for a failed system call, with an operation name such as "the opening"."""
     code = error.errno or 0
     return DiskError(f"{what} of {path} failed{_because(code)}", code, path, offset, num_bytes)
 

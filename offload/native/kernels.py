@@ -1,12 +1,12 @@
-"""The kernels on flat arrays: update rules, the split master, sums of squares, bfloat16.
+"""Kernels on flat arrays: update rules, split masters, sums of squares, bfloat16 conversion.
 
-Beside `offload.native.io`, `directions` and `codes` this is the only caller of the C++ module `offload._core`. Arrays
-are torch tensors or numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes
-to C++; where that was not built, and for tensors on another device, `torch_fallback` does the same operations in the
-same order. A wrong argument is a `ConfigError` that names it, and nothing has been modified. bfloat16 may also come as
-its bits, int16 or uint16, since numpy has no bfloat16.
+Only this module and `offload.native.io`, `directions` and `codes` call the C++ module `offload._core`. Arrays are torch
+tensors or numpy arrays, contiguous, of any shape, without overlap within a call. C++ handles CPU arrays;
+`torch_fallback` runs the same operations in the same order on other devices and without C++. An invalid argument raises
+ConfigError with the argument name, before any modification. bfloat16 arrays may also be int16 or uint16 bits, since
+numpy has no bfloat16.
 
-Every function that computes takes `threads` and `isa`, None for the defaults; neither changes a bit of any result.
+Compute functions take `threads` and `isa` (None: default). Results do not depend on either.
 """
 
 from __future__ import annotations
@@ -43,26 +43,28 @@ if TYPE_CHECKING:
 _ISA_NUMBERS = {"avx512": 0, "avx2": 1, "scalar": 2}  # enum Isa in csrc/cpu.h
 _isas: tuple[str, ...] = tuple(_core.supported_isas()) if _core else ()
 _default_isa_number = _ISA_NUMBERS[_isas[0]] if _isas else -1
-_threads = 0  # 0: not set; the number of physical cores is looked up on first use
+_threads = 0  # 0: not set; first use looks up the number of physical cores
 
 
 def is_native() -> bool:
-    """Return whether the C++ kernels were built and load."""
+    """Return True if the C++ kernels are built and load."""
     return _core is not None
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that both this processor and the C++ kernels have, best first; () without C++."""
+    """Return the instruction sets available in both processor and C++ kernels, best first. Empty without C++."""
     return _isas
 
 
 def default_isa() -> str:
-    """Return the instruction set used when `isa` is None; "torch" where C++ is missing."""
+    """Return the instruction set for `isa=None`; "torch" without C++."""
     return _isas[0] if _isas else "torch"
 
 
 def num_threads() -> int:
-    """Return the number of threads used when `threads` is None: `set_threads`', else this process's physical cores."""
+    """Return the number of threads for `threads=None`: set by `set_threads`, or else the physical cores of this
+    process.
+    """
     global _threads
     if _core is None:
         import torch
@@ -74,13 +76,13 @@ def num_threads() -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the default number of threads, at least 1; None goes back to the number of physical cores."""
+    """Set the default number of threads, at least 1. None: number of physical cores."""
     global _threads
     _threads = 0 if threads is None else _execution(threads, None)[0]
 
 
 def describe() -> dict[str, Any]:
-    """Return what runs the kernels, for `doctor` and the run record."""
+    """Return the kernel configuration, for `doctor` and the run record."""
     return {
         "native": is_native(),
         "isa": default_isa(),
@@ -108,27 +110,28 @@ def adamw(
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
-    """Do one AdamW step in place and return how many of the new master weights are not finite.
+    r"""Do one AdamW step in place. Return the number of non-finite new master weights.
 
-    The order of operations is that of `torch.optim.AdamW(foreach=False, fused=False)` (Loshchilov and Hutter, algorithm
-    2, https://arxiv.org/abs/1711.05101), on the gradient times `grad_scale`. exp_avg and exp_avg_sq get torch's bits,
-    and so does the master wherever torch's square root is correctly rounded, as ours always is (MKL's is not).
-    With moments in bfloat16 or bytes the master is within a few ulp of that: a division is spared.
-    All arrays have the same number of elements.
+    The order of operations follows `torch.optim.AdamW(foreach=False, fused=False)` (Loshchilov and Hutter, algorithm 2,
+    https://arxiv.org/abs/1711.05101), with the gradient times `grad_scale`. exp_avg and exp_avg_sq equal torch to the
+    bit. So does the master, if torch rounds the square root correctly, as this kernel does (MKL does not). With
+    bfloat16 or 8-bit moments the master is within a few ulp, because the kernel saves a division. All arrays have the
+    same number of elements.
 
     master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
-    exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). Weights get what
-    the new moments are before these are rounded. To bfloat16 at random, by a function of `key`, `step` and the element,
-    of which the first is number `element`, a multiple of 128. To the code of the nearest number of the dynamic map, of
-    two equally near that of the one farther from 0, times the largest magnitude of a block, its scale; which is 0 where
-    no moment is a normal number, and NaN where one is not finite.
-    grad: float32 or bfloat16, not modified. step: the number of this step; the first is 1.
+    exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). The weight update
+    uses the new moments before their rounding. bfloat16 moments are rounded stochastically, by a function of `key`,
+    `step` and element number; `element`, a multiple of 128, numbers the first element. 8-bit moments are rounded to the
+    nearest number in the dynamic map (a tie goes away from 0), times the block scale, the largest magnitude in the
+    block. The scale is 0 for a block without normal numbers, and NaN for a block with a non-finite moment.
+    grad: float32 or bfloat16, not modified.
+    step: number of this step, from 1.
 
-    For tensors on another device the count is a 0-dim int64 tensor there, so that nobody waits for that device.
+    On other devices the result is a 0-dim int64 tensor there, so no host wait is needed.
     """
     _check_settings(step, lr, betas, eps, weight_decay, grad_scale=grad_scale)
     beta1, beta2 = betas
-    # Python's floats, as torch computes them; each is rounded to float32 once, where it meets the arrays.
+    # Python floats as in torch. Each is rounded to float32 once, in the array operation.
     scalars = (
         grad_scale,
         1 - lr * weight_decay,
@@ -158,22 +161,22 @@ def correct_adamw(
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
-    """Turn an `adamw` step done with `applied_scale` into one done with `grad_scale`; return what `adamw` returns.
+    """Change an `adamw` step done with `applied_scale` into a step with `grad_scale`. Same result type as `adamw`.
 
-    For clipping whose norm is known only after the step. The arrays are those that `adamw` left, with the same `grad`,
-    and the settings those it had. Weight decay, which does not depend on the gradient, stays as it was applied.
+    For gradient clipping with a norm known only after the step. Pass the arrays after `adamw`, the same `grad` and the
+    same settings. Weight decay does not depend on the gradient and stays applied.
 
         exp_avg    -= (1 - beta1) (applied_scale - grad_scale) grad
         exp_avg_sq -= (1 - beta2) (applied_scale^2 - grad_scale^2) grad^2, never below 0
-        master     += the change of the weight that the old moments give, minus the one that the new moments give
+        master     += (weight change from the old moments) - (weight change from the new moments)
 
-    Both scales are taken as `adamw` takes them, rounded to float32; where they are equal nothing changes. Moments that
-    were zero before the step get the bits of a step with `grad_scale`. What cannot be undone is the rounding of
-    exp_avg_sq: where the gradient is far above its past and the scale was r times too large, the change of a weight is
-    off by up to r^2 * 3e-8 of itself, 2e-6 at r = 8, 3e-2 at 1024. A past that was rounded away is taken to be the
-    least that agrees with exp_avg, so that at no r a weight moves farther than AdamW can move it.
+    Both scales are rounded to float32 as in `adamw`; equal scales change nothing. Moments equal to zero before the step
+    get the exact bits of a step with `grad_scale`. The rounding of exp_avg_sq cannot be undone: if the gradient is far
+    above earlier gradients and the scale was r times too large, the relative error of a weight change is up to r^2 *
+    3e-8 (2e-6 at r = 8, 3e-2 at 1024). A past lost in rounding is replaced by the smallest value consistent with
+    exp_avg, so for no r a weight moves farther than AdamW can move it.
     """
-    applied_scale, grad_scale = c_float(applied_scale).value, c_float(grad_scale).value  # as the step rounded it
+    applied_scale, grad_scale = c_float(applied_scale).value, c_float(grad_scale).value  # rounded as in the step
     _check_settings(step, lr, betas, eps, applied_scale=applied_scale, grad_scale=grad_scale)
     beta1, beta2 = betas
     scalars = (
@@ -205,15 +208,15 @@ def lion(
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
-    """Do one Lion step in place and return how many of the new master weights are not finite.
+    """Do one Lion step in place. Return the number of non-finite new master weights.
 
-    Chen et al., algorithm 2, https://arxiv.org/abs/2302.06675, on the gradient times `grad_scale`:
+    Chen et al., algorithm 2, https://arxiv.org/abs/2302.06675, with the gradient times `grad_scale`:
 
         master  = (1 - lr weight_decay) master - lr sign(beta1 exp_avg + (1 - beta1) grad)
         exp_avg = beta2 exp_avg + (1 - beta2) grad
 
-    The sign of 0 is 0. Where the gradient or exp_avg is not finite, neither is the weight. Arrays are as `adamw` takes
-    them, and so is what is returned; `step`, `key` and `element` are for the rounding of a bfloat16 exp_avg.
+    sign(0) is 0. A non-finite gradient or exp_avg makes the weight non-finite. Arrays and result as in `adamw`; `step`,
+    `key` and `element` serve the rounding of a bfloat16 exp_avg.
     """
     _check_settings(step, lr, betas, weight_decay=weight_decay, grad_scale=grad_scale)
     beta1, beta2 = betas
@@ -233,15 +236,15 @@ def sgd(
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
-    """Do one step of gradient descent in place and return how many of the new master weights are not finite.
+    """Do one SGD step in place. Return the number of non-finite new master weights.
 
-    On the gradient times `grad_scale`, in the order of operations of `torch.optim.SGD(foreach=False, fused=False)`:
+    The order of operations follows `torch.optim.SGD(foreach=False, fused=False)`, with the gradient times `grad_scale`:
 
         change          = grad + weight_decay master
         momentum_buffer = momentum momentum_buffer + change
         master          = master - lr momentum_buffer
 
-    Without a buffer (None) the change itself is taken. Arrays are as `adamw` takes them, the buffer float32.
+    Without a buffer (None) the last line uses the change. Arrays as in `adamw`; the buffer is float32.
     """
     _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
     buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
@@ -254,9 +257,10 @@ def sgd(
 def draw(
     out: A, *, key: int, step: int, purpose: int, element: int = 0, threads: int | None = None, isa: str | None = None
 ) -> A:
-    """Fill `out` (int32) with 32 random bits for each element from number `element`, a multiple of 64, on; return it.
+    """Fill `out` (int32) with 32 random bits per element and return it. `element`, a multiple of 64, numbers the first
+    one.
 
-    They are a function of the arguments: docs/reference/numerics.md. `key` has 64 bits, `step` and `purpose` 32.
+    The bits depend only on the arguments, see docs/reference/numerics.md. `key` has 64 bits, `step` and `purpose` 32.
     """
     address, n = memory("out", out, writable=True) if on_cpu(out) else (0, 0)
     wrong = kind_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
@@ -278,10 +282,11 @@ def draw(
 def split(
     master: A, out: tuple[A, A] | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> tuple[A, A]:
-    """Split float32 into (hi: bfloat16, lo: int16), new or `out`: a bijection, `join` gives every bit back.
+    """Split float32 into (hi: bfloat16, lo: int16), new or `out`. A bijection: `join` restores every bit.
 
-    hi = (bits + 0x8000) >> 16 and lo = bits - (hi << 16): hi is the weight rounded to nearest, halves away from zero.
-    Halves to even could not be undone, as 16 bits cannot tell +0x8000 from -0x8000. A NaN may show as a zero in hi.
+    hi = (bits + 0x8000) >> 16 and lo = bits - (hi << 16): hi is the weight rounded to nearest, ties away from zero.
+    Ties to even would not be reversible, because 16 bits cannot distinguish +0x8000 from -0x8000. A NaN may appear as
+    zero in hi.
     """
     hi, lo = (empty_like(master, "bfloat16"), empty_like(master, "int16")) if out is None else out
     _call("split", [("master", master, FP32), ("hi", hi, BF16), ("lo", lo, BITS16)], threads, isa)
@@ -289,25 +294,25 @@ def split(
 
 
 def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Return the float32 master, new or `out`, whose halves are hi (bfloat16) and lo (int16)."""
+    """Return the float32 master, new or `out`, from hi (bfloat16) and lo (int16)."""
     master = empty_like(hi, "float32") if out is None else out
     _call("join", [("hi", hi, BF16), ("lo", lo, BITS16), ("out", master, FP32)], threads, isa)
     return master
 
 
 def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> float:
-    """Return the sum of squares of float32 or bfloat16, added in float64 in an order that depends on the length alone.
+    """Return the sum of squares for a float32 or bfloat16 array, in float64. The order depends only on the length.
 
-    inf and NaN come through. For a tensor on another device this waits for that device.
+    inf and NaN propagate. Waits for the device if `x` is on one.
     """
     return float(_call("sum_squares", [("x", x, FP32_OR_BF16)], threads, isa))
 
 
 def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
-    """Copy `source` (float32 or bfloat16) to `out` and return the bits of `sum_squares(source)`, reading it once.
+    """Copy `source` (float32 or bfloat16) to `out` and return `sum_squares(source)` to the bit, with a single read.
 
-    `out` has the dtype and the number of elements of `source`, and gets its bits, those of a NaN too. Small arrays take
-    a few microseconds and wake no thread. For tensors on another device this waits for that device.
+    `out` has the same dtype and length; the copy preserves all bits, also in a NaN. Small arrays take a few
+    microseconds and wake no thread. Waits for the device if the arrays are on one.
     """
     alike = FP32 if kind_of("source", source) == "float32" else BF16
     return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))
@@ -321,9 +326,9 @@ def sum_squares_segments(
     threads: int | None = None,
     isa: str | None = None,
 ) -> Any:
-    """Return float64 [k]: for every segment the `sum_squares` of x[offset : offset + size] of the flattened x.
+    """Return float64 [k]: the `sum_squares` of each segment x[offset : offset + size] in the flattened x.
 
-    The result is a tensor on the device of x where x is a tensor (nobody waits for the device), else a numpy array.
+    For a tensor the result is a tensor on the same device, without a host wait; for a numpy array a numpy array.
     """
     import numpy
 
@@ -350,20 +355,20 @@ def sum_squares_segments(
 
 
 def to_bf16(source: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, as torch rounds."""
+    """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, like torch."""
     result = empty_like(source, "bfloat16") if out is None else out
     _call("to_bf16", [("source", source, FP32), ("out", result, BF16)], threads, isa)
     return result
 
 
 def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Round float32 in place to the nearest values that bfloat16 has, ties to even; return x."""
+    """Round float32 in place to the nearest bfloat16 values, ties to even. Returns x."""
     _call("round_bf16", [("x", x, FP32)], threads, isa)
     return x
 
 
 def accumulate(total: A, x: A, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Add x (float32 or bfloat16) to `total` (float32) in place; return `total`."""
+    """Add x (float32 or bfloat16) to `total` (float32) in place. Returns `total`."""
     _call("accumulate", [("total", total, FP32), ("x", x, FP32_OR_BF16)], threads, isa)
     return total
 
@@ -374,11 +379,11 @@ NUM_ROOFLINE_VARIANTS = 3
 def roofline(
     written: Sequence[Any], read: Any, *, variant: int, threads: int | None = None, isa: str | None = None
 ) -> None:
-    """Read and write what an update does, with one addition for arithmetic: the time that memory alone takes.
+    """Generate the memory traffic of an update with one addition per word, to measure the memory time alone.
 
-    Reads `read`, and adds 1 to all words of at most 4 arrays `written`, whose bits lose their meaning. All have as many
-    elements, of any dtype. For the benchmark, C++ only.
-    `variant` 0 to NUM_ROOFLINE_VARIANTS - 1 prefetch differently; the fastest is the roofline.
+    Reads `read`, and adds 1 to all words in at most 4 `written` arrays, which destroys their content. All arrays have
+    the same number of elements, with any dtype. For the benchmark, C++ only. Each `variant` from 0 to
+    NUM_ROOFLINE_VARIANTS - 1 prefetches differently; the fastest one is the roofline.
     """
     if _core is None:
         raise ConfigError(f"the C++ kernels are missing ({_missing_because}); build them with `make build`.")
@@ -403,9 +408,7 @@ def _update(
     isa: str | None,
     drawn: tuple[int, int, int] = (0, 0, 0),
 ) -> int | torch.Tensor:
-    """Call an update rule's function with its master, moments (by name), gradient and scalars; `drawn`: the key, step
-    and element by which moments are rounded.
-    """
+    """Check all arrays and run the update rule `function`. `drawn`: key, step and element for stochastic rounding."""
     whole, lo = master if isinstance(master, tuple) else (master, None)
     name, kinds = ("master", FP32) if lo is None else ("hi", BF16)
     key, step, element = drawn
@@ -455,7 +458,7 @@ def _update(
 
 
 BLOCK = 128
-"""Weights whose moments have a scale together where they are stored in bytes."""
+"""Weights per scale in 8-bit moments."""
 _STATES = {"fp32": 0, "bf16": 1, "int8": 2}  # enum States in csrc/kernels.h
 _MOMENTS = {"fp32": FP32, "bf16": BF16}
 
@@ -463,9 +466,9 @@ _MOMENTS = {"fp32": FP32, "bf16": BF16}
 def _call(
     function: str, arrays: Sequence[tuple[str, Any, frozenset[str]]], threads: int | None, isa: str | None
 ) -> Any:
-    """Check arrays (name, array, allowed dtypes) of one length and call that function, where the first of them lies.
+    """Check arrays (name, array, allowed dtypes) with a common length, and run `function` on their device.
 
-    The C++ module takes their addresses, whether the one that may be either is bfloat16, and the length;
+    The C++ function takes addresses, bfloat16 flags for arrays with two allowed dtypes, and the length. The function in
     `torch_fallback` takes tensors.
     """
     (name, array, allowed), *others = arrays
@@ -486,16 +489,16 @@ def _call(
 
 
 def _least_v_per_m2(step: int, beta1: float, beta2: float) -> float:
-    """Return the least beta2 v / (beta1 m)^2 that the moments m and v from before this step can have.
+    """Return the smallest possible beta2 v / (beta1 m)^2 for moments m and v before this step.
 
-    m = (1 - beta1) sum beta1^i g_i and v = (1 - beta2) sum beta2^i g_i^2, over step - 1 gradients, so that by the
-    inequality of Cauchy and Schwarz m^2 <= v (1 - beta1)^2 / (1 - beta2) sum (beta1^2 / beta2)^i.
+    m = (1 - beta1) sum beta1^i g_i and v = (1 - beta2) sum beta2^i g_i^2, over step - 1 gradients. By the
+    Cauchy-Schwarz inequality m^2 <= v (1 - beta1)^2 / (1 - beta2) sum (beta1^2 / beta2)^i.
     """
-    if step == 1 or not 0 < beta1**2 < beta2:  # no past, none in m, or hardly a bound
+    if step == 1 or not 0 < beta1**2 < beta2:  # no past, no past in m, or a useless bound
         return 0.0
     ratio = beta1**2 / beta2
     least = (1 - beta2) / (1 - beta1) ** 2 * (1 - ratio) / (1 - ratio ** (step - 1)) / ratio
-    return min(least, 1e30)  # float32 holds it
+    return min(least, 1e30)  # within the range of float32
 
 
 def _check_settings(
@@ -516,7 +519,7 @@ def _check_settings(
 
 
 def _execution(threads: int | None, isa: str | None) -> tuple[int, int]:
-    """Return the (number of threads, number of the instruction set) that the C++ module takes."""
+    """Return (number of threads, instruction set number) for the C++ module."""
     if threads is None:
         threads = _threads or num_threads()
     elif not isinstance(threads, int) or threads < 1:

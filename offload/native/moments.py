@@ -1,4 +1,4 @@
-"""How moments are stored beside fp32, in torch: as `csrc/moments.inl` does it, bit for bit."""
+"""Quantized moments in torch: bf16 and 8-bit storage, bit for bit like `csrc/moments.inl`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from offload.native import philox
 
 BLOCK = 128
-"""Weights whose moments have a scale together where they are stored in bytes."""
+"""Weights per scale in 8-bit moments."""
 _UNITS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _LEAST_SIZE = 2.0**-23  # added to magnitudes
 _LEAST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
 
 
 def round_between(x: Tensor, out: Tensor, random: Tensor) -> None:
-    """Round fp32 [n] to bf16 [n] up or down by 16 random bits (int32 [n]), with the probability of the distance."""
-    bits = x.view(torch.int32).add(random).bitwise_right_shift_(16)  # arithmetic: the low half is what counts
+    """Round fp32 [n] to bf16 [n] stochastically, with 16 random bits each (int32 [n])."""
+    bits = x.view(torch.int32).add(random).bitwise_right_shift_(16)  # arithmetic shift: only the low half matters
     out.view(torch.int16).copy_(bits.masked_fill_(x.isnan(), 0x7FC0))
 
 
 def random_halves(
     num_elements: int, key: int, step: int, element: int, device: torch.device, purpose: int = 0
 ) -> Tensor:
-    """Return 16 random bits for each element from number `element`, a multiple of 128, on: int32 [num_elements]."""
+    """Return 16 random bits per element, int32 [num_elements]. `element`, a multiple of 128, numbers the first one."""
     num_words = -(-num_elements // BLOCK) * BLOCK // 2
     words = philox.words(num_words, key, step, purpose, element // 2, device).view(-1, 1, 16)
     return torch.cat([words & 0xFFFF, (words >> 16) & 0xFFFF], 1).view(-1)[:num_elements]
@@ -33,9 +33,10 @@ def random_halves(
 
 @cache
 def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return by exponents (factor and summand of numbers, fp32 [2, 8]), by levels (slope, start and limit of places,
-    fp32 [3, 8]), and by upper exponent bits the border there, fp32 [16], whose lowest bits are the level below:
-    make_map in csrc/moments.inl.
+    """Return the map tables, like make_map in csrc/moments.inl.
+
+    By exponent: factor and summand of numbers, fp32 [2, 8]. By level: slope, start and limit of positions, fp32 [3, 8].
+    By upper exponent bits: level border, fp32 [16], with the level below in the lowest bits.
     """
     numbers, places = torch.zeros(2, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
     numbers[0, 7] = 1 / (256 if is_signed else 255)
@@ -63,7 +64,7 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 def _marked(x: Tensor, number: Tensor) -> Tensor:
-    """Return the largest fp32 of at most x (float64, above 0) whose lowest three bits are those of a number."""
+    """Return the largest fp32 not above x (float64, positive) with the lowest three bits equal to `number`."""
     bits = x.float().view(torch.int32).long() + 1
     bits -= (bits.int().view(torch.float32).double() > x).long()
     bits -= (bits.int().view(torch.float32).double() > x).long()
@@ -71,7 +72,7 @@ def _marked(x: Tensor, number: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
-    """Return the fp32 [n] that codes (uint8 [n]) with the scales of their blocks (fp32) stand for."""
+    """Decode codes (uint8 [n]) with block scales (fp32) to fp32 [n]."""
     numbers = _tables(is_signed, codes.device)[0]
     scale = scales.repeat_interleave(BLOCK)[: codes.numel()]
     rank = codes.float().mul_(2).sub_(254) if is_signed else codes.float().add_(1)
@@ -83,7 +84,7 @@ def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
-    """Write the codes (uint8 [n]) of fp32 [n], and the scales of their blocks."""
+    """Quantize fp32 [n] into `codes` (uint8 [n]) and block `scales`."""
     _, (slope, start, limit), borders = _tables(is_signed, x.device)
     padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = (padded.view(torch.int32) & 0x7FFFFFFF).amax(1)

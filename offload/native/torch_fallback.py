@@ -1,7 +1,7 @@
-"""The kernels in plain torch: for machines without a compiler and tensors that are not on the CPU.
+"""Kernels in plain torch, for installations without C++ and for tensors on other devices.
 
-Arguments are one-dimensional tensors that have been checked. The order of operations is that of csrc/*_kernel.inl,
-spelled in torch operations that round alike on every device; on the CPU the results are the same bit for bit.
+Arguments are checked one-dimensional tensors. The order of operations follows csrc/*_kernel.inl, in torch operations
+with the same rounding on every device. On the CPU the results equal C++ bit for bit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from offload.native.moments import BLOCK, decode, encode, random_halves, round_between
 
-_CHUNK = 1 << 18  # elements at a time on the CPU: temporaries stay in the cache, and small
+_CHUNK = 1 << 18  # elements at a time on the CPU: temporaries stay small and in the cache
 SCRATCH_BYTES = 128 << 20
-"""The most that an update takes for temporaries on another device. Pieces are as large as that allows: each takes 16 to
-30 launches, which on a GPU cost more than small pieces do."""
-_BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # at most, of temporaries; by how moments are stored
+"""Maximum temporary memory for an update on another device, in bytes. Pieces are as large as this allows: each piece
+takes 16 to 30 launches, on a GPU more time than a small piece itself.
+"""
+_BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary bytes per element, by moment dtype
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
 
 
@@ -35,11 +36,11 @@ def update(
     scalars: tuple[float, ...],
     drawn: tuple[int, int, int],
 ) -> Tensor:
-    """Update in place by a `rule` below; return the number of new master weights that are not finite, 0-dim int64 on
-    the device of the arrays.
+    """Update in place with a `rule` from below. Return the number of non-finite new master weights, 0-dim int64 on the
+    same device.
 
-    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: as `states` says, see
-    `offload.native.kernels.adamw`; `drawn`: the key, step and element they are rounded with.
+    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: stored as in `states`,
+    see `offload.native.kernels.adamw`. `drawn`: key, step and element for stochastic rounding.
     """
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
     key, step, element = drawn
@@ -53,7 +54,7 @@ def update(
             if isinstance(moment, tuple):
                 wide.append(decode(moment[0][part], moment[1][blocks], which == 0))
             else:
-                wide.append(moment[part].float())  # itself where it is fp32
+                wide.append(moment[part].float())  # no copy for fp32
         rule(weight, wide, grad[part], *scalars)
         num_nonfinite += _count_nonfinite(weight)
         if lo is not None:
@@ -85,10 +86,10 @@ def adamw(
     """Do one AdamW step. See `offload.native.kernels.adamw`."""
     m, v = moments
     _update_moments(m, v, grad, grad_scale, lerp_weight, beta2, one_minus_beta2)
-    # CUDA divides by a Python number through its reciprocal; by a tensor it divides.
+    # Divide by a tensor: CUDA divides by a Python number through the reciprocal.
     correction = _scalar(sqrt_correction2, weight)
     denom = _sqrt(v).div_(correction).add_(eps)
-    change = (m * neg_step_size).div_(denom)  # addcdiv_, whose order differs between CPU and CUDA
+    change = (m * neg_step_size).div_(denom)  # instead of addcdiv_, because its order differs between CPU and CUDA
     weight.mul_(decay).add_(change)
 
 
@@ -105,7 +106,7 @@ def short_adamw(
     eps: float,
     neg_step_size: float,
 ) -> None:
-    """Do the same for moments that will be rounded, as `AdamwShortStep` in csrc/adamw_kernel.inl does."""
+    """Do one AdamW step for moments with later rounding, like `AdamwShortStep` in csrc/adamw_kernel.inl."""
     m, v = moments
     _update_moments(m, v, grad, grad_scale, lerp_weight, beta2, one_minus_beta2)
     correction = _scalar(sqrt_correction2, weight)
@@ -138,9 +139,7 @@ def correct_adamw(
     eps: float,
     neg_step_size: float,
 ) -> None:
-    """Turn a step that was done with `applied_scale` into one with `grad_scale`. See
-    `offload.native.kernels.correct_adamw`.
-    """
+    """Change a step with `applied_scale` into a step with `grad_scale`. See `offload.native.kernels.correct_adamw`."""
     if applied_scale == grad_scale:
         return
     correction, weight1 = _scalar(sqrt_correction2, weight), _scalar(lerp_weight, weight)
@@ -193,7 +192,7 @@ def sgd(
     momentum: float,
     lr: float,
 ) -> None:
-    """Do one step of gradient descent. See `offload.native.kernels.sgd`."""
+    """Do one SGD step. See `offload.native.kernels.sgd`."""
     change = (grad.float() * grad_scale).addcmul_(weight, _scalar(weight_decay, weight))  # without value: one fma
     if moments:
         change = moments[0].mul_(momentum).add_(change)
@@ -205,39 +204,39 @@ def _scalar(value: float, like: Tensor) -> Tensor:
 
 
 def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
-    """Cut an array in pieces, by the memory that their temporaries take."""
+    """Yield array slices, sized by their temporary memory."""
     size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
     for begin in range(0, master.numel(), size):
         yield slice(begin, min(begin + size, master.numel()))
 
 
 def _count_nonfinite(weight: Tensor) -> Tensor:
-    """Return how many are not finite, 0-dim int64: less from itself is 0, or NaN. (isfinite alone is four launches.)"""
+    """Count non-finite weights, 0-dim int64. x - x is 0 or NaN. (isfinite alone takes four launches.)"""
     return (weight - weight).isnan().sum()
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return the square root, correctly rounded: torch's own for float32 on the CPU may be off by an ulp (MKL's is)."""
+    """Return the correctly rounded square root. torch with float32 on the CPU may be off by an ulp (with MKL)."""
     return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
 
 
 def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Split float32 [n] into bfloat16 [n] and int16 [n]: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16)."""
     bits = master.view(torch.int32)
-    hi.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))  # the sum may wrap around, as it does in C++
-    lo.copy_(bits)  # conversion keeps the low 16 bits
+    hi.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))  # the sum may wrap around, as in C++
+    lo.copy_(bits)  # the conversion keeps the low 16 bits
 
 
 def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the float32 [n], new or `out`, whose halves are bfloat16 [n] and int16 [n]."""
+    """Return float32 [n], new or `out`, from the halves hi (bfloat16 [n]) and lo (int16 [n])."""
     joined = hi.view(torch.int16).int().bitwise_left_shift_(16).add_(lo).view(torch.float32)
     return joined if out is None else out.copy_(joined)
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return the sum of squares of float32 or bfloat16 [n], 0-dim float64 on its device.
+    """Return the sum of squares for float32 or bfloat16 [n], 0-dim float64 on the same device.
 
-    On the CPU in the order of csrc/reduce_kernel.inl; elsewhere in an order of torch's, fixed for a length.
+    On the CPU in the order of csrc/reduce_kernel.inl, elsewhere in a torch order fixed by the length.
     """
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     if x.device.type != "cpu":
@@ -262,13 +261,13 @@ def sum_squares(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_sum_squares(source: Tensor, out: Tensor) -> Tensor:
-    """Copy float32 or bfloat16 [n] to `out` of the same dtype and return its `sum_squares`."""
+    """Copy float32 or bfloat16 [n] to `out`, with the same dtype, and return the `sum_squares`."""
     out.copy_(source)
     return sum_squares(source)
 
 
 def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
-    """Return the sums of squares of the slices x[offset : offset + size], float64 [k] on the device of x."""
+    """Return `sum_squares` for each slice x[offset : offset + size], float64 [k] on the same device."""
     if not offsets:
         return torch.zeros(0, dtype=torch.float64, device=x.device)
     return torch.stack([sum_squares(x[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])
@@ -280,7 +279,7 @@ def to_bf16(source: Tensor, out: Tensor) -> None:
 
 
 def round_bf16(x: Tensor) -> None:
-    """Round float32 [n] in place to values that bfloat16 has."""
+    """Round float32 [n] in place to bfloat16 values."""
     x.copy_(x.bfloat16())
 
 

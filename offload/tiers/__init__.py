@@ -1,1 +1,1 @@
-"""Where states live: budgets, exact host memory, the device, and the one owner of "where is it"."""
+"""Storage for states on device, host and NVMe: budgets, exact host memory, and plane locations."""

@@ -1,4 +1,4 @@
-"""Which cargoes lie where in a stretch of memory, and who waits for whom there: without the memory itself."""
+"""Slot bookkeeping without memory: cargo positions in device memory, and waits between their users."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from offload.tiers.due import Due
 
 @dataclass(eq=False)
 class Slot:
-    """A stretch of the device's memory in which a cargo lies, or lay."""
+    """Device memory range with a present or past cargo."""
 
     cargo: int
-    """The number of the cargo."""
+    """Cargo index."""
     begin: int
-    """The first byte of the stretch."""
+    """First byte."""
     end: int
-    """The byte behind the stretch."""
+    """End byte (exclusive)."""
     is_whole: bool = False
-    """True if the master weights came up too, as far as they are updated in the slot."""
+    """True if the slot also has the co-fetched master planes, for updates in the slot."""
     fence: Fence = field(default_factory=lambda: Fence("slot"))
-    """Who fills the stretch, and who reads it."""
+    """Slot writers and readers."""
 
 
 class Cargoes(ABC):
-    """The device's memory for weights: the stretch through which cargoes stream, and the regions that stay for good.
+    """Device memory for weights: streaming slots, and resident regions.
 
-    The regions of a unit that stream together are its cargo (by number, 0 for none). `fetch` brings a cargo to an
-    offset; `wait` lets compute come after it; `used` notes compute as a reader. `_fill` says how a cargo comes up.
+    A cargo is a unit's set of streaming regions, by index (0: empty). `fetch` copies a cargo to an offset; `wait`
+    orders compute after the copy; `used` records compute as a reader. Subclasses implement the copy in `_fill`.
     """
 
     def __init__(self, co_fetched: Callable[[Region], Sequence[Plane]], due: Due, lanes: Lanes) -> None:
-        """`co_fetched`: the planes that a region has in a slot beside its weights."""
+        """`co_fetched` returns the planes next to a region's weights in a slot."""
         self._co_fetched, self._due, self._lanes = co_fetched, due, lanes
         self._slots: list[Slot] = []
-        self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated elsewhere
-        self._staying: dict[int, Fence] = {}  # of the regions that stay, by their index
+        self._lying: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
+        self._staying: dict[int, Fence] = {}  # resident regions, by region index
         self._forget_cargoes()
 
     @abstractmethod
     def _fill(self, slot: Slot, gone: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> Sequence[Ticket]:
-        """Let a slot's cargo come up once these are over who used what is gone; return after what it is there."""
+        """Copy the slot's cargo to the device, after `fills` (tickets from users of the overwritten slots `gone`).
+        Returns the copy tickets.
+        """
 
     # -- cargoes ---------------------------------------------------------------------------------------------
 
     def _forget_cargoes(self) -> None:
         self.cargoes: list[tuple[Region, ...]] = [()]
-        self._sizes = [0]  # of cargoes, in bytes
-        self._slot_sizes: dict[int, int] = {}  # in bytes, of regions, by their index
+        self._sizes = [0]  # by cargo, in bytes
+        self._slot_sizes: dict[int, int] = {}  # by region index, in bytes
         self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
-        """Return the number of the cargo that a unit with these regions needs."""
+        """Return the cargo index for a unit with these regions."""
         regions = tuple(regions)
         found = self._numbers.get(regions)
         if found is None:
@@ -69,7 +71,7 @@ class Cargoes(ABC):
         return found
 
     def cargo_bytes(self, cargo: int) -> int:
-        """Return the bytes that a cargo takes in a slot."""
+        """Return the bytes a cargo takes in a slot."""
         return self._sizes[cargo]
 
     def _slot_bytes(self, region: Region) -> int:
@@ -80,22 +82,22 @@ class Cargoes(ABC):
         return found
 
     def is_resident(self, region: Region) -> bool:
-        """True where a region is on the device for good."""
+        """Return True if the region stays on the device."""
         return region.index in self._staying
 
     def held(self) -> dict[int, int]:
-        """Return where every cargo lies that is on the device, or on its way there, and still good."""
+        """Return offsets for all valid cargoes, fetched or in transit."""
         return {cargo: slot.begin for cargo, slot in self._lying.items()}
 
     def offset(self, cargo: int) -> int:
-        """Return where a cargo lies; -1 where it has nothing that streams."""
+        """Return the cargo offset; -1 for an empty or absent cargo."""
         slot = self._lying.get(cargo)
         return -1 if slot is None else slot.begin
 
-    # -- a use -----------------------------------------------------------------------------------------------
+    # -- fetch and use ------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
+        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step."""
         end = offset + self._sizes[cargo]
         evicted = set(map(self._lying.get, evicts))
         kept, gone = [], []
@@ -109,16 +111,16 @@ class Cargoes(ABC):
             fills += other.fence.before_fill()
             if self._lying.get(other.cargo) is other:
                 del self._lying[other.cargo]
-            # Who comes where nothing was overwritten yet has to wait for the same.
+            # The rest of an evicted slot keeps the same fence: the next cargo there waits for the same readers.
             for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end)):
                 if part[0] < part[1]:
                     kept.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*kept, slot]
         slot.fence.fill(*self._fill(slot, gone, fills, is_ahead))
-        self._lying[cargo] = slot  # now that all of it is on its way
+        self._lying[cargo] = slot  # only now: all copies are submitted
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
-        """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
+        """Order compute after a cargo fetch, and after copies of resident regions."""
         slot = self._lying.get(cargo)
         tickets = list(slot.fence.before_read()) if slot is not None else []
         for region in regions:
@@ -128,7 +130,7 @@ class Cargoes(ABC):
             self._lanes.compute_after(tickets)
 
     def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """Note that compute has read a unit's weights up to these marks."""
+        """Record compute, up to `marks`, as a weight reader."""
         slot = self._lying.get(cargo)
         if slot is not None:
             slot.fence.read(*marks)
@@ -137,22 +139,22 @@ class Cargoes(ABC):
                 self._staying[region.index].read(*marks)
 
     def settle(self) -> None:
-        """Let compute come after every fetch of what stays: its modules run without asking."""
+        """Order compute after all copies of resident regions, because modules read them without a fetch."""
         tickets = [ticket for fence in self._staying.values() for ticket in fence.before_read()]
         if tickets:
             self._lanes.compute_after(tickets)
 
-    # -- what is stale ---------------------------------------------------------------------------------------
+    # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
-        """Regions are about to be updated elsewhere: what lies of them on the device is stale. Return where it lay."""
+        """Invalidate cargoes with these regions before an update elsewhere. Returns their slots."""
         stale = set(regions)
         slots = [slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])]
         self._retire(slots)
         return slots
 
     def need_masters(self, regions: Iterable[Region]) -> None:
-        """Regions are to be updated in their slots: those that lie there without their master weights come up anew."""
+        """Prepare updates in slots: invalidate slots with these regions but without master planes."""
         needed, lacking = set(regions), []
         for slot in self._lying.values():
             its = needed.intersection(self.cargoes[slot.cargo])
@@ -163,11 +165,11 @@ class Cargoes(ABC):
         self._retire(lacking)
 
     def forget(self) -> None:
-        """Nothing that streams is on the device any more (the step was given up)."""
+        """Invalidate all streaming cargoes (after a cancelled step)."""
         self._retire(list(self._lying.values()))
 
     def _retire(self, slots: Collection[Slot]) -> None:
-        """What lies in slots is good for nobody; compute may still be reading it."""
+        """Remove slots from the valid ones. Compute may still read them."""
         marks = self._lanes.mark() if slots else ()
         for slot in slots:
             slot.fence.read(*marks)

@@ -1,7 +1,6 @@
-"""The device: an accelerator, or an arena of ordinary memory that is held to the same budget.
+"""Devices: an accelerator, or host memory with a device budget.
 
-The CPU device makes everything above it provable on a machine without a GPU: the same slots, the same copies, the same
-refusals.
+The CPU device makes all higher layers testable without a GPU: same slots, same copies, same budget errors.
 """
 
 from __future__ import annotations
@@ -19,105 +18,107 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 
 _STAGED_BYTES = 16 << 20
-"""What goes up at once, by way of pinned memory."""
+"""Bytes per staged H2D copy through pinned memory."""
 _MOST_STAGED = 8
-"""Pieces of one size that are under way: whoever has more waits for the first one."""
+"""Maximum staging buffers per size. The next copy waits for the oldest one."""
 _SHARE_OF_FREE_MEMORY = 0.9
-"""The rest is for the allocator's fragments and the libraries' workspaces."""
+"""Leaves room for allocator fragmentation and library workspaces."""
 ROUNDING_BYTES = 256 << 20
-"""What the allocator may have beside a budget: each of a dozen streams has a part of 2 and one of 20 MiB in use."""
+"""Allocator slack above a budget, in bytes: each of a dozen streams uses parts of a 2 MiB and a 20 MiB block."""
 
 
 class CpuDevice:
-    """Ordinary memory in the part of a device."""
+    """Host memory in the role of a device."""
 
     torch_device = torch.device("cpu")
     pinning: Pinning | None = None
     late_bytes = 0
-    """By which the peaks of equal steps differ: the ledger counts what is held, to the byte."""
+    """Difference between peaks in equal steps, in bytes. 0: the ledger counts every byte."""
     waiting_bytes = 0
-    """What nobody holds any more, and a stream still uses."""
+    """Bytes freed by all owners but still used by a stream."""
     decodes_at_once = True
-    """Codes are decoded in one pass over memory, and not by torch's operations one after the other."""
+    """True if decoding is one pass over memory. False: several torch operations."""
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
         self._copies_aside = copies_aside
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
-        """Return `num_bytes` of device memory as a flat uint8 tensor, entered in the ledger under `name`."""
+        """Allocate `num_bytes` of device memory as flat uint8, recorded in the ledger under `name`."""
         self.ledger.reserve(name, num_bytes, fix)
         return Arena(num_bytes).take(num_bytes, torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device, and convert."""
+        """Copy between host and device, with dtype conversion."""
         if self._copies_aside:
             copy_in_one_thread(target, source)
         else:
             target.data.copy_(source)
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a few elements of the host, flat, which the device copies from and to without staging."""
+        """Return a small flat host buffer for copies without staging."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device. The host may write to what it gave, and waits only where much is under way."""
+        """Return a device copy of `tensor` (here the tensor itself). The host may reuse the source at once, and waits
+        only behind many pending copies.
+        """
         return tensor
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within, what this thread computes on the device is beside everything else."""
+        """Return a context in which this thread's device work runs beside all other work."""
         return nullcontext()
 
     def entered(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what another thread enters to compute as this one does now."""
+        """Return a context factory for another thread, to compute on this thread's stream."""
         return nullcontext
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """The caller's stream uses a tensor of another one, whose memory is nobody else's before that is done."""
+        """Mark another stream's tensor as used by the current stream: the allocator must not reuse the
+        memory earlier.
+        """
 
     def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy a few values to the host behind what compute was given so far. Return what waits for them."""
+        """Start a small D2H copy after all compute submitted so far. Returns a function to wait for the values."""
         return lambda: values
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
+        """Maximum bytes held at once."""
         return self.ledger.peak_bytes
 
     def take_recent_peak(self) -> int:
-        """Return the most that was held at once since this was called last."""
+        """Return the maximum bytes held at once since the last call."""
         return self.ledger.take_recent_peak()
 
     def random_state(self) -> tuple[torch.Tensor, ...]:
-        """Return the state of the generators that a forward on this device may draw from."""
+        """Return the random generator states used by a forward on this device."""
         return (torch.get_rng_state(),)
 
     def set_random_state(self, state: tuple[torch.Tensor, ...]) -> None:
-        """Put back what `random_state` returned."""
+        """Restore the states from `random_state`."""
         torch.set_rng_state(state[0])
 
     def seed(self, number: int) -> None:
-        """Seed those generators. torch.manual_seed takes milliseconds: for each kind of device that was not used so far
-        it keeps a call for later, and where that came from.
+        """Seed the same generators. Faster than torch.manual_seed, which for every unused device type stores a deferred
+        call with a traceback and takes milliseconds.
         """
         torch.default_generator.manual_seed(number)
 
     def close(self) -> None:
-        """Leave driver and allocator as they were."""
+        """Restore driver and allocator settings."""
         if self.pinning is not None:
             self.pinning.close()
 
 
 class _Staging:
-    """Pinned memory for what is small, kept and used again: torch's allocator takes a lock, and would be asked in
-    every step.
-    """
+    """Reusable pinned buffers for small copies. The torch allocator would take a lock in every step."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event]]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory in the shape and dtype of a tensor, of which no copy is under way."""
+        """Return a contiguous buffer with shape and dtype from `like`, without pending copies."""
         size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
         if len(free) >= _MOST_STAGED:
@@ -129,20 +130,22 @@ class _Staging:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def give_back(self, staged: torch.Tensor, event: torch.Event) -> None:
-        """Let it be taken again after an event."""
+        """Allow reuse after `event`."""
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(staged.untyped_storage())
         self._free[memory.nbytes].append((memory, event))
 
 
 class AcceleratorDevice:
-    """An accelerator, with what CpuDevice has. Work goes into the caller's stream, which on a lane is the lane's."""
+    """Accelerator with the CpuDevice interface. Work runs in the caller's current stream; on a lane, in the lane
+    stream.
+    """
 
     late_bytes = 16 << 10
-    """By which the peaks of equal steps differ: freed memory that a lane still uses, and the allocator's rounding."""
+    """Difference between peaks in equal steps, in bytes: memory still used by a lane, and allocator rounding."""
     decodes_at_once = False
 
     def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
-        """`most_bytes`: what torch's allocator may have beside what others hold, until `close`; None without end."""
+        """`most_bytes`: limit for the torch allocator beside memory held by others, until `close` (None: no limit)."""
         self.ledger, self._accelerator = ledger, accelerator
         self.torch_device, self._module = accelerator.device, accelerator.module
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
@@ -152,9 +155,9 @@ class AcceleratorDevice:
             ledger.limit(int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY))
         self._peak_bytes = 0
         self._beside: Any = None
-        accelerator.take_peak()  # what others held before is not this one's
+        accelerator.take_peak()  # reset: earlier peaks belong to others
         unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
-        self._unbound = weakref.finalize(self, unbound)  # without close() as well
+        self._unbound = weakref.finalize(self, unbound)  # runs without close() too
         self._unbound.atexit = False
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
@@ -162,8 +165,9 @@ class AcceleratorDevice:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy between host and device. `data`: autograd, which may be in the middle of a backward, must not
-        take it for a change of the weights that it has saved next to it.
+        """Start an asynchronous copy between host and device.
+
+        `data` hides the write from autograd. A running backward would otherwise report a modified saved weight.
         """
         target.data.copy_(source, non_blocking=True)
         for tensor in (target, source):
@@ -174,7 +178,7 @@ class AcceleratorDevice:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cpu or tensor.requires_grad:  # whose gradients come back by the same way
+        if not tensor.is_cpu or tensor.requires_grad:  # gradients must return the same way
             return tensor.to(self.torch_device)
         up = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         numel = _STAGED_BYTES // tensor.itemsize
@@ -216,14 +220,14 @@ class AcceleratorDevice:
         return wait
 
     def _present(self) -> torch.Event:
-        """Return an event for all that this thread's stream was given."""
+        """Return an event after all work submitted to the current stream."""
         event = self._accelerator.event(sleeps=True)
         event.record(self._accelerator.current_stream())
         return event
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once, temporaries of operations included."""
+        """Maximum bytes held at once, with temporaries."""
         return max(self._peak_bytes, self._accelerator.peak_bytes)
 
     @property
@@ -257,7 +261,7 @@ Device = CpuDevice | AcceleratorDevice
 
 
 def copy_planes(device: Device, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Copy each of the targets from the source of its name, between host and device."""
+    """Copy every target from the source with the same name, between host and device."""
     for name, target in targets.items():
         device.copy(target, sources[name])
 
@@ -265,8 +269,8 @@ def copy_planes(device: Device, targets: Mapping[str, torch.Tensor], sources: Ma
 def open_device(
     accelerator: Accelerator | None, ledger: Ledger, copies_aside: bool, most_bytes: int | None = None
 ) -> Device:
-    """Return an accelerator, or the CPU in its part. `copies_aside`: on threads of their own. `most_bytes`: what an
-    accelerator's allocator may have beside what others hold.
+    """Return the device (accelerator None: CPU). `copies_aside`: copies run in separate threads. `most_bytes`: see
+    `AcceleratorDevice`.
     """
     if accelerator is None:
         return CpuDevice(ledger, copies_aside)

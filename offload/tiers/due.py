@@ -1,4 +1,4 @@
-"""Updates that it is known how to make, and that have not begun."""
+"""Deferred updates: ready, but not yet submitted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from offload.layout.regions import Region
 from offload.tiers.tile import Tile
 
 Work = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
-"""Updates a tile, given its planes and gradients; returns how many of its weights are no longer finite."""
+"""Update function: (tile, planes, gradients) -> number of non-finite weights."""
 
 
 class Due:
-    """What has to be made before somebody needs the weights.
+    """Updates to submit before the next weight use.
 
-    submissions: what submits the update of a region, in the order in which the next step needs them. in_slot: the work
-    of those that are updated in the slot in which their weights come up next.
+    submissions: submit functions by region, ordered by use in the next step. in_slot: update functions for regions
+    updated in their slots, at the next fetch.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,10 @@ class Due:
         self.in_slot: dict[Region, Work] = {}
 
     def submit(self, last: Region | None = None) -> None:
-        """Submit updates: up to that of a region whose weights come up next, as those behind it would take the place in
-        the ring from which they come up; or all.
+        """Submit deferred updates up to region `last` (None: all).
+
+        `last` is the next region to fetch: updates behind it would fill the ring needed for the fetch. No effect if
+        `last` has no deferred update.
         """
         if last is None or last in self.submissions:
             for region in list(self.submissions):

@@ -1,4 +1,4 @@
-"""Host memory, to the byte: one anonymous mapping per arena, carved in order."""
+"""Byte-exact host memory: arenas of one anonymous mapping each, divided in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from offload.tiers.pinning import HostMapping, Pinning
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Linux's number, which Python names from 3.13 on."""
+"""Linux value, a Python constant only since 3.13."""
 
 
 def copy_in_one_thread(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy within the host, and convert, on a thread beside those that compute: torch would share the copy out over
-    all cores, and wait for them.
+    """Copy within the host, with conversion, in one thread. torch would split the copy over all cores, and would wait
+    for compute threads.
     """
     if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
@@ -26,35 +26,32 @@ def copy_in_one_thread(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Arena:
-    """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are
-    pinned: with `pinning`, as soon as all of it is taken.
+    """`num_bytes` of zeroed page-aligned memory. Pages become resident at first touch. With `pinning`, all pages become
+    resident and pinned as soon as the last byte is taken.
 
-    It is pinned in one piece, as a copy must not reach over two; above `pinning.largest_bytes` in several, each of
-    which begins with a tensor, on a page. Where the driver refuses that, as many of the first tensors are pinned as it
-    takes: what is used first is to be taken first.
+    Pinning covers one piece, since a copy must not cross two registrations. Above `pinning.largest_bytes` there are
+    several pieces, each starting with a tensor at a page border. If the driver refuses, the arena pins as many of the
+    first tensors as possible, so take the first-used tensors first.
 
-    An arena is a mapping of its own: torch's pinned allocator rounds a block up to a power of two, and the heap keeps
-    what it freed.
+    An arena is a separate mapping, because the pinned allocator of torch rounds blocks up to powers of two, and the
+    heap keeps freed memory.
     """
 
     def __init__(self, num_bytes: int, pinning: Pinning | None = None) -> None:
         self.num_bytes = num_bytes
         self._pinning, self._taken, self._begins = pinning, 0, [0]
-        self._borders: list[int] = []  # where a piece may begin
-        # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge
-        # pages.
-        # Without a reserve: the plan knows what there is, and a forecast plays engines larger than this machine, whose
-        # memory nobody touches.
+        self._borders: list[int] = []  # possible starts of pieces
+        # MAP_PRIVATE: Python defaults to shared memory for -1, which is limited like /dev/shm and has no huge pages.
+        # MAP_NORESERVE: the plan knows the available memory, and a forecast simulates engines larger than this machine,
+        # without touching the pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._map = HostMapping(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
         if num_bytes >= 4 << 20:
-            with contextlib.suppress(
-                OSError
-            ):  # a kernel without transparent huge pages refuses the advice, and nothing is lost
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages refuses; no loss
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next `numel` elements as a flat tensor with a storage of its own, zeroed."""
+        """Return the next `numel` elements as a zeroed flat tensor with a separate storage."""
         num_bytes = numel * dtype.itemsize
         assert self._taken + num_bytes <= self.num_bytes, "the arena was planned too small"
         if not numel:
@@ -67,21 +64,23 @@ class Arena:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the device can copy from without staging, from the first on."""
+        """Pinned bytes from the start, available for copies without staging."""
         return self._map.pinned_bytes
 
     def pin(self, pinning: Pinning) -> None:
-        """Pin all that was planned."""
+        """Pin all planned memory."""
         address, ends = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), [*self._begins, self.num_bytes]
         pieces = [(address + start, stop - start) for start, stop in pairwise(ends)]
         self._map.pin(pinning, pieces, [address + border for border in self._borders])
 
     def close(self) -> None:
-        """Unpin. The mapping itself goes with its last tensor, and would take that with it."""
+        """Unpin. The last tensor frees the mapping, and would otherwise unpin too."""
         self._map.unpin()
 
     def _pin(self, num_bytes: int, pinning: Pinning) -> None:
-        """Begin another piece with the tensor of `num_bytes` that comes next, if need be; pin all after the last."""
+        """Start a new piece with the next tensor, of `num_bytes`, if necessary. Pin all pieces after the
+        last tensor.
+        """
         begin, end = self._taken, self._taken + num_bytes
         if begin % mmap.PAGESIZE == 0 and begin:
             self._borders.append(begin)
@@ -92,6 +91,6 @@ class Arena:
 
 
 def trim_heap() -> None:
-    """Hand freed heap pages back to the system, so that weights which were just taken over are not resident twice."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides for itself
+    """Return freed heap pages to the system, so that converted weights are not resident twice."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What a piece of work of a lane needs to know of the memory that it works on."""
+"""Leases: planes borrowed for one work item in a lane."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(frozen=True)
 class Lease:
-    """Planes of a tile, lent for one piece of work. Call `done_reading` or `done_writing` with the ticket of that work
-    before the next lease is taken.
+    """Tile planes borrowed for one work item. Before the next lease, call `done_reading` or `done_writing` with the
+    work's ticket.
     """
 
     planes: dict[str, torch.Tensor]
-    """The planes, by name."""
+    """Planes by name."""
     reads: Sequence[Ticket]
-    """The tickets after which the planes can be read."""
+    """Tickets to wait for before a read."""
     fills: Sequence[Ticket]
-    """The tickets after which, and after `reads`, the planes can be changed."""
+    """Additional tickets to wait for before a write."""
     done_reading: Callable[[Ticket], None]
-    """To be called if the work has read the planes."""
+    """Call this if the work only reads the planes."""
     done_writing: Callable[[Ticket], None]
-    """To be called if the work has changed the planes: what changed is written back."""
+    """Call this if the work changes the planes. Changes are written back."""
 
     def beside(self, fence: Fence) -> Lease:
-        """Return a lease that also reads what has another fence."""
+        """Return a lease that also reads the buffer behind `fence`."""
 
         def read(ticket: Ticket) -> None:
             fence.read(ticket)
@@ -41,9 +41,9 @@ class Lease:
         return replace(self, reads=(*self.reads, *fence.before_read()), done_reading=read, done_writing=write)
 
     def give_back(self) -> None:
-        """The work was done by the caller, or there was none; nothing was changed."""
+        """End the lease after work by the caller, or without work, and without changes."""
         self.done_reading(Ticket("compute", is_done=True))
 
 
 NOTHING = Lease({}, (), (), lambda _: None, lambda _: None)
-"""What a lease of a record alone adds to."""
+"""Empty base for leases with disk planes only."""

@@ -1,4 +1,4 @@
-"""What a tier holds, by name, against its budget."""
+"""Memory ledger for a tier: named allocations and a budget."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from offload.errors import DoesNotFitError, format_bytes
 
 @dataclass(eq=False)
 class _Loan:
-    """Memory that is held as long as nobody else needs it."""
+    """Memory held until another allocation needs the room."""
 
     name: str
-    """The name of the allocation."""
+    """Allocation name."""
     num_bytes: int
-    """The bytes."""
+    """Size in bytes."""
     is_over: Callable[[], bool]
-    """Returns True if the memory can be given back now."""
+    """Returns True if the memory can be released now."""
 
 
 @dataclass
 class Ledger:
-    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of what is
-    there.
-    """
+    """Named allocations in one tier. `reserve` raises an error listing all allocations if the budget is too small."""
 
     tier: str
-    """The name of the tier."""
+    """Tier name."""
     budget_bytes: int | None = None
-    """The most that may be held at once; None without end."""
+    """Maximum bytes held at once. None: no limit."""
     flag: str = ""
-    """The flag that sets the budget, for errors."""
+    """Flag for the budget, in error messages."""
     allocations: dict[str, int] = field(default_factory=dict)
-    """The bytes that are held now, by name."""
+    """Present bytes by name."""
     current_bytes: int = 0
-    """The sum of those bytes."""
+    """Present bytes in total."""
     peak_bytes: int = 0
-    """The most that was held at once."""
+    """Maximum bytes held at once."""
     recent_peak_bytes: int = 0
-    """The most that was held at once since somebody asked last."""
+    """Maximum bytes held at once since the last `take_recent_peak`."""
     _loans: list[_Loan] = field(default_factory=list)
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
-        """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
+        """Add `num_bytes` to the allocation `name`. Raises DoesNotFitError if the budget is too small."""
         if not num_bytes:
             return
         total = self.current_bytes + num_bytes
@@ -59,12 +57,14 @@ class Ledger:
         self.recent_peak_bytes = max(self.recent_peak_bytes, total)
 
     def limit(self, num_bytes: int) -> None:
-        """The tier has no budget of its own, and holds so much at most."""
+        """Set a budget for a tier without one."""
         self.budget_bytes = num_bytes
 
     @contextmanager
     def lent(self, name: str, num_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
-        """Reserve `num_bytes` under `name` within, or until somebody else needs the memory and `is_over()`."""
+        """Reserve `num_bytes` under `name` for the block, or until another allocation needs the memory and `is_over()`
+        is True.
+        """
         self.reserve(name, num_bytes)
         loan = _Loan(name, num_bytes, is_over)
         self._loans.append(loan)
@@ -74,7 +74,7 @@ class Ledger:
             self._end(loan)
 
     def make_room(self) -> None:
-        """End the loans that are over."""
+        """End all loans with `is_over()` True."""
         for loan in list(self._loans):
             if loan.is_over():
                 self._end(loan)
@@ -85,18 +85,18 @@ class Ledger:
             self.release(loan.name, loan.num_bytes)
 
     def take_recent_peak(self) -> int:
-        """Return the most that was held at once since this was called last."""
+        """Return the maximum bytes held at once since the last call."""
         peak, self.recent_peak_bytes = self.recent_peak_bytes, self.current_bytes
         return peak
 
     def clear(self) -> None:
-        """Everything was freed."""
+        """Remove all allocations."""
         self.allocations.clear()
         self._loans.clear()
         self.current_bytes = 0
 
     def release(self, name: str, num_bytes: int) -> None:
-        """Give back `num_bytes` that were reserved under `name`."""
+        """Release `num_bytes` from the allocation `name`."""
         if not num_bytes:
             return
         self.allocations[name] -= num_bytes
@@ -105,7 +105,7 @@ class Ledger:
             del self.allocations[name]
 
     def drop(self, name: str) -> None:
-        """Give back all that was reserved under `name`."""
+        """Release the allocation `name`."""
         self.release(name, self.allocations.get(name, 0))
 
     def _refusal(self, name: str, num_bytes: int, fix: str) -> str:

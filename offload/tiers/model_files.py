@@ -1,4 +1,4 @@
-"""Weights that rest in a model's own files, which are read and never written."""
+"""Weights stored in model files, only read."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from offload.tiers.ring import Ring
 from offload.tiers.watched_files import WatchedFile, WatchedFiles
 
 READ_RING = "read ring"
-"""The host memory through which weights of files pass."""
+"""Ledger name for the host ring with weights from files."""
 Read = Callable[[int, int], torch.Tensor]
-"""Returns elements `begin` to `end` of a parameter, flat, in any float dtype; or their records, where it rests so."""
+"""Returns parameter elements from begin to end, flat, in any float dtype; records for a quantized parameter."""
 
 
 @dataclass(eq=False)
 class FileRecord:
-    """The weights of a tile, in files."""
+    """Tile weights in model files."""
 
     region: Region
-    """The region of the tile."""
+    """Region with this tile."""
     begin: int
-    """The first element of the tile."""
+    """First element."""
     end: int
-    """The element behind the tile."""
+    """End element (exclusive)."""
     planes: Mapping[str, Plane]
-    """The planes of the weights, by their names."""
+    """Weight planes by name."""
     files: ModelFiles
-    """The files of all regions."""
+    """Model files for all regions."""
     fence: Fence = field(default_factory=lambda: Fence("files"))
-    """Who reads the weights."""
+    """Weight readers."""
 
     def has_room(self, names: Sequence[str]) -> bool:  # noqa: ARG002
-        """Nothing is lent early."""
+        """Return False: file records do not support early leases."""
         return False
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:  # noqa: ARG002
-        """Lend planes of the weights beside what a lease has already."""
+        """Add planes to a lease."""
         return self.files.lend(self, names, lease, is_ahead)
 
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:  # noqa: ARG002
-        """Raises AssertionError: a model's own files are never written."""
+        """Raise AssertionError: model files are never written."""
         raise AssertionError(f"the files of {self.region.name} were to be written")
 
 
 class ModelFiles:
-    """Reads tiles ahead of their copies, by a lane of its own, through a ring of host memory."""
+    """Reads tiles before their H2D copies, in a separate lane, into a host ring."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ModelFiles:
         pinning: Pinning | None,
         watched: WatchedFiles | None = None,
     ) -> None:
-        """`watched`: the files, which are closed with this object; None where others have opened them."""
+        """`watched`: files opened here and closed by `close` (None: opened elsewhere)."""
         host.reserve(READ_RING, ring_bytes)
         self._watched = watched
         self._reads: dict[int, Read] = {}
@@ -77,23 +77,23 @@ class ModelFiles:
         self._arena = Arena(ring_bytes, pinning)
         self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
         self.bytes_read = 0
-        """Bytes of weights that were read so far."""
+        """Bytes read so far."""
 
     def open(self, path: Path) -> WatchedFile:
-        """Open a file of the model. Raises DiskError."""
+        """Open a model file. Raises DiskError."""
         assert self._watched is not None
         return self._watched.open(path)
 
     def give(self, parameter: int, read: Read) -> None:
-        """Say how a parameter, by its index, is read."""
+        """Set a parameter's read function, by parameter index."""
         self._reads[parameter] = read
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
-        """Return where these planes of elements `begin` to `end` of a region rest."""
+        """Return the record for region elements `begin` to `end`."""
         return FileRecord(region, begin, end, {plane.name: plane for plane in planes}, self)
 
     def lend(self, record: FileRecord, names: Sequence[str], lease: Lease, is_ahead: bool) -> Lease:
-        """Lend planes of a tile: they are read into the ring."""
+        """Add tile planes to a lease, and start their read into the ring."""
         numel = record.end - record.begin
         sizes = [record.planes[name].num_bytes(numel) for name in names]
         stretch = self._ring.take(sum(sizes))
@@ -117,7 +117,7 @@ class ModelFiles:
         return Lease(lease.planes | lent, (*lease.reads, reading), lease.fills, read, changed)
 
     def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
-        """Read what of each piece lies in a tile: its weights, in two halves where a region has a low one."""
+        """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
         region = record.region
         for piece, offset in zip(region.pieces, region.offsets, strict=True):
             begin, end = max(offset, record.begin), min(offset + piece.numel, record.end)
@@ -137,16 +137,16 @@ class ModelFiles:
                         part.zero_()
 
     def reset(self) -> None:
-        """A step was interrupted: nothing is lent any more."""
+        """End all leases after an interrupted step."""
         self._ring.reset()
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the ring that the device can copy from without staging."""
+        """Pinned bytes in the ring, available for copies without staging."""
         return self._arena.pinned_bytes
 
     def close(self) -> None:
-        """Let go of the ring and of the files. The lanes must have ended."""
+        """Free the ring and close the files. All lanes must have ended."""
         self._arena.close()
         if self._watched is not None:
             self._watched.close()

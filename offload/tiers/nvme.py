@@ -1,4 +1,4 @@
-"""The nvme tier: records of states in preallocated files, moved in tiles through bounded rings of pinned memory."""
+"""NVMe tier: state records in preallocated files, transferred in tiles through pinned ring buffers with fixed size."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from offload.tiers.ring import Ring, RingSlice
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 RING_TILES = 4
-"""One is read, one updated, one written, and one is on hand."""
+"""Tiles per ring: one in read, one in update, one in write, one spare."""
 
 
 class Stripes:
-    """One range of bytes over a file without a name on the file system of each directory, in chunks by turns, so that
-    every transfer is shared by the disks.
+    """Byte range striped over unnamed files, one per directory, in chunks. Every transfer uses all disks.
 
-    Space is reserved before it is used.
+    Space is reserved before use.
     """
 
     def __init__(self, io: IoEngine, directories: Sequence[Path]) -> None:
@@ -45,7 +44,7 @@ class Stripes:
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Add space at the end; return where it begins. DiskError where there is none."""
+        """Append space and return the start offset. Raises DiskError if the disk is full."""
         begin, end = self.num_bytes, self.num_bytes + num_bytes
         sizes = (stripe_bytes(size, len(self._files)) for size in (begin, end))
         for file, before, after in zip(self._files, *sizes, strict=True):
@@ -55,15 +54,15 @@ class Stripes:
         return begin
 
     def read(self, offset: int, memory: torch.Tensor) -> None:
-        """Fill `memory` from `offset`; DiskError where that fails."""
+        """Fill `memory` from `offset`. Raises DiskError."""
         wait_for_all([self._io.read(*piece) for piece in self._cut(offset, memory)])
 
     def write(self, offset: int, memory: torch.Tensor) -> None:
-        """Write `memory` to `offset`; DiskError where that fails."""
+        """Write `memory` to `offset`. Raises DiskError."""
         wait_for_all([self._io.write(*piece) for piece in self._cut(offset, memory)])
 
     def _cut(self, offset: int, memory: torch.Tensor) -> list[tuple[File, int, torch.Tensor]]:
-        """Return where each part of `memory` lies: (file, offset there, part)."""
+        """Return (file, offset in the file, part) for each part in `memory`."""
         pieces, end = [], 0
         for number, place, size in stripe(offset, memory.nbytes, len(self._files)):
             pieces.append((self._files[number], place, memory[end : end + size]))
@@ -72,26 +71,26 @@ class Stripes:
 
 
 class Channel:
-    """One purpose's way to the disk: a ring of memory, and the lanes that fill it from files and empty it into them."""
+    """Disk path for one purpose: a ring buffer, with a read lane and a write lane."""
 
     def __init__(self, ring: Ring, reads: Lane, writes: Lane, counters: Counters) -> None:
         self._ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the ring."""
+        """Ring bytes."""
         return self._ring.memory.nbytes
 
     def reset(self) -> None:
-        """Whoever took memory and did not give it back was interrupted."""
+        """Reclaim memory left open by an interrupted step."""
         self._ring.reset()
 
     def has_room(self, num_bytes: int) -> bool:
-        """True where `take` has so much to give."""
+        """Return True if `take` has room for `num_bytes`."""
         return self._ring.has_room(num_bytes)
 
     def take(self, num_bytes: int) -> RingSlice:
-        """Return memory, which stays this taker's until it says that it is no longer open."""
+        """Return ring memory, reserved until the slice is closed."""
         stretch = self._ring.take(num_bytes)
         assert stretch is not None, "the ring was planned for one lease at a time"
         return stretch
@@ -99,7 +98,7 @@ class Channel:
     def read(
         self, file: Stripes, offset: int, stretch: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
-        """Fill a stretch from a file."""
+        """Fill a slice from a file."""
         num_bytes = stretch.flat.nbytes
         ticket = self._reads.submit(
             lambda: file.read(offset, stretch.flat), reads=reads, fills=stretch.fills, name=name, num_bytes=num_bytes
@@ -119,7 +118,7 @@ class Channel:
         fills: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        """Write the beginning of a stretch to a file."""
+        """Write the first `num_bytes` in a slice to a file."""
         ticket = self._writes.submit(
             lambda: file.write(offset, stretch.flat[:num_bytes]),
             reads=reads,
@@ -134,40 +133,42 @@ class Channel:
 
 @dataclass(eq=False)
 class Record:
-    """The planes of a tile that are on disk, one behind the other.
+    """Tile planes on disk, one after the other.
 
-    The gradients have a fence of their own: those of a step that is given up may never be written, and nobody minds,
-    while states whose write failed are lost.
+    Gradients have a separate fence. Gradients from a cancelled step may stay unwritten without harm, but a failed state
+    write loses states.
     """
 
     name: str
-    """The name of the region, for errors and timelines."""
+    """Region name, for errors and timelines."""
     numel: int
-    """The elements of the tile."""
+    """Elements in the tile."""
     planes: Mapping[str, Plane]
-    """The planes on disk, by name."""
+    """Planes on disk by name."""
     file: Stripes
-    """The file, striped over the disks."""
+    """Striped file."""
     offset: int
-    """The byte of the file at which the first plane begins."""
+    """First record byte in the file."""
     fetches: Channel
-    """The channel by which weights are read for the device."""
+    """Channel for weight reads before H2D copies."""
     updates: Channel
-    """The channel by which states are read for an update, and written back."""
+    """Channel for state reads and writes in updates."""
     fence: Fence = field(default_factory=lambda: Fence("record"))
-    """Who reads and writes the states."""
+    """State readers and writers."""
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
-    """Who reads and writes the gradients that wait."""
+    """Readers and writers for stored gradients."""
     _recent: tuple[Sequence[str], RingSlice] | None = None
-    """Planes that were last read into the ring of updates, and where."""
+    """Planes from the last read into the update ring, and their slice."""
 
     def has_room(self, names: Sequence[str]) -> bool:
-        """True where the ring of updates has room for neighbouring planes beside all that is lent."""
+        """Return True if the update ring has room for neighbouring planes beside all leases."""
         first, last = self._span(names)
         return self.updates.has_room(last - first)
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:
-        """Lend neighbouring planes beside what a lease has already; `gradients` among them are not written back."""
+        """Add neighbouring planes to a lease and start their read. Changed planes are written back,
+        except `gradients`.
+        """
         if fetches and (found := self._at_hand(names, lease)) is not None:
             return found
         channel = self.fetches if fetches else self.updates
@@ -184,9 +185,10 @@ class Record:
         return self._leased(names, kept, lease, channel, stretch, (*lease.reads, reading), lease.fills)
 
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:
-        """Lend memory for neighbouring planes beside what a lease has already, to be written once it is filled. A plane
-        that `travels` to the device does not take memory of updates: it comes while the own one, which was updated
-        there, is still to be sent.
+        """Add memory for neighbouring planes to a lease, to be written after the fill.
+
+        A plane for H2D copies (`travels`) uses the fetch ring, not the update ring: another rank's plane arrives while
+        the own updated plane still waits in the update ring for transfer to other ranks.
         """
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
@@ -205,7 +207,7 @@ class Record:
         reads: Sequence[Ticket],
         fills: Sequence[Ticket],
     ) -> Lease:
-        """Add planes in a stretch to a lease; those of them that are `kept` are written where they were changed."""
+        """Add the planes in a slice to a lease. Changed planes in `kept` are written back."""
 
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
@@ -220,7 +222,9 @@ class Record:
         return Lease(lease.planes | self._views(names, stretch), reads, fills, read, changed)
 
     def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
-        """Lend planes as they lie in the ring of updates still: as they are on disk, or will be."""
+        """Return a lease on planes still in the update ring, or None. Their content equals the disk, now or after
+        pending writes.
+        """
         if self._recent is None:
             return None
         lent, place = self._recent
@@ -252,11 +256,11 @@ class Record:
         stretch.close()
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:
-        """Return the fences of planes: of states, of gradients, or of both."""
+        """Return the fences for the planes: states, gradients or both."""
         return list(dict.fromkeys(self.landing if name == "gradients" else self.fence for name in names))
 
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
-        """Return the bytes of the record from which to which these planes lie."""
+        """Return the byte range of neighbouring planes in the record."""
         first, end, spans = 0, 0, {}
         for name, plane in self.planes.items():
             first, end = end, end + plane.disk_bytes(self.numel)
@@ -272,7 +276,7 @@ class Record:
 
 
 class Nvme:
-    """The files and rings of one run. The files have no names: the kernel takes them back however the program ends."""
+    """Files and rings for a run. The files have no names, so the kernel frees them however the program ends."""
 
     def __init__(
         self,
@@ -286,8 +290,8 @@ class Nvme:
         host: Ledger,
         pinning: Pinning | None,
     ) -> None:
-        """`num_bytes`: of all records that there will be. `rings`: the bytes of each channel's. Raises ConfigError for
-        a directory that cannot be used, DoesNotFitError where there is too little space, DiskError.
+        """`num_bytes`: total size of all records. `rings`: bytes by ring name. Raises ConfigError for an unusable
+        directory, DoesNotFitError for too little space, DiskError.
         """
         self._ledger = ledger
         directories = check_dirs(dirs)
@@ -303,13 +307,13 @@ class Nvme:
                 host.reserve(name, flat.nbytes)
                 self._io.register(flat)
         except BaseException:
-            self._io.close()  # and with it the files, though a traceback may keep the engine
+            self._io.close()  # closes the files too, even if a traceback keeps the engine alive
             raise
         self._warn()
         self._open_channels(memory, lanes, counters)
 
     def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
-        """Make the way of each purpose through its ring's memory."""
+        """Create one channel per purpose over the ring memory."""
         self._next = 0
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)
@@ -319,7 +323,7 @@ class Nvme:
         self.activations = Channel(activation, lanes.activation_read, lanes.activation_write, counters)
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> Record:
-        """Return the next record, of these planes of elements `begin` to `end` of a region."""
+        """Return the next record, with `planes` for region elements `begin` to `end`."""
         by_name, numel = {plane.name: plane for plane in planes}, end - begin
         record = Record(region.name, numel, by_name, self._states, self._next, self.fetches, self.updates)
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
@@ -327,13 +331,13 @@ class Nvme:
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that the budget has room for beside what is on disk."""
+        """Bytes left in the disk budget."""
         budget = self._ledger.budget_bytes
         return sys.maxsize if budget is None else budget - self._ledger.current_bytes
 
     def extent(self, num_bytes: int) -> tuple[Stripes, int]:
-        """Return new room for an activation checkpoint: its file, and where it begins there. Raises DoesNotFitError or
-        DiskError.
+        """Reserve disk space for an activation checkpoint. Returns (file, offset). Raises DoesNotFitError
+        or DiskError.
         """
         self._ledger.reserve("activation checkpoints", num_bytes)
         file = self._activations
@@ -344,23 +348,23 @@ class Nvme:
             raise
 
     def reset(self) -> None:
-        """Take back what an interrupted step has left open. What was on its way is over, or goes on by its tickets."""
+        """Reclaim memory left open by an interrupted step. Pending transfers end under their tickets."""
         for channel in (self.fetches, self.updates, self.activations):
             channel.reset()
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the rings that the device can copy from without staging."""
+        """Pinned bytes in the rings, available for copies without staging."""
         return self._arena.pinned_bytes
 
     def close(self) -> None:
-        """Let go of the files. The lanes must have ended."""
-        with contextlib.suppress(DiskError):  # whoever needed that transfer was told
+        """Close the files. All lanes must have ended."""
+        with contextlib.suppress(DiskError):  # already raised for the transfer's users
             self._io.close()
         self._arena.close()
 
     def _warn(self) -> None:
-        """Say once what makes this slower than it could be."""
+        """Warn once about reasons for low speed."""
         reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
         found = [reason for reason in reasons if reason]
         if found:

@@ -1,4 +1,4 @@
-"""Pinned memory: host memory that is registered with a device's driver, which copies from it without staging."""
+"""Pinned memory: host memory registered with the device driver for copies without staging."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from offload.accelerators import Accelerator
 from offload.errors import format_bytes, warn
 
 LARGEST_BYTES = 64 << 30
-"""Of one registration. Above 512 GiB newer drivers fail."""
+"""Maximum bytes per registration. Newer drivers fail above 512 GiB."""
 _keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
 class Pinning:
-    """Pins memory for one device. What its driver refuses stays as it is, and a warning says so once."""
+    """Pins memory for one device. If the driver refuses, the memory stays unpinned, with one warning."""
 
     def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
-        """`largest_bytes`: of one registration, where it need not be larger."""
+        """`largest_bytes`: target maximum per registration."""
         self.largest_bytes, self._driver, self._has_warned, self._error = largest_bytes, driver, False, 0
         self._mappings: set[ref[HostMapping]] = set()
 
     def holds(self, mapping: HostMapping) -> None:
-        """Note a mapping of which something is going to be registered."""
+        """Record a mapping before its registration."""
         self._mappings.add(ref(mapping, self._mappings.discard))
 
     def close(self) -> None:
-        """Take back what is registered, also where somebody still holds the memory."""
+        """Unregister all memory, even if tensors still use it."""
         for mapping in filter(None, [known() for known in list(self._mappings)]):
             mapping.unpin()
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """Register a range; False where the driver refused it."""
+        """Register a range. Returns False if the driver refuses."""
         error = self._driver.register(address, num_bytes)
         if error:
             self._driver.forget_error()
@@ -44,10 +44,10 @@ class Pinning:
         return not error
 
     def unregister(self, addresses: Sequence[int]) -> bool:
-        """Take the registrations that begin there back, once no copy can be under way; False where that failed."""
+        """Unregister ranges by start address, after all pending copies. Returns False on failure."""
         try:
             self._driver.wait()
-        except RuntimeError:  # the device is lost, and whoever uses it is told
+        except RuntimeError:  # the device is lost, reported to its users elsewhere
             return False
         refused = [address for address in addresses if self._driver.unregister(address)]
         if refused:
@@ -55,7 +55,7 @@ class Pinning:
         return not refused
 
     def tell(self, num_bytes: int, of_bytes: int) -> None:
-        """Warn once that so many of these bytes were refused."""
+        """Warn once about unpinned bytes."""
         if self._has_warned or not num_bytes:
             return
         self._has_warned = True
@@ -69,11 +69,11 @@ class Pinning:
 
 
 class HostMapping(mmap.mmap):
-    """A mapping that is never unmapped while it is registered: the next one may get its address, and the driver would
-    take that for the old pages.
+    """Memory mapping with a guarantee: no unmapping while registered. Otherwise a new mapping could get the same
+    address, and the driver would use the old pages.
 
-    Every tensor of it holds it; the last one to go takes back the registrations, by `__del__`. (Not by a weak
-    reference: mmap's are called after it has unmapped.) Where that cannot be done the mapping stays for ever.
+    All tensors in the mapping keep the mapping alive; after the last one `__del__` unregisters the memory. (Not a weak
+    reference callback: mmap calls those after the unmapping.) If unregistering fails, the mapping stays forever.
     """
 
     _pinning: Pinning | None = None
@@ -82,12 +82,12 @@ class HostMapping(mmap.mmap):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that are registered."""
+        """Registered bytes."""
         return sum(num_bytes for _, num_bytes in self._pieces)
 
     def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]], borders: Sequence[int]) -> None:
-        """Register the pieces, given by address and size; where one is refused, as much as can be of what lies before
-        one of the borders within it, and nothing behind.
+        """Register pieces (address, bytes). If the driver refuses a piece, register the part before a border inside the
+        piece, as large as possible, and nothing behind.
         """
         self._pinning, self._process = pinning, os.getpid()
         pinning.holds(self)
@@ -103,16 +103,17 @@ class HostMapping(mmap.mmap):
         pinning.tell(num_bytes - self.pinned_bytes, num_bytes)
         if not self._pieces:
             return
-        with suppress(OSError):  # else fork would copy pinned pages at once: the device goes on using the parent's
+        # otherwise fork would copy pinned pages at once, and the device would keep using the parent pages
+        with suppress(OSError):
             self.madvise(mmap.MADV_DONTFORK)
 
     def unpin(self) -> None:
-        """Take all registrations back, after what the device is doing."""
+        """Unregister all pieces after pending device work."""
         addresses, self._pieces = [address for address, _ in self._pieces], ()
         if not addresses:
             return
         assert self._pinning is not None
-        # In a forked child they are the parent's, and at these addresses may be other memory.
+        # In a forked child the registrations belong to the parent, and the addresses may hold other memory.
         if os.getpid() != self._process or not self._pinning.unregister(addresses):
             _keep(self)
 
@@ -121,7 +122,7 @@ class HostMapping(mmap.mmap):
     ) -> None:
         if not self._pieces:
             return
-        if is_ending():  # neither torch nor this module may be whole any more; the driver cleans up after the process
+        if is_ending():  # torch and this module may be partly destroyed; the driver cleans up after the process
             keep(self)
         else:
             self.unpin()

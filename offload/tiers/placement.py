@@ -1,4 +1,4 @@
-"""Which tier holds which kind of state, and within which budgets."""
+"""Placement: tiers for all kinds of state, and tier budgets."""
 
 from __future__ import annotations
 
@@ -18,53 +18,52 @@ _KINDS = ("parameters", "optimizer", "gradients", "activations", "graphs")
 
 @dataclass(frozen=True)
 class Placement:
-    """The tier of each kind of state, and the budgets of tiers.
+    """Tiers of states, and tier budgets.
 
-    `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu, and,
-    where `nvme_dir` is given, on disk what the cpu does not hold. Budgets are bytes, or text ("6GiB"); None is no
-    limit.
+    `auto` puts parameters and optimizer states on the device if all of them fit the budget, otherwise on the CPU; with
+    `nvme_dir`, states beyond the CPU budget go to disk. Budgets are bytes or text ("6GiB"). None: no limit.
     """
 
     parameters: str = "cpu"
-    """Where the weights rest: device, cpu, nvme, auto, or files: frozen ones stay in the model's own files, from which
-    they are read whenever they come up, and are copied nowhere; the others are on the cpu.
+    """Tier for weights: device, cpu, nvme, auto or files. With files, frozen weights are read from the model files at
+    every use, without another copy, and trainable weights are on the CPU.
     """
     optimizer: str = "cpu"
-    """Where the low halves and the moments rest: device, cpu, nvme or auto."""
+    """Tier for low halves and moments: device, cpu, nvme or auto."""
     gradients: str = "auto"
-    """Where gradients wait for the norm. `auto`: where the optimizer's states are; on disk only where there is no
-    memory for them.
+    """Tier for gradients waiting for the gradient norm. With auto, same as the optimizer states; on disk only without
+    room in memory.
     """
     activations: str = "device"
-    """Where the inputs of units wait for their backward: device, cpu or nvme."""
+    """Tier for unit inputs saved for backward: device, cpu or nvme."""
     graphs: str = "device"
-    """Where the graphs of units wait for their backward, instead of a recompute: on the device as far as `recompute`
-    says, and with cpu or nvme as far as memory reaches there.
+    """Tier for saved autograd graphs, which replace recomputation. With device, as many units as `recompute` allows;
+    with cpu or nvme, as many as fit in memory there.
     """
     experts: str = "auto"
-    """How the experts of a mixture come up: whole, all of a layer at once with the rest of it; streamed, those alone
-    that tokens are routed to, a few at a time; or auto: whole, and streamed where the device does not hold a layer.
+    """Fetch for mixture-of-experts layers: whole (all experts with the layer), streamed (only experts with routed
+    tokens, a few at a time) or auto (whole, or streamed if a layer does not fit on the device).
     """
     optimizer_memory: float | str | None = None
-    """The most memory of the device that states take there, where `optimizer` is auto; the others rest below. None: all
-    of them, or none that its budget does not hold beside all weights.
+    """Maximum device memory for optimizer states with `optimizer` auto; other states go to lower tiers. None: as many
+    as the device budget holds beside all weights, or all without a budget.
     """
     graphs_memory: float | str | None = None
-    """The most memory that graphs take there, of this machine's; the other units recompute."""
+    """Maximum memory for saved autograd graphs on the CPU or NVMe tier, per machine. Other units recompute."""
     device_memory: float | str | None = None
-    """The budget of the device. torch's allocator has no more for the whole process, but for what others hold on the
-    device before the engine and 256 MiB, until the engine is closed.
+    """Device budget. Also limits the torch allocator in this process, until the engine closes, to the budget plus 256
+    MiB plus memory held by others before the engine.
     """
     host_memory: float | str | None = None
-    """The budget of the host."""
+    """Host memory budget."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """The folder of the nvme tier, or several on different disks."""
+    """Directory for the NVMe tier, or several on different disks."""
     nvme_memory: float | str | None = None
-    """The budget of the disk."""
+    """Disk budget."""
 
     @classmethod
     def of(cls, given: Placement | Mapping[str, Any]) -> Placement:
-        """Return a placement as it is, or one of its fields by name. Raises ConfigError."""
+        """Return `given` if it is a Placement, otherwise build one from field names. Raises ConfigError."""
         if isinstance(given, Placement):
             return given
         names = [each.name for each in fields(cls)]
@@ -126,13 +125,15 @@ class Placement:
             )
 
     def share(self, num_ranks: int) -> Placement:
-        """Return what one of so many ranks of a machine has: an equal part of the budgets that are the machine's."""
+        """Return the placement for one rank on a machine with `num_ranks`: host, disk and graph budgets are divided
+        equally.
+        """
         budgets = (self.host_memory, self.nvme_memory, self.graphs_memory)
         host, disk, graphs = (None if size is None else int(size) // num_ranks for size in budgets)
         return replace(self, host_memory=host, nvme_memory=disk, graphs_memory=graphs)
 
     @property
     def dirs(self) -> Sequence[str]:
-        """The folders of the nvme tier."""
+        """Directories for the NVMe tier."""
         assert self.nvme_dir is None or isinstance(self.nvme_dir, tuple), "__post_init__ has seen to it"
         return self.nvme_dir or ()

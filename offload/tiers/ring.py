@@ -1,4 +1,4 @@
-"""A buffer whose stretches are taken in turn."""
+"""Ring buffer with slices in cyclic order."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(eq=False)
 class RingSlice:
-    """Memory of a ring that somebody has taken."""
+    """Taken part of a ring."""
 
     flat: torch.Tensor
-    """The memory, uint8."""
+    """Memory, uint8."""
     begin: int
-    """The first byte, counted from the ring's beginning."""
+    """First byte in the ring."""
     end: int
-    """The byte behind the memory."""
+    """End byte (exclusive)."""
     fills: list[Ticket]
-    """The tickets that must be over before the memory is filled."""
+    """Tickets to wait for before a write."""
     fence: Fence
-    """Who fills the memory, and who reads it."""
+    """Slice writers and readers."""
     is_open: bool = True
-    """True until the memory is closed: nobody else gets it."""
+    """True until `close`: the memory is reserved."""
     is_whole: bool = True
-    """True until somebody else was given any of the memory."""
+    """True while no later slice overlaps this memory."""
 
     def close(self) -> None:
-        """Others may have the memory, once those are over whom the fence knows."""
+        """Release the memory. The next user waits for all users in the fence."""
         self.is_open = False
 
 
 @dataclass(eq=False)
 class Ring:
-    """Hands out stretches of memory one after the other, from the beginning again at the end."""
+    """Ring buffer: gives out slices one after the other, and wraps at the end."""
 
     memory: torch.Tensor
-    """The memory of the ring, flat uint8."""
+    """Ring memory, flat uint8."""
     kind: str
-    """What the fences of the stretches are called."""
+    """Fence kind, see `Fence`."""
     _end: int = 0
     _taken: list[RingSlice] = field(default_factory=list)
 
     def has_room(self, num_bytes: int) -> bool:
-        """True where so much could be taken beside what is open."""
+        """Return True if `num_bytes` fit beside the open slices."""
         return self._find(num_bytes) is not None
 
     def take(self, num_bytes: int) -> RingSlice | None:
-        """Return a stretch, or None where the buffer is too small beside what is open."""
+        """Return a slice, or None without room beside the open slices."""
         found = self._find(num_bytes)
         if found is None:
             return None
@@ -57,19 +57,19 @@ class Ring:
         fills = [ticket for other in over for ticket in other.fence.before_fill()]
         stretch = RingSlice(self.memory[begin:end], begin, end, fills, Fence(self.kind))
         for other in over:
-            other.begin, other.is_whole = end, False  # who takes the rest of it has to wait for the same
+            other.begin, other.is_whole = end, False  # the next user of the rest waits for the same tickets
         self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]
         self._end = end
         return stretch
 
     def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
-        """Return from where to where the next stretch lies, and over which others; None where it cannot."""
+        """Return (begin, end, overlapped slices) of the next slice, or None without room."""
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
         end = begin + num_bytes
         over = [other for other in self._taken if other.begin < end and begin < other.end]
         return None if end > self.memory.nbytes or any(other.is_open for other in over) else (begin, end, over)
 
     def reset(self) -> None:
-        """Whoever took a stretch has given it up."""
+        """Close all slices after an interrupted step."""
         for stretch in self._taken:
             stretch.is_open = stretch.is_whole = False

@@ -1,4 +1,4 @@
-"""Device memory for weights: the stretch through which cargoes stream, and the regions that stay for good."""
+"""Device memory for weights: streaming slots with copies, and resident regions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
 
 
 class Slots(Cargoes):
-    """Where the weights of a unit are while it computes.
+    """Device weights for units during compute.
 
-    A cargo comes up on the h2d lane; where the weights are cut over ranks each brings its own range up over its own
-    link, and the collective lane puts them together; what came up in codes is decoded then. `parameters` are Parameters
-    that view the weights where they lie now.
+    The h2d lane copies cargoes. With partitioned weights each rank copies one range over its own link, and the
+    collective lane gathers the ranges. Quantized weights are decoded afterwards. `parameters` returns Parameters as
+    views of the present weights.
     """
 
     def __init__(
@@ -44,35 +44,35 @@ class Slots(Cargoes):
         decoder: Decoder | None = None,
         debug: bool = False,
     ) -> None:
-        """`decoder`: that of other slots of the store; None for a new one."""
+        """`decoder`: shared with other slots in the store (None: create one)."""
         super().__init__(store.co_fetched, due, lanes)
         self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
-        self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
+        self._flats: dict[int, torch.Tensor] = {}  # resident regions
         self.gathers = store.sharding.gathers
-        """True where ranks put weights together as they come up."""
+        """True if ranks gather weights at every fetch."""
         self._on_device = store.tier == "device" and not self.gathers
         self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
-        """What makes weights of codes."""
+        """Decoder for quantized weights."""
         self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._beside = torch.empty(0, dtype=torch.uint8)
-        """Memory of the device in which units have weights for a while that are near those in a slot."""
+        """Further device memory with copies of unit weights, see `extend`."""
         self.resize(slot_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of the device's memory through which cargoes stream."""
+        """Device memory for streaming, in bytes."""
         return self._memory.nbytes
 
     def is_resident(self, region: Region) -> bool:
         return self._rests_as_used(region) or region.index in self._staying
 
     def _rests_as_used(self, region: Region) -> bool:
-        """True where a region is used where it rests."""
+        """Return True if compute uses the region where it is stored."""
         return self._on_device and region.travels is EXACT
 
     def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
@@ -82,10 +82,10 @@ class Slots(Cargoes):
                 self._poison([slot], slot.fence.before_fill())
         return slots
 
-    # -- where weights are -----------------------------------------------------------------------------------
+    # -- positions of weights -----------------------------------------------------------------------------------
 
     def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
-        """Return each region's flat weights on the device, as they are while the unit is in use."""
+        """Return flat device weights by region, valid while the unit is in use."""
         cargo = self.cargo_of(regions)
         placed, end = {}, self.offset(cargo)
         for region in regions:
@@ -100,9 +100,7 @@ class Slots(Cargoes):
         return placed
 
     def masters(self, regions: Sequence[Region]) -> dict[Region, dict[str, torch.Tensor]]:
-        """Return the planes of the master weights of those regions of a unit that are updated in their slot, in which
-        they are; none where its weights have come up alone.
-        """
+        """Return the master planes in the slot, for regions updated there. Empty if the slot has weights only."""
         slot, found = self._lying.get(self.cargo_of(regions)), {}
         if slot is not None and slot.is_whole:
             begin = slot.begin
@@ -113,7 +111,7 @@ class Slots(Cargoes):
         return found
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
-        """Return what of a region lies in a slot from `begin` on, in its order."""
+        """Return a region's planes in a slot, from byte `begin` on."""
         found = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
         for plane in self._store.co_fetched(region):
@@ -123,54 +121,55 @@ class Slots(Cargoes):
         return found
 
     def parameters(self, regions: Sequence[Region]) -> dict[Piece, nn.Parameter]:
-        """Return Parameters that view the weights of `regions` where they are now, by the pieces that they are."""
+        """Return Parameters by piece, as views of the present weights."""
         made = {}
         for region, flat in self.place(regions).items():
             for piece, offset in zip(region.pieces, region.offsets, strict=True):
                 view = flat[offset : offset + piece.numel].view(piece.shape)
-                # `data`: a version of its own, as a Parameter has that shares its memory with no other.
+                # `data` gives the view a separate version counter, like a Parameter with its own memory.
                 made[piece] = nn.Parameter(view.data, requires_grad=region.trainable)
         return made
 
     def extend(self, memory: torch.Tensor) -> None:
-        """Weights of units lie in this memory of the device, too."""
+        """Register further device memory with copies of unit weights."""
         self._beside = memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
+        """Return True if the tensor is in weight memory, streaming or resident."""
         if tensor.layout is not torch.strided:
             return False
-        address = tensor.untyped_storage().data_ptr()  # that of a tensor without elements is 0
+        address = tensor.untyped_storage().data_ptr()  # 0 for a tensor without elements
         return address in self._storages or self.streams(address)
 
     def streams(self, address: int) -> bool:
-        """True where an address lies in memory through which weights of several units pass."""
-        one, other = self._memory, self._beside  # asked for every tensor that a graph saves
+        """Return True if the address is in memory shared by several units over time."""
+        one, other = self._memory, self._beside  # fast path: runs for every tensor saved by a graph
         return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
-        """Return the addresses at which a cargo lies while it is in use."""
+        """Return the device addresses for a cargo in use."""
         slot, begin = self._lying.get(cargo), self._memory.data_ptr()
         return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
         self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a tensor over a cargo's weights, `distance` bytes into it, wherever it lies now."""
+        """Return a tensor over a cargo's present weights, at byte `distance`."""
         slot = self._lying.get(cargo)
         assert slot is not None
         flat = self._memory[slot.begin : slot.end].view(dtype)
         return torch.as_strided(flat, shape, stride, flat.storage_offset() + distance // dtype.itemsize)
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """True where a tensor views weights that are on the device for good."""
+        """Return True if the tensor is a view of resident weights."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
-    # -- what stays ------------------------------------------------------------------------------------------
+    # -- resident regions ---------------------------------------------------------------------------------------
 
     def keep(self, regions: Iterable[Region]) -> None:
-        """Give regions a place of their own on the device and bring them up; cargoes are to be asked for anew. Raises
-        DoesNotFitError where there is no room for all of them, and then none has a place.
+        """Make regions resident and copy them to the device. Get new cargo indices afterwards.
+
+        Raises DoesNotFitError without room for all of them; then no region becomes resident.
         """
         coming: list[tuple[Region, torch.Tensor]] = []
         try:
@@ -191,7 +190,7 @@ class Slots(Cargoes):
         self._forget_cargoes()
 
     def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
-        """Bring the resident regions up again, after an update; counted for the next step."""
+        """Copy resident regions again after an update. Counts for the next step."""
         chosen = None if regions is None else {region.index for region in regions}
         for index, fence in self._staying.items():
             region = self._store.region(index)
@@ -199,16 +198,16 @@ class Slots(Cargoes):
                 fence.fill(*self._bring_up(region, self._flats[index], fence.before_fill(), is_ahead=True))
 
     def retry(self) -> None:
-        """Bring the resident regions up again whose fetch has failed: nobody has read them since."""
+        """Copy resident regions again after a failed copy. No reader has used them since."""
         self.refresh([self._store.region(index) for index, fence in self._staying.items() if fence.has_failed])
 
     def versions(self) -> dict[int, int]:
-        """Return how often each resident region has been written to, by the number of the region."""
+        """Return version counters for all resident regions, by region index."""
         self.settle()
         return {index: flat._version for index, flat in self._flats.items()}
 
     def restore(self, versions: Mapping[int, int]) -> None:
-        """Bring up again what of the resident regions was written to since then, or is resident since then."""
+        """Copy resident regions again if written, or made resident, since `versions`."""
         now = self.versions()
         changed = [self._store.region(index) for index in now if now[index] != versions.get(index)]
         if changed:
@@ -216,9 +215,7 @@ class Slots(Cargoes):
             self.refresh(changed, always=True)
 
     def resize(self, num_bytes: int) -> None:
-        """Stream through `num_bytes` of the device's memory instead; nothing is held then. Whoever still fills or
-        reads the old memory keeps it alive.
-        """
+        """Replace the streaming memory by `num_bytes`, without cargoes. Pending users keep the old memory alive."""
         self._device.ledger.drop(self._name)
         self._slots.clear()
         self._lying.clear()
@@ -228,7 +225,7 @@ class Slots(Cargoes):
             self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))
 
     def free(self) -> None:
-        """Let go of the device's memory."""
+        """Free all device memory."""
         self.resize(0)
         self._beside = self._memory
         self._staying.clear()
@@ -238,7 +235,7 @@ class Slots(Cargoes):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _new_fence(self, kind: str) -> Fence:
-        """Return the fence of new memory: compute has cleared it, and may still be reading what lay there before."""
+        """Return a fence for new memory. The fence waits for compute: clearing, or earlier readers, may be pending."""
         fence = Fence(kind)
         fence.read(*self._lanes.mark())
         return fence
@@ -263,8 +260,9 @@ class Slots(Cargoes):
         is_ahead: bool,
         co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
-        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them, as they rest, and decode
-        them where they are; `co_fetched`: where what comes up beside them goes.
+        """Copy a region's weights to `flat`, with gather and decoding if necessary. Returns the last tickets.
+
+        All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
         self._due.submit(region)
         if self._store.tier == "device" and region.travels is EXACT:
@@ -287,19 +285,19 @@ class Slots(Cargoes):
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
         if self.gathers:
-            own = rests[plane.cut(self._store.sharding.shard(region))].data  # see Device.copy
+            own = rests[plane.cut(self._store.sharding.shard(region))].data  # `data`: see AcceleratorDevice.copy
             tickets = self._put_together(region, rests, own, tickets, is_ahead)
         if region.travels is EXACT:
             return tickets
         decoder, is_copy = self.weight_decoder, self._decoding is self._up
         work = partial(decoder.decode, region, flat.data)
-        moved = 0 if is_copy else decoder.moved_bytes(region)  # which a link that is slowed down does not move
+        moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
         return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
     def _put_together(
         self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
     ) -> list[Ticket]:
-        """All-gather `flat` from the ranks' ranges, of which `own` is this one's."""
+        """All-gather `flat` from all ranks' ranges; `own` is this rank's range."""
         store, full = self._store, flat.data
         what = f"all-gather of {region.name}"
         self._counters.count("all_gather_elements", region.numel, is_ahead)
@@ -311,7 +309,7 @@ class Slots(Cargoes):
         ]
 
     def _poison(self, gone: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
-        """Fill what lies in slots with NaN."""
+        """Fill slots with NaN."""
         stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in gone]
 
         def poison() -> None:

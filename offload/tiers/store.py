@@ -1,7 +1,6 @@
-"""The one owner of "where is it": every region's planes, on the tier that the placement says.
+"""Store: the single owner of all planes and their locations.
 
-A plane is a flat tensor over a region, whose table says which there are (`offload.layout.planes`). Over several ranks
-each holds what its sharding says of a plane.
+A plane is a flat tensor over a region (`offload.layout.planes`). Each rank holds the part defined by `Sharding`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _RESTING = "resting states"
 
 
 class Store:
-    """All regions' planes, each kind of state on its tier. Host memory is taken by the byte from two arenas: what
-    travels is pinned, what rests is not.
+    """Planes for all regions, each kind of state on one tier. Host memory is byte-exact, in pinned arenas for copied
+    planes and unpinned arenas for others.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class Store:
         comm: Comm | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """`tier`: of what `layout` does not put on disk, for which there is `nvme`, or leave in `files`. `comm`: of the
-        ranks of its sharding.
+        """`tier`: for states not on disk (`nvme`) or in model files (`files`), see `layout`. `comm`: all ranks in the
+        sharding.
         """
         self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
         self._infos, self.layout, self._nvme, self._files = infos, layout or DiskLayout(), nvme, files
         self.comm, self.sharding = comm or Comm(), self.layout.sharding
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
-        here = lanes.here, lanes.here, lanes.here_together  # nothing but compute would have to wait for them there
+        here = lanes.here, lanes.here, lanes.here_together  # on the device only compute would wait for a lane
         lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
         self.down, self.updating, self.exchanges = lanes_of_states
         self.network = lanes.network if tier == "cpu" else lanes.here_between
@@ -95,7 +94,7 @@ class Store:
         return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
-        """Return the tiles of a rank's range, with what this rank holds of them."""
+        """Return the tiles in a rank range, with the planes on this rank."""
         is_own, tiles = owner == self.sharding.owner, []
         on_disk = [region.plane(name) for name in self.layout.on_disk(region, is_own)]
         for begin, end in self.layout.tiles(region, owner):
@@ -115,21 +114,21 @@ class Store:
         return tiles
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
-        """Return what a region has in a slot beside its weights."""
+        """Return the planes next to the weights in a slot."""
         return self.layout.co_fetched(region)
 
     def updates_in_slot(self, region: Region) -> bool:
-        """True where a region is updated in its slot, when it comes up."""
+        """Return True if the region is updated in its slot."""
         return self.tier == "cpu" and self.layout.updates_in_slot(region)
 
     @property
     def lends_early(self) -> bool:
-        """True where states can be lent before the gradients are there: none wait in the same records."""
+        """True if states can be lent before their gradients exist: no record holds both."""
         return not any(state.has_room_on_disk for state in self.states)
 
     def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
-        """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several
-        passes are summed; none where gradients do not wait in memory.
+        """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
+        weight dtype. No planes for gradients that do not wait in memory.
         """
         trained = [state for state in self.states if state.region.trainable]
         wanted = {
@@ -149,13 +148,13 @@ class Store:
         for (region, _), flat in self._allocate("gradients", wanted).items():
             start = self.sharding.held(region, *wanted[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
-            # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
+            # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
             gradients = flat[own.start - start : own.stop - start]
             sums = flat[shard.start - start : shard.stop - start] if accumulates else None
             self[region].keep_gradients(gradients, sums)
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Return memory beside the states, in place of what there was under this name."""
+        """Allocate memory on the states' tier, replacing the allocation `name`."""
         if self.tier == "device":
             self._device.ledger.drop(name)
             return self._device.allocate(name, num_bytes)
@@ -164,14 +163,14 @@ class Store:
         return Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8)
 
     def came_down(self, num_bytes: int) -> None:
-        """Count what was brought down to the states from the device, if they are elsewhere."""
+        """Count D2H bytes, if the states are on the host."""
         if self.tier == "cpu":
             self._counters.count("d2h_bytes", num_bytes)
 
     def _allocate(
         self, kind: str, wanted: dict[Region, list[Plane]], tier: str | None = None
     ) -> dict[tuple[Region, str], torch.Tensor]:
-        """Make planes, on the tier of the states or another."""
+        """Allocate planes on the states' tier, or on `tier`."""
         planes = [
             (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
             for region, its in wanted.items()
@@ -182,7 +181,7 @@ class Store:
     def _take(
         self, kind: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
     ) -> dict[tuple[Region, str], torch.Tensor]:
-        """Make arrays of so many bytes: by one arena on the host, one by one on the device."""
+        """Allocate arrays: one arena on the host, separate allocations on the device."""
         if tier == "device":
             return {
                 (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
@@ -201,18 +200,18 @@ class Store:
         return self._by_index[region.index]
 
     def region(self, index: int) -> Region:
-        """Return a region by its index."""
+        """Return a region by index."""
         return self._by_index[index].region
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that the device can copy from without staging."""
+        """Pinned host bytes, available for copies without staging."""
         rings = sum(each.pinned_bytes for each in (self._nvme, self._files) if each is not None)
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
-        """Give the new weights of tile `number` of this rank's range, `own`, to all ranks that hold them, once these
-        tickets are done, and take theirs.
+        """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a
+        copy, and receive their tiles.
         """
         state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
         tile, mine = state.tiles[number], own.planes[plane]
@@ -226,7 +225,7 @@ class Store:
             reads=reads,
             fills=[ticket for lease in others.values() for ticket in lease.fills],
             name=what,
-            # A link's bytes a second are within a replica those that each rank gives, between replicas those it sends.
+            # The link counts bytes per rank within a replica, and sent bytes between replicas.
             num_bytes=mine.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
         )
         own.done_reading(ticket)
@@ -234,7 +233,7 @@ class Store:
             lease.done_writing(ticket)
 
     def forgive(self) -> None:
-        """All states are about to be written anew: updates that failed or were given up are nobody's concern."""
+        """Forget failed and cancelled updates before all states are written anew."""
         self.values.forget_spoilt()
         for state in self.states:
             for tile in state.held:
@@ -243,13 +242,13 @@ class Store:
                     tile.record.fence.forgive()
 
     def reset(self) -> None:
-        """A step was interrupted: nothing is lent any more."""
+        """End all leases after an interrupted step."""
         for each in (self._nvme, self._files):
             if each is not None:
                 each.reset()
 
     def close(self) -> None:
-        """Let go of the planes."""
+        """Free all planes."""
         self.states.clear()
         self._by_index.clear()
         for arena in self._arenas.values():

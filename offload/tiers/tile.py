@@ -1,4 +1,4 @@
-"""What of a region is updated at once, and all of a region."""
+"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank."""
 
 from __future__ import annotations
 
@@ -18,47 +18,44 @@ from offload.tiers.nvme import Record
 
 @dataclass(eq=False)
 class Tile:
-    """Elements of a region which are read, updated and written back at once: all of the region, or a piece where some
-    of its planes are on disk.
-    """
+    """Region part that is read, updated and written in one piece. One tile covers the region if no plane is on disk."""
 
     begin: int
-    """The first element."""
+    """First element."""
     end: int
-    """The element behind the tile."""
+    """End element (exclusive)."""
     planes: dict[str, torch.Tensor]
-    """The planes in memory, but for the gradients, by name."""
+    """Planes in memory by name, without gradients."""
     record: Record | FileRecord | None
-    """The planes on disk, or in a model's files; None without any."""
+    """Planes on disk or in model files. None: no such planes."""
     fence: Fence = field(default_factory=lambda: Fence("weights"))
-    """Who reads and writes the weights in memory, the low half and the moments: updates alone write these."""
+    """Readers and writers for weights, low half and moments in memory. Only updates write them."""
     stale: Fence | None = None
-    """Who reads and writes the weights from before the last update, where the pass beside that update computes with
-    them; else None.
+    """Readers and writers for stale weights, while a pass computes with them during an update. None: no
+    stale weights.
     """
 
     @property
     def travelling(self) -> str:
-        """The name of the plane that goes to the device, and that ranks give each other."""
+        """Plane name for H2D copies and exchanges between ranks."""
         return CODES if CODES in self.states else "weights"
 
     def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
-        """Lend what travels of the weights to the device, and planes that go up beside it. `is_ahead`: for the next
-        step.
-        """
+        """Return a lease on the weights for an H2D copy, plus co-fetched planes. `is_ahead`: for the next step."""
         if self.stale is None:
             return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
     def keep_stale(self, has_stale: bool) -> None:
-        """The pass beside the last update computes, or does not, with the weights from before."""
+        """Set whether the pass during the last update computes with stale weights."""
         self.stale = Fence("stale weights") if has_stale else None
 
     def show(self, is_updated: bool) -> None:
-        """The next pass computes with the weights as they are now, or will be by the update that is on its way;
-        `is_updated`: another one begins beside it, which makes its weights, out of those that the pass computes with,
-        where the stale ones were so far.
+        """Let the next pass compute with the current weights, after pending updates.
+
+        `is_updated`: another update starts during this pass. The two weight planes then swap: the pass reads the
+        current weights as the stale plane, and the update writes new weights into the old stale memory.
         """
         readers = () if self.stale is None else self.stale.before_fill()
         self.stale = None
@@ -70,32 +67,32 @@ class Tile:
 
     @property
     def states(self) -> list[str]:
-        """The planes that there are of the tile, but for the gradients, in the order of a lease."""
+        """Existing plane names without gradients, in lease order."""
         on_disk = self.record.planes if self.record is not None else {}
         return [name for where in (self.planes, on_disk) for name in where if name != "gradients"]
 
     def land(self, *names: str) -> Lease:
-        """Lend memory for planes whose every element will come from the device, another rank or a file, whatever they
-        were before. Where that fails, `read` gives it back.
+        """Return a lease on memory for planes filled completely from the device, another rank or a file. On failure,
+        end the lease with `done_reading`.
         """
         return self.lend(*names, lands=True)
 
     def lend_early(self, *names: str) -> Lease | None:
-        """Lend planes for work that is submitted later, with what `renewed` makes of the lease by then; what of them is
-        on disk is read meanwhile. None where the ring is full of such leases.
+        """Return an early lease: disk planes are read at once, and the work is submitted later with the result of
+        `renewed`. None: the ring is full.
         """
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
         return None if is_full else self.lend(*names)
 
     def renewed(self, lease: Lease) -> Lease:
-        """Return an early lease with what has to be waited for now."""
+        """Return an early lease with the tickets to wait for now."""
         return replace(
             lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
         )
 
     def lend(self, *names: str, lands: bool = False, fetches: bool = False, is_ahead: bool = False) -> Lease:
-        """Lend these planes to the host; such as there are of them. `lands` and `fetches` are what `land` and `fetch`
-        ask for.
+        """Return a lease on the existing planes among `names`, for the host. `lands` and `fetches`: see `land` and
+        `fetch`.
         """
         planes = {name: self.planes[name] for name in names if name in self.planes}
         lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
@@ -105,7 +102,7 @@ class Tile:
         if self.record is None or not there:
             return lease
         if lands:
-            # Without planes of its own, what is in memory stays as it is.
+            # Without planes in memory, the lease must not mark them as changed.
             return self.record.land(there, lease if planes else NOTHING, travels=there == [self.travelling])
         return self.record.lend(there, lease, fetches=fetches, is_ahead=is_ahead)
 
@@ -114,8 +111,8 @@ class Tile:
 
 
 def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> None:
-    """Make what travels of some elements of a tile of its master weights, on whatever device these are; nothing where
-    the weights themselves travel. The elements begin where a parameter or the tile does.
+    """Quantize a span of master weights for copies, on their device. No effect for exact copies. The span starts at a
+    parameter or tile start.
     """
     if CODES in planes:
         assert isinstance(region.link, Int8)
@@ -125,74 +122,71 @@ def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> N
 
 @dataclass
 class RegionState:
-    """The planes of one region as this rank holds them, and how often each piece was updated (torch counts steps by
-    parameter, so pieces of one have the same count).
+    """Region state on this rank: planes, and update counts per piece. torch counts steps per parameter, so all pieces
+    of one parameter have equal counts.
     """
 
     region: Region
     """The region."""
     planes: dict[str, torch.Tensor]
-    """The planes in memory, by name: of each what this rank holds."""
+    """Planes in memory by name, each with this rank's elements."""
     tiles: list[Tile]
-    """The tiles that this rank updates."""
+    """Tiles updated by this rank."""
     others: dict[int, list[Tile]]
-    """The tiles that other ranks update and give to this one, by rank."""
+    """Tiles updated and sent by other ranks, by rank."""
     steps: list[int]
-    """How often each piece was updated."""
+    """Updates so far, per piece."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the rule keeps of parameters as a whole, by name, in memory on every rank; right for what this rank updates.
-    """
+    """Update rule factors by name, in memory on every rank. Valid only for elements updated by this rank."""
     stays: frozenset[str] = frozenset()
-    """The names of the planes that rest on the device, to which the others stream."""
+    """Names of planes on the device; the other planes stream there."""
     error: torch.Tensor | None = None
-    """What this rank keeps of `ERROR`; None where gradients travel as they are."""
+    """Gradient error feedback on this rank, see `ERROR`. None: exact gradients."""
     gradients: torch.Tensor | None = None
-    """The gradients that wait in memory, of the elements that this rank updates; else None."""
+    """Gradients in memory, for the elements updated by this rank. None: on disk or absent."""
     sums: torch.Tensor | None = None
-    """Those that several passes add up, of the elements that this rank sums over its replica; else None. Where both are
-    of the same elements they are the same memory.
+    """Gradients accumulated over passes, for the elements this rank reduces in its replica (None: no accumulation). For
+    equal elements the same memory as `gradients`.
     """
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
-    """Who reads and writes these gradients."""
+    """Readers and writers for these gradients."""
 
     @property
     def begin(self) -> int:
-        """The first element that this rank updates."""
+        """First element updated by this rank."""
         return self.tiles[0].begin
 
     @property
     def is_late(self) -> bool:
-        """True where passes compute with the weights from before the last update."""
+        """True if passes compute with stale weights."""
         return self.tiles[0].stale is not None
 
     @property
     def held(self) -> list[Tile]:
-        """The tiles with weights that this rank holds."""
+        """All tiles with weights on this rank."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
     def keep_error(self, error: torch.Tensor) -> None:
-        """The errors of coded gradients are kept in this memory."""
+        """Set the memory for gradient error feedback."""
         self.error = error
 
     def keep_gradients(self, gradients: torch.Tensor | None, sums: torch.Tensor | None = None) -> None:
-        """Gradients wait, and add up, in this memory from now on; None: in no memory."""
+        """Set the memory for waiting and accumulated gradients (None: no memory)."""
         self.gradients, self.sums = gradients, sums
 
     @property
     def keeps_gradients(self) -> bool:
-        """True where the region's gradients wait for the norm."""
+        """True if gradients wait for the gradient norm."""
         return self.gradients is not None or self.has_room_on_disk
 
     @property
     def has_room_on_disk(self) -> bool:
-        """True where the region's record has a place for gradients, which is used unless they wait in memory."""
+        """True if the disk record has a gradient plane, used unless gradients are in memory."""
         record = self.tiles[0].record
         return record is not None and "gradients" in record.planes
 
     def land(self) -> Iterator[tuple[slice, Lease]]:
-        """Yield where gradients wait: of what this rank updates which elements, and memory for these. One lease is to
-        be given back before the next one is taken.
-        """
+        """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
             planes, fence = {"gradients": self.gradients}, self.landing
             yield slice(0, len(self.gradients)), Lease(planes, (), fence.before_fill(), fence.read, fence.fill)
@@ -201,15 +195,15 @@ class RegionState:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
 
     def count(self, touched: Sequence[bool]) -> None:
-        """Note that the pieces that received a gradient were updated."""
+        """Count an update for all pieces with a gradient."""
         self.steps = [steps + has for steps, has in zip(self.steps, touched, strict=True)]
 
     def factors_of(self, position: int) -> dict[str, torch.Tensor]:
-        """Return what the rule keeps of the region's piece number `position` beside the planes, flat, in place."""
+        """Return the factors for piece number `position` as flat views."""
         its = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
         return {name: self.factors[name][span] for name, span in its.items() if span.start < span.stop}
 
     def span(self, position: int) -> slice:
-        """Return the elements of the region's piece number `position`."""
+        """Return the elements in piece number `position`."""
         start = self.region.offsets[position]
         return slice(start, start + self.region.sizes[position])

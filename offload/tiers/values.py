@@ -1,4 +1,4 @@
-"""Values of parameters, whole or in ranges, wherever the planes of their regions rest."""
+"""Parameter values, whole or in ranges, on any tier."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
 
 Read = Callable[[int, int], torch.Tensor]
-"""Returns elements `begin` to `end` of a parameter, flat."""
+"""Returns parameter elements `begin` to `end`, flat."""
 _PART = 1 << 20
-"""Elements of a parameter that are taken over at once."""
+"""Elements per step in `write`."""
 
 
 class Values:
-    """Reads and writes the parameters of a store, a piece at a time. `states`: its regions, by their index."""
+    """Reads and writes parameters in a store, in pieces. `states`: region states by region index."""
 
     def __init__(
         self,
@@ -37,22 +37,23 @@ class Values:
         between: Comm,
         lanes: Lanes,
     ) -> None:
-        """`comm`: of all ranks; `within`: of those of this replica; `between`: of those in its place in each."""
+        """`comm`: all ranks. `within`: ranks in this replica. `between`: ranks at this position in all replicas."""
         self._infos, self.sharding, self._lanes = infos, sharding, lanes
         self.comm, self._within, self._between = comm, within, between
         self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
-        """Of each parameter its pieces, in order, each with its region and its position there."""
+        """Pieces by parameter, in order, with region state and position there."""
         for state in states.values():
             for position, piece in enumerate(state.region.pieces):
                 self._homes.setdefault(piece.parameter, []).append((piece, state, position))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0].begin)
-        self._spoilt: dict[str, int] = {}  # by parameter: how many of its weights were not finite as they were given
+        self._spoilt: dict[str, int] = {}  # number of non-finite input weights, by parameter name
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
-        """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
-        `dtype`, any float one, or the records that its codec takes. Collective with `source`: that rank's alone is
-        asked.
+        """Set a parameter's master weights in pieces.
+
+        `read(begin, end)` returns elements, flat, in `dtype` (any float dtype), or records for the codec. With
+        `source`, only this rank calls `read`, and the call is collective.
         """
         region = self.region(parameter)
         plane, travels = region.plane("weights"), region.travelling
@@ -62,15 +63,15 @@ class Values:
             for planes, mine, its in opened:
                 if "weights" in planes:
                     _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
-                if codes is not None:  # of other ranks' ranges too, whose master weights may be there alone
+                if codes is not None:  # also ranges of other ranks, whose master weights may be only there
                     planes[CODES][travels.cut(mine)].copy_(codes[travels.cut(its)])
 
     def region(self, parameter: int) -> Region:
-        """Return the region of a parameter, or of its first piece: those of the others are trained and stored alike."""
+        """Return the first piece's region. Other pieces have regions with the same training and storage properties."""
         return self._homes[parameter][0][1].region
 
     def _parts(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
-        """Yield the weights of a parameter as `write` is given them, on every rank."""
+        """Yield the input to `write` in parts, on every rank."""
         info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
         dtype, block, width = info.codec.takes(dtype)
         step = align(_PART, block)
@@ -87,7 +88,7 @@ class Values:
             yield flat
 
     def why_not_finite(self, otherwise: str) -> str:
-        """Say what makes numbers not finite: weights that were not when they were given, else what `otherwise` says."""
+        """Return a message about non-finite input weights, or `otherwise` if there were none."""
         if not self._spoilt:
             return otherwise
         name, others = next(iter(self._spoilt)), len(self._spoilt) - 1
@@ -98,19 +99,20 @@ class Values:
         )
 
     def forget_spoilt(self) -> None:
-        """All weights are about to be written anew."""
+        """Forget non-finite inputs before all weights are written anew."""
         self._spoilt.clear()
 
     def read(self, parameter: int) -> torch.Tensor:
-        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape: where it rests in codes, of
-        what they stand for on the device. Collective.
+        """Return a parameter's master weights as an fp32 CPU copy, in shape; decoded weights for a quantized parameter.
+        Collective.
         """
         info = self._infos[parameter]
         return self.read_range(parameter, 0, info.numel).view(info.shape)
 
     def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
-        """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
-        of these in the dtype that the device uses (bf16, or fp32), as they would travel exactly. Collective.
+        """Return parameter elements `begin` to `end` as a flat CPU copy. Collective.
+
+        Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
         """
         region = self.region(parameter)
         found = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
@@ -120,8 +122,8 @@ class Values:
         return self._completed(parameter, begin, found)
 
     def read_here(self, parameter: int) -> torch.Tensor:
-        """Return a fresh CPU copy of a parameter as the device uses it (bf16, or fp32), in its shape. Not collective:
-        this rank has to hold all of its weights.
+        """Return a parameter as used on the device (bf16 or fp32), as a CPU copy, in shape. Not collective: this rank
+        must hold all weights.
         """
         region, info = self.region(parameter), self._infos[parameter]
         name, found = region.travelling.name, torch.empty(info.numel, dtype=region.dtype)
@@ -130,14 +132,14 @@ class Values:
         return found.view(info.shape)
 
     def prune_moments(self, parameter: int, share: float) -> None:
-        """Set to zero this share of each array that the update rule keeps of a parameter, the elements of least
-        magnitude; all of them with 1. Collective. Raises ConfigError for a share below 1 of moments in codes.
+        """Set the smallest elements, a fraction `share` (1: all), in each of a parameter's moments and factors to zero.
+        Collective. Raises ConfigError for quantized moments and a share below 1.
         """
         if not share:
             return
         region = self.region(parameter)
         for _, state, position in self._homes[parameter]:
-            for factor in state.factors_of(position).values():  # right where the parameter is updated, whoever has it
+            for factor in state.factors_of(position).values():  # valid where this rank updates the parameter
                 _prune(factor, _threshold(factor, share))
         for plane in (plane for plane in region.states if plane.kind == "optimizer" and plane.name not in MASTER):
             if share < 1 and not plane.dtype.is_floating_point:
@@ -155,12 +157,12 @@ class Values:
                 _prune(planes[plane.name][plane.cut(mine)], threshold)
 
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
-        """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
-        others have.
+        """Complete `found`, parameter elements from `begin` on: each rank sends the elements it updates
+        to all others.
         """
         what, until = f"weights of {self._infos[parameter].name}", begin + len(found)
         for piece, state, position in self._homes[parameter] if self.sharding.num_ranges > 1 else ():
-            zero = state.span(position).start - piece.begin  # where the parameter's first element would lie
+            zero = state.span(position).start - piece.begin  # position of the parameter's first element
             for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
@@ -169,7 +171,7 @@ class Values:
         return found
 
     def _give(self, part: torch.Tensor, owner: int, what: str) -> None:
-        """Let all ranks have what the one has that updates this range."""
+        """Broadcast a part from the rank with update range `owner`."""
         rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
         if self.sharding.spreads and rank == self.sharding.rank:
             self._between.broadcast(part, replica, what)
@@ -184,13 +186,15 @@ class Values:
         changes: bool = False,
         of_all: bool = False,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
-        a share of elements `begin` to `end` of a parameter, for this thread to read or, with `changes`, to write: of
-        the tiles that this rank updates, or `of_all` that it holds.
+        """Yield (planes, elements in the tile, elements from `begin`) for each tile with parameter elements `begin` to
+        `end`.
+
+        The caller reads the planes, or with `changes` writes them, in this thread. Covers tiles updated by this rank,
+        or with `of_all` all tiles held here.
         """
         end = self._infos[parameter].numel if end is None else end
         for piece, state, position in self._homes[parameter]:
-            zero = state.span(position).start - piece.begin  # where the parameter's first element would lie
+            zero = state.span(position).start - piece.begin  # position of the parameter's first element
             first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
             for tiles in (state.tiles, *(state.others.values() if of_all else ())):
                 yield from self._opened(tiles, names, first, last, zero + begin, changes)
@@ -198,7 +202,7 @@ class Values:
     def _opened(
         self, tiles: Sequence[Tile], names: Sequence[str], first: int, last: int, start: int, changes: bool
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield, as `opened` does, elements `first` to `last` of a region, of neighbours, counted from `start`."""
+        """Yield like `opened`, for region elements `first` to `last` in consecutive tiles, counted from `start`."""
         before = bisect_right(tiles, first, key=lambda tile: tile.end)
         until = bisect_left(tiles, last, key=lambda tile: tile.begin)
         for tile in tiles[before:until] if first < last else ():
@@ -215,7 +219,7 @@ class Values:
 
 
 def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
-    """Set elements of a tile to a piece, of a split master or as it is."""
+    """Copy a piece into the tile planes, split for a split master."""
     low: torch.Tensor | int = 0
     if is_split and piece.dtype != torch.bfloat16:
         piece, low = kernels.split(piece.float().to(planes["weights"].device))
@@ -225,17 +229,17 @@ def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_s
 
 
 def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:
-    """Return the records in which a piece of a parameter travels, on the CPU, of what the master weights are of it."""
+    """Return CPU records for copies of a piece, made from the master weights."""
     ((*_, codes),) = region.link.encoded([piece if region.has_low else piece.to(region.dtype)])
     return codes
 
 
 def _threshold(values: torch.Tensor, share: float) -> float:
-    """Return the magnitude up to which so large a share of some values lies; infinity for all of them."""
+    """Return the magnitude up to which the fraction `share` of all values lies; infinity for all."""
     number = 1 + int(share * (values.numel() - 1))
     return math.inf if share == 1 else float(values.abs().float().view(-1).kthvalue(number).values)
 
 
 def _prune(values: torch.Tensor, threshold: float) -> None:
-    """Set to zero what has no larger magnitude."""
+    """Set elements with magnitude up to `threshold` to zero."""
     values.zero_() if threshold == math.inf else values.masked_fill_(values.abs() <= threshold, 0)

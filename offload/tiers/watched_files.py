@@ -1,4 +1,4 @@
-"""A model's own files, as an engine reads them: past the page cache or through it, and watched while a run goes on."""
+"""Model files during a run: read directly or through the page cache, and checked for changes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.ledger import Ledger
 
 READ_STAGING = "read staging"
-"""The host memory into which spans of files are read that begin anywhere, where the page cache is passed by."""
+"""Ledger name for the staging memory: direct reads at any offset go through this memory."""
 _NUM_PIECES, _MOST_PIECE_BYTES = 8, 1 << 20
-"""So many pieces of a span are with the disk at a time."""
+"""Pieces in flight, and maximum bytes per piece."""
 
 
 def staging_bytes(ring_bytes: int) -> int:
-    """Return the bytes of the staging beside a ring of so many: no more than that, but for a page of each piece."""
+    """Return the staging bytes for a ring of `ring_bytes`: at most as much, but at least one page per piece."""
     pages = min(ring_bytes // _NUM_PIECES, _MOST_PIECE_BYTES) // ALIGNMENT_BYTES
     return _NUM_PIECES * max(1, pages) * ALIGNMENT_BYTES
 
 
 class WatchedFiles:
-    """The files of a model that one engine has open. One thread at a time reads."""
+    """Open model files in one engine. For one reading thread at a time."""
 
     def __init__(self, num_staging_bytes: int, host: Ledger) -> None:
-        """`num_staging_bytes`: of the staging; 0 to read through the page cache."""
+        """`num_staging_bytes`: staging size; 0: read through the page cache."""
         if num_staging_bytes:
             host.reserve(READ_STAGING, num_staging_bytes)
         self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
@@ -43,7 +43,7 @@ class WatchedFiles:
         self._files: dict[Path, WatchedFile] = {}
 
     def open(self, path: Path) -> WatchedFile:
-        """Open a file, once, which stays this object's to close. Raises DiskError."""
+        """Open a file, or return the open one. `close` on this object closes all files. Raises DiskError."""
         path = path.absolute()
         if path not in self._files:
             file = WatchedFile(self._io, path, self._pieces)
@@ -53,36 +53,34 @@ class WatchedFiles:
         return self._files[path]
 
     def close(self) -> None:
-        """Close the files. Whoever read has been told of what failed."""
+        """Close the files. Read errors were already raised."""
         with contextlib.suppress(DiskError):
             self._io.close()
         self._arena.close()
 
 
 class WatchedFile:
-    """A file whose bytes are read and never written. Any read raises DiskError once the file is not as it was when it
-    was opened: read bytes are told to be good only after the file was looked at again.
+    """Read-only file with change detection. A read raises DiskError if the file has changed since `open`. The check
+    follows the read, so returned bytes are valid.
     """
 
     def __init__(self, io: IoEngine, path: Path, pieces: Sequence[torch.Tensor]) -> None:
-        """`pieces`: aligned memory of equal size, to read past the page cache; none to read through it. Raises
-        DiskError.
-        """
+        """`pieces`: aligned, equally large buffers for direct reads (empty: page cache). Raises DiskError."""
         self._io, self._path, self._pieces = io, path, pieces
         self._cached = io.open(path, writable=False, direct=False)
         self._direct: File | None = io.open(path, writable=False) if pieces else None
         self.why_buffered = "" if self._direct is None else self._direct.why_buffered
-        """Why the page cache is not passed by although that was wanted."""
+        """Reason for the page cache despite `pieces`, or ""."""
         if self.why_buffered:
             self._direct = None
         self._mark = _mark(os.fstat(self._cached.fd))
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fill memory from an offset. Raises DiskError."""
+        """Fill memory from `offset`. Raises DiskError."""
         if not target:
             return
         memory = torch.frombuffer(target, dtype=torch.uint8)
-        # A last block that is not whole cannot be read past the page cache.
+        # A partial last block cannot be read directly.
         num_whole = self._mark[2] // ALIGNMENT_BYTES * ALIGNMENT_BYTES if self._direct is not None else 0
         border = min(max(num_whole - offset, 0), len(memory))
         try:
@@ -91,15 +89,15 @@ class WatchedFile:
             if border < len(memory):
                 self._io.read(self._cached, offset + border, memory[border:]).wait()
         except DiskError:
-            self._check()  # has the better reason, if there is one
+            self._check()  # gives the better reason, if the file has changed
             raise
         self._check()
 
     def close(self) -> None:
-        """Nothing: the file is closed with the others."""
+        """No effect: `WatchedFiles` closes the file."""
 
     def _read_direct(self, target: torch.Tensor, offset: int) -> None:
-        """Read the whole blocks in which bytes lie, piece by piece, and take the bytes out of them."""
+        """Read whole blocks piece by piece, and copy the requested bytes."""
         assert self._direct is not None
         end, size = offset + len(target), len(self._pieces[0])
         first, stop = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -120,12 +118,12 @@ class WatchedFile:
                 begun.append((begin, piece, self._io.read(self._direct, begin, piece)))
             while begun:
                 take()
-        finally:  # of an error: the others still fill the staging
+        finally:  # after an error: pending reads still fill the staging memory
             with contextlib.suppress(DiskError):
                 wait_for_all(ticket for *_, ticket in begun)
 
     def _check(self) -> None:
-        """Raise DiskError where the file is not as it was when it was opened."""
+        """Raise DiskError if the file has changed since `open`."""
         before, code = self._mark, 0
         try:
             now = _mark(self._path.stat())
@@ -149,5 +147,5 @@ class WatchedFile:
 
 
 def _mark(stat: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what tells a file from another, and from itself before it was written to."""
+    """Return the file identity and modification state."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
