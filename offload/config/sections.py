@@ -150,7 +150,7 @@ def _as_group_value(value: Any) -> float | str:
 
 
 def _as_throttle(value: Any) -> Any:
-    """Accept {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. The lanes validate the content."""
+    """Accept {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. The lanes validate them."""
     value = _as_yaml(value)
     if value is None or value == "none":
         return None
