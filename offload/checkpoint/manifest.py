@@ -1,4 +1,4 @@
-"""The checkpoint manifest, `manifest.json`: location of every slice and checksum of every byte.
+"""The checkpoint manifest, `manifest.json`: a location for every slice and a checksum for every byte.
 
     {"checksum": "<xxh3_64 over everything after these 16 digits>",
     "format": "offload checkpoint", "version": 1,
@@ -8,7 +8,7 @@
     "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "block": 1, "slices": [
         [begin, end, file, offset], ...]}}}}}                  elements in the flat parameter; bytes in the file
 
-A plane has one element per weight or per block of adjacent weights ("block", default 1), or a fixed number of elements
+A plane has one element per weight or per block (adjacent weights) ("block", default 1), or a fixed number of elements
 per parameter ("numel", null if unused).
 
 A slice is identified by parameter name and element range, never by rank, region or tile, so any other layout can read
@@ -68,7 +68,7 @@ class Entry:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, plane: str) -> int:
-        """Return the number of elements in a plane."""
+        """Return the element count for a plane."""
         if plane in self.counts:
             return self.counts[plane]
         return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
@@ -94,7 +94,7 @@ _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Slice(NamedTuple):
-    """Elements `begin` to `end` of a flat plane, and the byte offset in a file."""
+    """Elements `begin` to `end` in a flat plane, and the byte offset in a file."""
 
     begin: _Count
     end: _Count
@@ -124,7 +124,7 @@ class Attached(BaseModel):
 
 
 class Plane(BaseModel):
-    """A plane of a parameter, with one element per weight or per block, or with `numel` elements. The slices are
+    """A parameter plane, with one element per weight or per block, or with `numel` elements. The slices are
     ordered and cover the plane exactly once.
     """
 
@@ -136,7 +136,7 @@ class Plane(BaseModel):
 
 
 class Parameter(BaseModel):
-    """Shape and planes of a parameter."""
+    """Parameter shape and planes."""
 
     model_config = _STRICT
     shape: list[_Count]
@@ -167,7 +167,7 @@ class Manifest(BaseModel):
         }
 
     def encode(self) -> bytes:
-        """Return the bytes of `manifest.json`. Raises TypeError or ValueError if meta is not JSON-serializable."""
+        """Return the content for `manifest.json`. Raises TypeError or ValueError if meta is not JSON-serializable."""
         fields = self.model_dump()
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items())
         rest = f'",\n{lines}}}\n'.encode()
@@ -284,12 +284,12 @@ def without_moved(contents: Contents) -> dict[str, Entry]:
 
 
 def checksum(data: Any) -> str:
-    """Return the checksum of bytes: 16 hexadecimal digits."""
+    """Return the checksum for bytes: 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the manifest name of a dtype. Raises ValueError for an unsupported one."""
+    """Return the manifest name for a dtype. Raises ValueError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_OF:
         raise ValueError(f"a checkpoint holds no {name}; it may be one of {', '.join(DTYPE_OF)}")

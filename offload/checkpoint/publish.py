@@ -33,7 +33,7 @@ class Save:
     """
 
     def __init__(self, target: Path) -> None:
-        """Raises DiskError. Raises ConfigError if `target` exists and is not a checkpoint; the folder stays untouched."""
+        """Raises DiskError. Raises ConfigError if `target` exists and is no checkpoint; the folder stays."""
         if foreign := foreign_names(target):
             raise ConfigError(
                 f"{target} holds {', '.join(foreign[:3])}, so it is not a checkpoint, and saving one there would "

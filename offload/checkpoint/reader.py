@@ -1,4 +1,4 @@
-"""Checkpoint reader: any slice of any parameter, with every byte verified before use.
+"""Checkpoint reader: any slice from any parameter, with every byte verified before use.
 
     with Reader(folder) as reader:                                  # manifest verified, sizes compared
         reader.read("lm_head.weight", "exp_avg", begin, out)
@@ -38,7 +38,7 @@ _AHEAD = 4  # chunks in flight: with one, the disk is idle during verification a
 _KEPT_CHUNKS = 8 + _AHEAD  # 8: two for each plane read in turn; 48 MiB in total
 _BEGIN = attrgetter("begin")
 CHANGED = "changed"
-"""Meta key: names of frozen parameters stored in a checkpoint of trainable parameters because they have changed."""
+"""Meta key: frozen parameters stored in a trainable-only checkpoint because they have changed."""
 
 Span = tuple[str, str, int, int]
 """Parameter name, plane, first element, number of elements."""
@@ -61,8 +61,8 @@ class Reader:
     """
 
     def __init__(self, folder: Path, *, in_part: bool = False) -> None:
-        """Verify everything except the data checksums: the manifest, attached files, and presence and sizes of all
-        files.
+        """Verify everything except the data checksums: the manifest, attached files, and presence and sizes of
+        data files.
 
         in_part: data files may be absent; absent files cannot be read.
         """
@@ -118,10 +118,10 @@ class Reader:
         self._is_announced = True
 
     def read(self, name: str, plane: str, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with plane elements of a flat parameter, from `begin` on.
+        """Fill `out` with flat plane elements, from `begin` on.
 
         out: contiguous CPU tensor with the plane dtype, any shape. Raises ValueError for an unsuitable tensor or
-        missing elements, CheckpointError for damage. After an error the content of `out` is undefined.
+        missing elements, CheckpointError for damage. After an error, `out` is undefined.
         """
         check_span(self.contents, name, plane, begin, out)
         span = name, plane, begin, out.numel()
@@ -134,7 +134,7 @@ class Reader:
 
     @property
     def changed(self) -> set[str]:
-        """Names of frozen parameters stored in a checkpoint of trainable parameters because they have changed."""
+        """Names of frozen parameters stored in a trainable-only checkpoint because they have changed."""
         return set(self.meta["engine"].get(CHANGED, ()))
 
     @property
@@ -205,7 +205,7 @@ class Reader:
             out, offset = out[size:], offset + size
 
     def _chunk(self, key: _Key) -> np.ndarray:
-        """Return a verified chunk, and start the reads of the next ones."""
+        """Return a verified chunk, and start to read the next ones."""
         if key not in self._kept:
             self._begin(key)
         self._kept.move_to_end(key)
@@ -245,7 +245,7 @@ class Reader:
         """Read a chunk into the beginning of `buffer` and verify the checksum. Runs in a pool thread."""
         path, fd, file = self.path / name, self._files[name].fileno(), self._manifest.files[name]
         offset, size, done, is_refused = index * file.chunk_bytes, file.chunk_size(index), 0, False
-        memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, even at the end of the file
+        memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, even at the file end
         with _as_checkpoint_errors(path):
             while done < size:
                 if (offset + done) % mmap.PAGESIZE:
@@ -292,7 +292,7 @@ def _open(folder: Path, folder_fd: int, name: str) -> io.FileIO:
 
 
 def _read_all(folder: Path, folder_fd: int, name: str, num_bytes: int | None = None) -> bytes:
-    """Return the bytes of a small file with expected size `num_bytes` (None: any). Raises CheckpointError."""
+    """Return the content of a small file; `num_bytes`: expected size (None: any). Raises CheckpointError."""
     with _open(folder, folder_fd, name) as file, _as_checkpoint_errors(folder / name):
         if num_bytes is not None:
             _check_size(folder / name, os.fstat(file.fileno()).st_size, num_bytes)

@@ -103,7 +103,7 @@ def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
 
 
 def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
-    """Return the value of rank 0, of any length. Collective."""
+    """Return the value from rank 0, with any length. Collective."""
     data = pickle.dumps(value if comm.rank == 0 else None)
     num_bytes = comm.gather_objects(len(data), f"{what}: length")[0]
     flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
@@ -115,7 +115,7 @@ def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
 class _Look(NamedTuple):
     """Checkpoint parts on a disk.
 
-    mark: checksum of the manifest. present: data files on this disk. files: data files listed in the manifest. small:
+    mark: manifest checksum. present: data files on this disk. files: data files listed in the manifest. small:
     name and size of the files stored on every disk.
     """
 

@@ -30,7 +30,7 @@ from offload.native import kernels
 from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Weight dtypes by command-line name; None: the original dtype of each parameter."""
+"""Weight dtypes by command-line name; None: the original dtype per parameter."""
 REFERENCE = "reference.f32"
 """Attached file with the reference log-probabilities of the initial model. A resumed run reads them; an export omits
 them.
@@ -128,7 +128,7 @@ def read_stored(
     in_part: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, StoredWeights]:
-    """Build the model of a checkpoint in eval mode, without weights. dtype: as for StoredWeights.
+    """Build a checkpoint model in eval mode, without weights. dtype: as for StoredWeights.
 
     options: for `from_config` of the Auto class, for example attn_implementation.
 
@@ -167,7 +167,7 @@ def read_stored(
 
 
 def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
-    """Rebuild the model of a checkpoint as for training, without weights, to resume. Raises as `read_stored`."""
+    """Rebuild a checkpoint model as for training, without weights, to resume. Raises as `read_stored`."""
     model, weights = read_stored(folder, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from offload.errors import ConfigError, shorten
 def check_types(of: Any, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if an argument or a dataclass field does not match its annotation.
 
-    of: function or dataclass with the annotations. The message names the configuration key for the argument.
+    `of`: function or dataclass with the annotations. The message names the configuration key for the argument.
     """
     hints = _hints(of)
     for name, value in given.items():
@@ -39,7 +39,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if kind in (int, float):  # an integer counts as a float, and a bool does not
         return isinstance(value, int | kind) and not isinstance(value, bool)
-    if origin in (tuple, Sequence):  # a list counts as a tuple; a string does not count as a list of letters
+    if origin in (tuple, Sequence):  # a list counts as a tuple; a string is no list
         if not isinstance(value, tuple | list):
             return False
         kinds = parts if origin is tuple and ... not in parts else parts[:1] * len(value)

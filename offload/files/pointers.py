@@ -7,7 +7,7 @@ from pathlib import Path
 from offload.errors import ConfigError
 
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
-"""First bytes of every pointer file."""
+"""First bytes in every pointer file."""
 
 
 def pointer_error(place: object, folder: object) -> ConfigError:

@@ -35,7 +35,7 @@ _Take = Callable[[_Piece], torch.Tensor]
 
 
 class Factored(UpdateRule):
-    """Base class for rules with factored second moments. The update is the gradient divided by the root of the second
+    """Base class for rules with factored second moments. The update is the gradient divided by the root second
     moment, scaled by the root mean square of the parameter. For a matrix, row means and column means approximate the
     second moment.
 

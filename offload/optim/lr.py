@@ -8,12 +8,12 @@ WSD_DECAY_SHARE = 0.2  # between the 10% and 20% reported as sufficient in arXiv
 
 
 def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, num_steps: int | None) -> float:
-    """Return the learning rate for `step` (counted from 0) out of `num_steps`.
+    """Return the learning rate for `step` (counted from 0); `num_steps`: total, or None if unknown.
 
     The rate rises linearly over the first `warmup_steps` and ends at `base`. Afterwards:
     - `constant` stays;
     - `linear` and `cosine` fall to 0, reached one step after the last;
-    - `wsd` (warmup, stable, decay; arXiv:2404.06395) stays, then falls linearly over the last fifth of all steps.
+    - `wsd` (warmup, stable, decay; arXiv:2404.06395) stays, then falls linearly over the last fifth.
     Only `constant` works without `num_steps`.
     """
     if step < warmup_steps:
@@ -36,8 +36,8 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, n
 def restart_factor(step: int, *, every: int, warmup_steps: int | None) -> float:
     """Return the learning-rate factor for `step` (counted from 0) when training restarts every `every` steps.
 
-    The factor rises from 0 over the first steps of each cycle except the first, as in the jagged schedules of ReLoRA
-    (arXiv:2307.05695, section 3). every: 0 for no restarts. warmup_steps: None for a twentieth of a cycle, at most 100.
+    The factor rises from 0 over the first steps of each cycle except the first, as in ReLoRA
+    (arXiv:2307.05695, section 3). every: 0 for no restarts. warmup_steps: None for 1/20 cycle, at most 100.
     """
     warmup = min(100, every // 20) if warmup_steps is None else warmup_steps
     if not every or step < every or step % every >= warmup:

@@ -28,8 +28,7 @@ _BLOCKS = 2
 @dataclass(frozen=True)
 class MeZO(UpdateRule):
     """Zeroth-order descent (Malladi et al., arXiv:2305.17333, algorithm 1; streamed as in ZO2, arXiv:2503.12668). The
-    loss is measured at distance `eps` on both sides of the weights along a random direction z, and the weights move
-    by
+    loss is measured at distance `eps` on both sides of the weights along a random direction z, and the weights move:
 
         -lr ((loss(w + eps z) - loss(w - eps z)) / (2 eps) z + weight_decay w)
 

@@ -1,4 +1,4 @@
-"""Apply update rules to a region tile, with one call per run of adjacent parameters with equal settings."""
+"""Apply update rules to a region tile, with one call for adjacent parameters with equal settings."""
 
 from __future__ import annotations
 
