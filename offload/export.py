@@ -33,7 +33,7 @@ class Options:
     merge: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """for an adapter: write the whole model with the adapter merged in, one module at a time"""
     base: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: where it was)")] = None
-    """with --merge: current folder with the adapter's base model"""
+    """with --merge: current folder of the base model"""
     onto: Literal["trained", "original"] = "trained"
     """with --merge and a quantized base: merge into the dequantized values or into the original file values"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -107,7 +107,7 @@ def _step(folder: Path) -> int:
 
 @contextlib.contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Context manager: extend a CheckpointError with the nearest intact checkpoint; see `offer`."""
+    """Context manager: add the newest intact checkpoint to a CheckpointError; see `offer`."""
     try:
         yield
     except CheckpointError as error:
@@ -115,7 +115,7 @@ def offering_another(folder: Path) -> Iterator[None]:
 
 
 def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointError:
-    """Return an error for an unusable checkpoint with a reason and the best intact alternative.
+    """Return an error for an unusable checkpoint with a reason and the newest intact alternative.
 
     path: file at fault, if known. Reads the other checkpoints to verify them.
     """

@@ -8,8 +8,8 @@
     "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "block": 1, "slices": [
         [begin, end, file, offset], ...]}}}}}                  elements in the flat parameter; bytes in the file
 
-A plane has one element per weight or per block (adjacent weights) ("block", default 1), or a fixed number of elements
-per parameter ("numel", null if unused).
+A plane has one element per weight or per block ("block": adjacent weights per element, default 1), or a fixed number
+of elements per parameter ("numel", null if unused).
 
 A slice is identified by parameter name and element range, never by rank, region or tile, so any other layout can read
 the checkpoint. Numbers in data files are little-endian. xxh3 has 64 bits here: a damaged chunk passes with probability

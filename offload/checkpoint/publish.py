@@ -22,8 +22,7 @@ _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
 
 
 class Save:
-    """Participation of one rank in a save. On each disk, one rank creates the shared folder and publishes the
-    checkpoint.
+    """A save on one disk. One rank per disk creates the folder for all ranks there, and publishes the checkpoint.
 
         with Save(target) as save:                   # every rank: Writer(save.path, ...)
             save.commit(contents, parts, meta)       # parts: from all ranks

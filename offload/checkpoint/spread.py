@@ -29,7 +29,7 @@ _Value = TypeVar("_Value")
 
 
 def keepers(comm: Comm, folder: Path) -> list[int]:
-    """Return for each rank the lowest rank with the same disk below `folder`, created if missing.
+    """Return for each rank the lowest rank on the same disk at `folder`; a missing folder is created.
 
     Collective. Raises DiskError, on all ranks.
     """

@@ -1,7 +1,7 @@
 """Run configuration, read from YAML, the command line or Python and validated once.
 
 Every value records where the value came from (`Config.origin`), and the resolved configuration can be written and read
-back. This module never imports torch: `--help` and a typing error must answer at once.
+back. This module never imports torch: `--help` and a misspelled option must get an answer at once.
 """
 
 from __future__ import annotations

@@ -421,7 +421,7 @@ class TrainSection(Section):
     """Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."""
     delay: Delay = 0
     """1: apply each update one step late, in parallel with the whole next step, so a step computes with the previous
-    weights. The result differs from 0, and the host holds one more copy of the weights.
+    weights. Training differs from delay 0, and the host holds one more copy of the weights.
     """
     delay_after: Natural = 0
     """With train.delay: number of steps before the delay begins."""
@@ -436,8 +436,8 @@ class TrainSection(Section):
     """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
     noise_scale: bool = False
     """Estimate the gradient noise scale in tokens: roughly the batch size beyond which larger batches save few steps
-    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers parameters
-    with separate gradient parts.
+    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers only parameters
+    with a separate gradient for each of these parts.
     """
     log_every: Count = 10
     """Print a line every this many steps (a terminal shows every step)."""
