@@ -1,6 +1,6 @@
-"""offload: train models that do not fit, exactly as if they did.
+"""offload: exact training of models larger than device memory.
 
-The names below are imported on first use, so that `import offload` and `--help` stay fast.
+The names below are imported on first use, so `import offload` and `--help` stay fast.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads its policy when torch is imported, and the others are read when a GPU is used first. Values of the user's
-# own stay. By default threads of OpenMP spin at barriers: with another busy process on the machine, a step of a small
-# model was measured ten times slower for it. Memory that torch's allocator keeps for later serves any size in segments
-# that expand. Nine to eleven streams would share eight queues of a GPU.
+# OpenMP reads these variables at torch import; CUDA and HIP read theirs at the first GPU use. User values take
+# precedence. OMP_WAIT_POLICY: OpenMP threads spin at barriers by default; with another busy process, a small-model step
+# was measured ten times slower. Allocator: expandable segments let cached memory serve any size.
+# CUDA_DEVICE_MAX_CONNECTIONS: nine to eleven streams would share eight GPU queues.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):  # as older versions of torch say
+if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):  # names in older torch versions
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

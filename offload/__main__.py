@@ -1,4 +1,4 @@
-"""`python -m offload`, or `offload` as it is installed: the commands by name, each of which is a module of its own."""
+"""Entry point `python -m offload`, or `offload` after installation. Each command is a separate module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "replay": "the weights that a run without gradients ended with, from its log",
     "bench": "this machine against what it could do and what others do on it",
 }
-_MODULES = {"data": "look"}  # of the others the name of the command; offload.data is the package
+_MODULES = {"data": "look"}  # other commands have the module name; offload.data is a package
 
 GREETING = """\
 offload trains a Hugging Face model that does not fit the device, as if it did.
@@ -53,12 +53,12 @@ def main(words: list[str]) -> int | None:
 
 
 def module_of(name: str) -> types.ModuleType:
-    """Return the module of a command, whose `main` takes its words."""
+    """Return the module for a command; `main` in the module takes the remaining words."""
     return importlib.import_module(f"offload.{_MODULES.get(name, name)}")
 
 
 def run() -> typing.NoReturn:
-    """Run the command of the process's own arguments."""
+    """Run a command with the process arguments."""
     run_command(main)
 
 

@@ -1,4 +1,4 @@
-"""What there is to compute on beside the CPU. No other file names a kind of it, or torch's modules for one."""
+"""Accelerators: devices other than the CPU. Only this file names device types and their torch modules."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from offload.errors import ConfigError, warn
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
 _bounds: dict[torch.device, list[int]] = {}
-"""What was given out before there was a bound, and what each of those that bound a device's allocator grants it: there
-is one allocator in a process."""
+"""Allocator limits per device, in bytes: first the memory already allocated before any limit, then one entry per active
+`bound`. A process has a single allocator.
+"""
 
 
 def accelerators() -> list[Accelerator]:
-    """Return the accelerators that this process may use, in torch's order; none where the CPU is all there is."""
+    """Return the accelerators available to this process, in torch order; an empty list for CPU only."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # Apple's shares the host's memory, and has no streams
+    if kind is None or kind.type == "mps":  # Apple GPUs share host memory and have no streams
         return []
     count = torch.get_device_module(kind).device_count()
     return [open_accelerator(torch.device(kind.type, index)) for index in range(count)]
 
 
 def parse_device(name: str | None, flag: str = "offload.device") -> torch.device | None:
-    """Read what `own_accelerator` takes, whatever there is. Raises ConfigError."""
+    """Parse a device name for `own_accelerator`, without a check for presence. Raises ConfigError."""
     try:
         return None if name is None else torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -44,10 +45,10 @@ def parse_device(name: str | None, flag: str = "offload.device") -> torch.device
 def own_accelerator(
     name: str | None = None, environ: Mapping[str, str] = os.environ, flag: str = "offload.device"
 ) -> Accelerator | None:
-    """Return the accelerator that is called so, as torch names devices; None for the CPU. Without a name, or an index,
-    it is the one that the thread has chosen (`set_device`), else that of LOCAL_RANK, else the first.
+    """Return the accelerator with a torch device name; None for the CPU.
 
-    Raises ConfigError, which names the flag, where there is no such device.
+    Without a name or an index: the device already selected in this thread (`set_device`), else the index in LOCAL_RANK,
+    else the first. Raises ConfigError with the flag name if no such device exists.
     """
     asked, found = parse_device(name, flag), accelerators()
     if not found if asked is None else asked.type == "cpu":
@@ -58,7 +59,7 @@ def own_accelerator(
         there = f"{found[0].device.type} alone" if found else "nothing but the CPU"
         raise ConfigError(f"{flag} is {name}, and torch finds {there}: give cpu, or nothing.")
     index = None if asked is None else asked.index
-    if index is None:  # a process begins with device 0, which therefore is no choice
+    if index is None:  # a process starts on device 0, so 0 is no explicit selection
         index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(found)
     if index >= len(found):
         raise ConfigError(
@@ -69,8 +70,9 @@ def own_accelerator(
 
 
 def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return why a GPU whose driver is on this machine is none that torch finds; None where there is no such GPU, or
-    where the variables hide it."""
+    """Return why torch cannot use a GPU with an installed driver. None: no such GPU, or hidden by environment
+    variables.
+    """
     kinds = {"cuda": ("NVIDIA", "dev/nvidiactl"), "hip": ("AMD", "dev/kfd")}
     for runtime, (maker, path) in kinds.items():
         if not (root / path).exists() or not environ.get(f"{runtime.upper()}_VISIBLE_DEVICES", "unset"):
@@ -92,19 +94,21 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
 
 
 def device_of(accelerator: Accelerator | None) -> torch.device:
-    """Return the device of an accelerator; the CPU for None."""
+    """Return the torch device for an accelerator; the CPU for None."""
     return torch.device("cpu") if accelerator is None else accelerator.device
 
 
 def open_accelerator(device: torch.device) -> Accelerator:
-    """Return the accelerator of a device that is not the CPU."""
+    """Return the accelerator for a device other than the CPU."""
     module = torch.get_device_module(device)
     return (CudaAccelerator if hasattr(module, "cudart") else Accelerator)(device, module)
 
 
 class Accelerator:
-    """One device. `module`: what torch has for its kind, under the names of torch.cuda; a stream, a generator's state
-    and figures of memory are asked of it, of `device`. `can_register`: the last three methods register host memory.
+    """One device.
+
+    module: the torch module for the device type, with the interface of torch.cuda; streams, generator state and memory
+    statistics come from this module. can_register: True if the last three methods can register host memory.
     """
 
     can_register = False
@@ -114,19 +118,20 @@ class Accelerator:
         self.device, self.module = device, module
 
     def describe(self) -> dict[str, Any]:
-        """Return what torch tells of it as plain data; "pci" is its place on the bus, such as "0000:3b:00.0"."""
+        """Return torch device properties as plain data. "pci" is the bus address, for example "0000:3b:00.0"."""
         found, kind = self.module.get_device_properties(self.device), self.device.type
         told = {"name": found.name, "memory_bytes": found.total_memory}
         told["runtime"] = f"{kind.upper()} {getattr(torch.version, kind, None) or torch.version.hip}"
-        with suppress(AttributeError):  # other kinds, and an older torch, do not tell
+        with suppress(AttributeError):  # missing for other device types and older torch versions
             told["capability"] = f"{found.major}.{found.minor}"
             told["pci"] = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         return told
 
     @property
     def hardware(self) -> tuple[str, str | None]:
-        """Which piece of hardware the device is, alike in all processes of a machine: its UUID, which a slice of a GPU
-        has too, else its place on the bus, else torch's name. And the place on the bus, where torch tells.
+        """Hardware identity, equal in all processes on a machine, and PCI address (None if unknown).
+
+        The identity is the UUID (a MIG slice has a separate one), else the PCI address, else the torch device name.
         """
         pci = self.describe().get("pci")
         uuid = getattr(self.module.get_device_properties(self.device), "uuid", None)
@@ -134,51 +139,52 @@ class Accelerator:
 
     @property
     def is_integrated(self) -> bool:
-        """True where it computes in the host's memory, so that what is offloaded goes nowhere."""
+        """True if the device computes in host memory, where offloading saves nothing."""
         return bool(getattr(self.module.get_device_properties(self.device), "is_integrated", False))
 
     @property
     def backend(self) -> str | None:
-        """What its ranks exchange tensors by; None where torch knows nothing but gloo."""
+        """Process-group backend for device tensors; None if torch knows only gloo."""
         return dist.Backend.default_device_backend_map.get(self.device.type)
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nobody has, or that torch's allocator keeps for later."""
+        """Device memory free or cached by the torch allocator, in bytes."""
         kept = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
         return self.module.mem_get_info(self.device)[0] + kept
 
     @property
     def peak_bytes(self) -> int:
-        """The most that torch's allocator could not give to others since `take_peak`: temporaries of operations are in
-        it, and freed memory that another stream still used.
+        """Peak bytes in use by the torch allocator since `take_peak`, including temporaries and freed memory still in
+        use on another stream.
         """
         return self.module.memory_stats(self.device).get("active_bytes.all.peak", 0)
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory that was freed, and that streams other than its own still use, as far as torch's allocator knows."""
-        found = self.module.memory_stats_as_nested_dict(self.device)  # flat it takes a hundred calls
+        """Bytes freed but still in use on other streams, as far as the torch allocator knows."""
+        found = self.module.memory_stats_as_nested_dict(self.device)  # the flat form takes a hundred calls
         active, held = (found.get(which, {}).get("all", {}).get("current", 0) for which in _ACTIVE_AND_HELD)
         return active - held
 
     def take_peak(self) -> int:
-        """Return `peak_bytes`, and begin anew."""
+        """Return `peak_bytes` and reset the peak."""
         peak = self.peak_bytes
         self.module.reset_peak_memory_stats(self.device)
         return peak
 
     def bound(self, num_bytes: int) -> Callable[[], None]:
-        """Let torch's allocator have, in this process, no more than what others hold by now and `num_bytes`, memory
-        that it keeps for later included; return what takes that back. Several bounds add up.
+        """Limit the torch allocator in this process to current allocations plus `num_bytes`, cached memory included.
+
+        Return a function to remove the limit. Several limits add up.
         """
-        self.module.empty_cache()  # which may be more than that by now
+        self.module.empty_cache()  # cached memory may already exceed the limit
         bounds = _bounds.setdefault(self.device, [self.module.memory_allocated(self.device)])
         total = self.module.mem_get_info(self.device)[1]
 
         def limit() -> None:
             share = min(1.0, sum(bounds) / total) if len(bounds) > 1 else 1.0
-            with self.module.device(self.device):  # which torch makes the thread's own
+            with self.module.device(self.device):  # set_per_process_memory_fraction changes the current device
                 self.module.set_per_process_memory_fraction(share, self.device)
 
         def end() -> None:
@@ -192,50 +198,56 @@ class Accelerator:
         return end
 
     def enter(self) -> None:
-        """Be this thread's device. A thread begins on device 0, where its first call would make a context."""
+        """Select this device for the thread. A thread starts on device 0, and the first call there would create a
+        context.
+        """
         self.module.set_device(self.device)
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream into which this thread puts its work."""
+        """Return the current stream in this thread."""
         return self.module.current_stream(self.device)
 
     def event(self, *, is_timed: bool = False, sleeps: bool = False) -> torch.Event:
-        """Return an event. `sleeps`: a host that waits for it leaves its core to others, where the kind has that."""
+        """Return an event. sleeps: a waiting host thread yields the core, if the device type supports this."""
         return self.module.Event(enable_timing=is_timed, **(self._sleeping if sleeps else {}))
 
     def wait(self) -> None:
-        """Return when the device has done all that it was given. Raises RuntimeError where the device has failed."""
+        """Wait until the device has finished all submitted work. Raises RuntimeError after a device failure."""
         self.module.synchronize(self.device)
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:  # noqa: ARG002
-        """Compile a kernel for the device, `name` in C++, and return what launches it, called as torch's compiled
-        kernels are; None where torch compiles none for this kind. Raises whatever the compiler, or torch, refuses by.
+        """Compile a kernel for the device, and return a launch function with the interface of torch compiled kernels.
+
+        name: kernel name in C++. Return None if torch compiles no kernels for this device type. Raises any error from
+        the compiler or torch.
         """
         return None
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Register a range of host memory, of which no byte is registered; return the driver's error, 0 for none."""
+        """Register an unregistered range in host memory. Return the driver error, 0 for success."""
         raise NotImplementedError
 
     def unregister(self, address: int) -> int:
-        """Take back the registration that begins at `address`; return the error."""
+        """Unregister the range starting at `address`. Return the driver error."""
         raise NotImplementedError
 
     def forget_error(self) -> None:
-        """Let nobody else find the error that a call of this thread has just returned."""
+        """Clear the error just returned by a call in this thread, so no later call reports the error."""
         raise NotImplementedError
 
 
 class CudaAccelerator(Accelerator):
-    """A GPU of CUDA, of ROCm, which torch calls by the same name, or of whatever else has CUDA's runtime. It is called
-    with this as the thread's device: a finalizer runs in any thread, where a call would make a context on GPU 0.
+    """A CUDA GPU, a ROCm GPU (also called "cuda" in torch), or another device with the CUDA runtime.
+
+    Each method first selects the device: a finalizer can run in any thread, where a call would otherwise create a
+    context on GPU 0.
     """
 
     can_register = True
-    _sleeping: Mapping[str, bool] = {"blocking": True}  # which torch.Event ignores
+    _sleeping: Mapping[str, bool] = {"blocking": True}  # ignored by torch.Event
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
-        # torch's own `_compile_kernel` does the same, where a CUDA toolkit is installed: it asks for headers of one.
+        # torch `_compile_kernel` does the same but needs the headers from an installed CUDA toolkit.
         found, tools = self.module.get_device_properties(self.device), self.module._utils
         own = ["--gpu-architecture=sm_{0.major}{0.minor}", "-default-device"]
         if torch.version.hip:
@@ -254,8 +266,8 @@ class CudaAccelerator(Accelerator):
             return int(self.module.cudart().cudaHostUnregister(address))
 
     def forget_error(self) -> None:
-        # The runtime keeps it until cudaGetLastError is called, which torch does after each launch, raising what it
-        # finds; Python has no way to call it. So this launches one kernel, for the error.
+        # The runtime keeps the error until cudaGetLastError. torch calls this function after each launch and raises the
+        # error; Python has no direct access. So launch a kernel, and swallow the error.
         with self.module.device(self.device), suppress(RuntimeError):
             torch.ones(1, device=self.device)
 
@@ -264,14 +276,16 @@ _SIZED = ["signed char int8", "short int16", "int int32", "long long int64"]
 INTEGERS = "".join(
     f"typedef {each}_t; typedef unsigned {each.removeprefix('signed ').replace(' int', ' uint')}_t; " for each in _SIZED
 )
-"""<cstdint> as far as a kernel wants it, for compilers that come without a standard library."""
+"""Minimal <cstdint> for kernels, because some compilers come without a standard library."""
 
 
 def compiled_image(
     library: Any, source: str, name: str, options: Sequence[str], kind: str = "CUBIN"
 ) -> tuple[bytes, str]:
-    """Return what NVRTC, or what torch calls by its names, makes of a source, and what the kernel `name` is called
-    there. Raises RuntimeError with the compiler's words.
+    """Compile a source with NVRTC, or with the equivalent under the same names in torch. Return (image, lowered kernel
+    name).
+
+    Raises RuntimeError with the compiler log.
     """
     program, size, lowered = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
 

@@ -1,4 +1,4 @@
-"""`python -m offload.bench NAME`: measure this machine against what it could do and against what others do on it."""
+"""`python -m offload.bench NAME`: measure this machine against the hardware limits and against other libraries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from offload.benches.report import Measured
 from offload.config.command_line import run_command
 
 NAMES = ("step", "nvme", "sweep", "compare")
-"""The modules of offload.benches, each with a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a
-list of Result, or a Measured.
+"""Modules in offload.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a list
+of Result, or a Measured.
 """
 
 
@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
 
 
 def declare(parser: argparse.ArgumentParser, module: Any) -> None:
-    """Declare the options of a benchmark, and those that all benchmarks have."""
+    """Declare the options for a benchmark, and the options common to all benchmarks."""
     parser.add_argument("--json", action="store_true", help="print what is found as JSON")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(module=module)
@@ -32,7 +32,7 @@ def declare(parser: argparse.ArgumentParser, module: Any) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run the benchmark of these arguments, and print what it finds."""
+    """Run a benchmark and print the results."""
     with _only_results_on_stdout():
         found = arguments.module.run(arguments)
     found = Measured(found) if isinstance(found, list) else found
@@ -45,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _only_results_on_stdout() -> Iterator[None]:
-    """Send to stderr what others print meanwhile, compilers that they start included: stdout is for the results."""
+    """Redirect other output to stderr, including child compilers. Only results go to stdout."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""`python -m offload.doctor`: what this machine has, and which of the paths through offload are live on it."""
+"""`python -m offload.doctor`: show machine properties and active code paths."""
 
 from __future__ import annotations
 

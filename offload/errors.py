@@ -1,7 +1,6 @@
-"""Every error a user can meet. Each message says what was given, why it cannot be, with numbers, and which key or flag
-to change.
+"""All errors visible to users. Each message states the value, the reason with numbers, and the key or flag to change.
 
-The commands print the message as one paragraph and leave with `exit_code`; a traceback is shown only under `--debug`.
+Commands print the message as one paragraph and exit with `exit_code`; a traceback appears only with `--debug`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 
 class OffloadError(Exception):
-    """Base of the errors that are explained to the user instead of traced."""
+    """Base class for errors explained to the user without a traceback."""
 
     exit_code = 1
 
@@ -28,7 +27,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class DoesNotFitError(OffloadError, MemoryError):
-    """A tier's budget is too small for what was asked (exit code 3)."""
+    """The budget of a tier is too small for the request (exit code 3)."""
 
     exit_code = 3
 
@@ -38,9 +37,9 @@ class NonFiniteError(OffloadError, ArithmeticError):
 
 
 class DiskError(OffloadError, OSError):
-    """A file could not be read, written or made (exit code 1).
+    """A file cannot be read, written or created (exit code 1).
 
-    errno is 0 where a file ended too early. Of a transfer, offset and num_bytes are those of the block that failed.
+    errno: 0 if a file ended too early. offset, num_bytes: position and size of the failed block, for a transfer.
     """
 
     def __init__(self, message: str, code: int, path: Path, offset: int | None = None, num_bytes: int | None = None):
@@ -52,13 +51,13 @@ class DiskError(OffloadError, OSError):
 
 
 class MissingLibraryError(OffloadError, ImportError):
-    """A library is needed that is not installed (exit code 2)."""
+    """A required library is not installed (exit code 2)."""
 
     exit_code = 2
 
 
 class CheckpointError(OffloadError, ValueError):
-    """A checkpoint is damaged, incomplete, or not of a format that this version reads (exit code 1).
+    """A checkpoint is damaged, incomplete, or in an unsupported format (exit code 1).
 
     path: the file or folder at fault.
     """
@@ -69,9 +68,9 @@ class CheckpointError(OffloadError, ValueError):
 
 
 class RankLostError(OffloadError, RuntimeError):
-    """Another rank ended, stopped or went another way, so that this one cannot go on (exit code 1).
+    """Another rank ended, stopped or diverged, so this rank cannot continue (exit code 1).
 
-    rank is the lost one, or None where a connection broke and nobody is known to be lost.
+    rank: the lost rank; None if a connection broke and no rank is known to be lost.
     """
 
     def __init__(self, message: str, rank: int | None) -> None:
@@ -80,11 +79,11 @@ class RankLostError(OffloadError, RuntimeError):
 
 
 class TornError(OffloadError, RuntimeError):
-    """Some units of a step were updated and others were not: the states in memory belong to no step (exit code 1)."""
+    """Only part of the units were updated in a step, so the states in memory belong to no step (exit code 1)."""
 
 
 class InterruptedRun(OffloadError):
-    """The user or the system asked the run to stop; the message says what was saved and where (exit code 130)."""
+    """The user or the system stopped the run. The message names the saved state and the location (exit code 130)."""
 
     exit_code = 130
 
@@ -94,7 +93,7 @@ _TOLD = "another rank prints this"
 
 
 def common(error: OffloadError) -> OffloadError:
-    """Note on an error that every rank has it, by now or in a moment."""
+    """Mark an error as raised on every rank, now or soon."""
     error.add_note(_COMMON)
     return error
 
@@ -105,7 +104,7 @@ def is_common(error: BaseException) -> bool:
 
 
 def leave_to_another_rank(error: BaseException) -> None:
-    """Note on an error that another rank of this machine prints it: this one leaves with its exit code alone."""
+    """Mark an error as printed by another rank on this machine. This rank only exits with the exit code."""
     error.add_note(_TOLD)
 
 
@@ -115,12 +114,12 @@ def is_left_to_another_rank(error: BaseException) -> bool:
 
 
 def errno_text(code: int) -> str:
-    """Return what the system says of an error number, and its name."""
+    """Return the system text and the name for an error number."""
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
 
 
 def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
-    """Return the message about more ranks than rows in a step, or than groups of ranks that each row is `shared_by`."""
+    """Return the error text for too few rows: fewer per step than ranks, or than rank groups sharing rows."""
     each = "rank" if shared_by == 1 else f"group of {shared_by} ranks (train.sequence_parallel)"
     return (
         f"train.batch_size is {batch_size}, and there are {world_size} ranks: every {each} needs a row of its own; set "
@@ -132,7 +131,7 @@ _BETWEEN = {"offload", "torch", "transformers", "accelerate", "trl", "peft", "co
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's own that led here, and not at one of a library."""
+    """Warn at the user code line behind this call, not inside a library."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
@@ -143,7 +142,7 @@ _MAX_SHOWN = 200
 
 
 def shorten(text: str) -> str:
-    """Return a text as a message shows it: of a long one the first and the last characters, and how many it has."""
+    """Return a text for a message; a long one is cut to both ends, with the total length."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 4 :]} ({len(text):,} characters)"
@@ -158,12 +157,12 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def allocation_name(name: str) -> str:
-    """Return the name of an allocation as people read it."""
+    """Return the display name for an allocation."""
     return "master, low 16 bits" if name == "low" else name
 
 
 def written_size(num_bytes: int) -> str:
-    """Return a size as a setting takes it, such as `14.8GiB`: three digits, rounded down."""
+    """Return a size in settings notation, for example `14.8GiB`: three digits, rounded down."""
     shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
     whole, scale = num_bytes >> shift, 1 << shift
     digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
@@ -172,17 +171,17 @@ def written_size(num_bytes: int) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a number of times, as in `0.5`, `3.14` and `1,070`: three digits, and all of a whole number."""
+    """Format a ratio as `0.5`, `3.14` or `1,070`: three digits, but all digits above 100."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things, as in `1 step` and `1,070 steps`."""
+    """Return a count with the noun: `1 step`, `1,070 steps`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size as people read it: exact below one KiB, else three digits in binary units."""
+    """Return a size for display: exact below one KiB, else three digits in binary units."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

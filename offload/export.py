@@ -1,4 +1,4 @@
-"""`python -m offload.export`: a checkpoint as a Hugging Face folder, however large the model."""
+"""`python -m offload.export`: convert a checkpoint to a Hugging Face folder, for models of any size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ DESCRIPTION = (
 @dataclasses.dataclass
 class Options:
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """RUN/checkpoints/step-N, or RUN for the newest one that is whole (all are read)"""
+    """RUN/checkpoints/step-N, or RUN for the newest intact checkpoint (reads all candidates)"""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """a new or empty folder"""
     dtype: Annotated[Literal["auto", "bf16", "fp32"], tyro.conf.arg(metavar="{auto,bf16,fp32}")] = "auto"
-    """of the weights: auto is what the model was trained in, fp32 are the master weights"""
+    """weight dtype: auto is the training dtype, fp32 writes the master weights"""
     shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
-    """of a file of weights at most, but for a larger tensor; none: one file"""
+    """maximum size per weight file, except for a larger tensor; none: one file"""
     merge: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """of an adapter: write the whole model, with the adapter merged in, a module at a time"""
+    """for an adapter: write the whole model with the adapter merged in, one module at a time"""
     base: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: where it was)")] = None
-    """with --merge: where the adapter's base is now"""
+    """with --merge: current folder of the base model"""
     onto: Literal["trained", "original"] = "trained"
-    """with --merge, of a base in few bits: into what it was decoded to, or into the values of its files"""
+    """with --merge and a quantized base: merge into the dequantized values or into the original file values"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """show tracebacks"""
 

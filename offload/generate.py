@@ -1,4 +1,4 @@
-"""`python -m offload.generate`: continue a text with a model that may be larger than memory."""
+"""`python -m offload.generate`: continue a text with a model possibly larger than memory."""
 
 from __future__ import annotations
 

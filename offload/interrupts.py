@@ -1,10 +1,10 @@
-"""Ctrl-C while an engine works: Python would raise at any line, between any two of which belong together.
+"""Deferred Ctrl-C during engine work. Python can raise at any line, even between two lines with dependent effects.
 
-So a signal is noted, and handed to the handler that the program has at the next border: where a unit is entered or
-left, where the host waits for a lane or another rank, and where the engine's work ends. A second signal before that
-border is handed on at once, and what it raises leaves the engine's states in no known order.
+A signal is therefore recorded, and passed to the program's handler at the next safe point: at unit entry or exit,
+during a wait for a lane or another rank, and at the end of engine work. A second signal before a safe point is passed
+on at once; the resulting exception leaves the engine states in an undefined order.
 
-Signals belong to the process and come to its main thread: elsewhere nothing is held, and nothing comes.
+Signals reach only the main thread of a process, so other threads neither hold nor receive any.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """Used as a context: within, in the main thread, signals wait for `look`, or for the end. May be nested.
+    """Context manager: in the main thread, signals wait for `look` or for the end of the context. Contexts may nest.
 
-    num_forced: how often a second signal has raised at some line of that work, in this process.
+    num_forced: number of exceptions raised inside engine work by a second signal, in this process.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin, as in a child that was forked in the middle of some work."""
+        """Reset all state, for example in a child forked during engine work."""
         self.num_forced = 0
         self._main = threading.main_thread().ident
         self._depth = self._firmness = 0
-        self._came: int | None = None  # the signal that waits
+        self._came: int | None = None  # the pending signal
         self._handlers: dict[int, _Handler] = {}
-        self._threads: set[int] = set()  # that do the work of the context
+        self._threads: set[int] = set()  # threads doing work for the context
         self._wakes: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
@@ -50,7 +50,7 @@ class Interrupts:
                 if callable(handler) and handler != self._on_signal:
                     self._handlers[number] = handler
                     signal.signal(number, self._on_signal)
-        self._depth += 1  # last: whatever comes before is handed on at once
+        self._depth += 1  # last: an earlier signal is passed on at once
 
     def __exit__(self, *_error: object) -> None:
         if threading.get_ident() != self._main:
@@ -63,8 +63,9 @@ class Interrupts:
             self.look()
 
     def look(self) -> None:
-        """This is a border: hand on the signal that came, which mostly raises KeyboardInterrupt. To be called where all
-        is in order, or will be when an exception has passed.
+        """Mark a safe point: pass on a pending signal, which usually raises KeyboardInterrupt.
+
+        Call only with consistent state, or state made consistent by the exception handling.
         """
         if self._came is not None and not self._firmness and threading.get_ident() in self._threads:
             number, self._came = self._came, None
@@ -72,7 +73,7 @@ class Interrupts:
 
     @contextmanager
     def firm(self) -> Iterator[None]:
-        """Within, there is no border: what has begun has to be ended."""
+        """Context manager without safe points, for work to be finished once started."""
         self._firmness += 1
         try:
             yield
@@ -81,7 +82,7 @@ class Interrupts:
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Within, this thread waits, and a signal calls `wake`: `look` is to be called then."""
+        """Context manager for a waiting thread: a signal calls `wake`, and the thread then calls `look`."""
         self._wakes.append(wake)
         try:
             yield
@@ -90,7 +91,7 @@ class Interrupts:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Within, this thread does a part of the main thread's work, which waits for it."""
+        """Context manager for a thread doing part of the main thread's work while the main thread waits."""
         self._threads.add(threading.get_ident())
         try:
             yield
@@ -114,5 +115,5 @@ class Interrupts:
 
 
 interrupts = Interrupts()
-"""Those of this process."""
+"""The instance for this process."""
 os.register_at_fork(after_in_child=interrupts.reset)

@@ -1,4 +1,4 @@
-"""`python -m offload.data`: the data as a run would train on them, before there is one."""
+"""`python -m offload.data`: show the data as seen by a run, before the run starts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ OPTIONS = {
 _MOST_ROWS = 1000
 _STYLES = {"trained": "green", "context": "", "padding": "dim"}
 _BAR = 40  # characters of the longest bar
-_MOST_DOCUMENTS = 4  # of a row that a terminal shows
-_HEAD, _TAIL = 600, 300  # characters of a long piece that a terminal shows
+_MOST_DOCUMENTS = 4  # per row, on a terminal
+_HEAD, _TAIL = 600, 300  # characters shown from a long piece
 
 
 def main(words: list[str]) -> int:
@@ -87,7 +87,7 @@ def _show(view: DataView) -> None:
 
 
 def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
-    """Yield the histogram of a source's documents, with the length of a row marked."""
+    """Yield a document-length histogram for a source, with the row length marked."""
     from offload.data.view import told_padding
 
     of = f"{source.name}, " if len(view.sources) > 1 else ""
@@ -112,7 +112,7 @@ def _legend(in_colour: bool) -> Text:
 
 
 def _row(sample: Sample, in_colour: bool) -> Text:
-    """Return a row's text, with what is trained in colour or between marks: of many documents the first ones."""
+    """Return the row text, limited to the first documents; trained tokens are in colour or between marks."""
     from rich.text import Text
 
     row, is_open = Text(), False
@@ -134,7 +134,7 @@ def _row(sample: Sample, in_colour: bool) -> Text:
 
 
 def _shown(piece: Piece) -> str:
-    """Return what a terminal shows of a piece: the ends of a long one."""
+    """Return a piece for the terminal; a long one is cut to both ends."""
     text, left_out = piece.text, len(piece.text) - _HEAD - _TAIL
     if left_out <= 0:
         return text

@@ -1,4 +1,4 @@
-"""`python -m offload.parity`: whether offloaded training is resident training, on one's own model and settings."""
+"""`python -m offload.parity`: compare offloaded training with resident training for a user's model and settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
     tell: Say = (say if as_json else print) if is_first else (lambda _text: None)
     if not is_launched:
         tell(f"offload {__version__}: loading torch and transformers ...")
-    # Read by CUDA's libraries of matrix products as they begin; their results are repeatable with it.
+    # cuBLAS reads this variable at initialization; with this value, results are repeatable.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with importing():
         verdict = compare(config, num_steps, same_order=same_order, tell=tell)
@@ -83,7 +83,7 @@ def _check_rule(config: Config) -> None:
 
 
 def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> Verdict:
-    """Train both sides; return what was found: on every rank whether they are equal, on rank 0 all of it. Collective.
+    """Train both sides and compare. Every rank learns whether they are equal; rank 0 has the full result. Collective.
 
     Raises OffloadError, one on every rank.
     """
@@ -118,8 +118,10 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
 
 @contextlib.contextmanager
 def _repeatable(*, strictly: bool) -> Iterator[None]:
-    """Let operations give the same bits in every run. `strictly`: one that cannot raises RuntimeError; else it runs as
-    it is, and attention by plain products: fused kernels of a GPU keep their order of sums in the strict mode alone.
+    """Make operations repeatable bit for bit.
+
+    strictly: a nondeterministic operation raises RuntimeError. Otherwise the operation runs anyway, and attention uses
+    plain matrix products, because fused GPU kernels keep a fixed summation order only in strict mode.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -130,7 +132,7 @@ def _repeatable(*, strictly: bool) -> Iterator[None]:
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if strictly else []
     try:
         torch.use_deterministic_algorithms(True, warn_only=not strictly)
-        memory.fill_uninitialized_memory = False  # else a model takes all of its memory before the plan refuses it
+        memory.fill_uninitialized_memory = False  # otherwise a model fills all memory before the plan rejects the model
         with sdpa_kernel([*fused, SDPBackend.MATH]):
             yield
     finally:
@@ -139,7 +141,7 @@ def _repeatable(*, strictly: bool) -> Iterator[None]:
 
 
 def show(verdict: Verdict) -> None:
-    """Print what was found."""
+    """Print the result."""
     weights = verdict.weights
     for each in verdict.steps:
         for what, offloaded in each.offloaded.items():

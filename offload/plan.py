@@ -1,4 +1,4 @@
-"""`python -m offload.plan`: what a run of `train` would hold and take, on this machine or a described one."""
+"""`python -m offload.plan`: forecast memory and step time for `train`, on this or another machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
 
 
 def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Hardware:
-    """Return a machine as one of so many, with such a link. Raises ConfigError."""
+    """Return the hardware for a number of connected machines. Raises ConfigError."""
     from offload.machine.hardware import parse_link
 
     if machines is not None:
@@ -86,7 +86,7 @@ def _show(found: Forecast) -> None:
     from offload.forecast.here import NAMES, of_budget
 
     console = Console(highlight=False, markup=False)
-    # Lines are not broken: a flag is copied with its value.
+    # No line breaks, so a flag can be copied with the value.
     console.print("\n".join(heading(found)), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(overflow="fold")
@@ -104,7 +104,7 @@ def _show(found: Forecast) -> None:
 
 
 def heading(found: Forecast) -> Iterator[str]:
-    """Yield what is planned for what, and where that is to be as `train` would choose it."""
+    """Yield the heading: model, hardware, and the placement chosen by `train`."""
     from offload.forecast.here import placed
 
     machines, ranks = found.hardware.num_machines, ""
@@ -122,7 +122,7 @@ def heading(found: Forecast) -> Iterator[str]:
 
 
 def times(found: Forecast) -> Iterator[str]:
-    """Yield what a step takes, and what else could be done."""
+    """Yield the step time and the alternatives."""
     from offload.forecast.here import hidden_from
 
     timing = found.timing
@@ -158,7 +158,7 @@ def _alternative(found: Forecast, other: Alternative) -> str:
 
 
 def verdict(found: Forecast) -> Iterator[str]:
-    """Yield whether it fits, and if not, what to change."""
+    """Yield whether the run fits, and if not, the changes to make."""
     from offload.forecast.here import NAMES, shortage
 
     if found.fits:

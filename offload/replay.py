@@ -1,4 +1,4 @@
-"""`python -m offload.replay`: the weights that a run without gradients ended with, from its start and its log."""
+"""`python -m offload.replay`: recompute final weights for a gradient-free run, from initial weights and log."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DESCRIPTION = (
 @dataclasses.dataclass
 class Options:
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE_FOLDER")]
-    """the model that the run began with, or one of the run's checkpoints"""
+    """the initial model, or one of the run's checkpoints"""
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the run folder, with config.yaml, metrics.jsonl"""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ""
     """a new or empty folder; RUN/replayed unless set"""
     dtype: Annotated[Literal["auto", "bf16", "fp32"], tyro.conf.arg(metavar="{auto,bf16,fp32}")] = "auto"
-    """of the weights: auto is what the model was trained in, fp32 are the master weights"""
+    """weight dtype: auto is the training dtype, fp32 writes the master weights"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """show tracebacks"""
 

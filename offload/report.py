@@ -1,4 +1,4 @@
-"""`python -m offload.report`: one page about a run, or about several beside each other."""
+"""`python -m offload.report`: write one page about a run, or compare several."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DESCRIPTION = (
 @dataclasses.dataclass
 class Options:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """folders of runs"""
+    """run folders"""
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.html")] = None
-    """where to write; by default RUN/report.html, of several FIRST/compare.html"""
+    """output file; default: RUN/report.html, for several runs FIRST/compare.html"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print the figures as JSON; write no file"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -1,4 +1,4 @@
-"""`python -m offload.train`: train a model whose states do not fit the device. Without arguments: the built-in run."""
+"""`python -m offload.train`: train a model larger than the device. Without arguments: the built-in run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
-    from offload.training.early import check_names  # once an interrupt finds a command that can end
+    from offload.training.early import check_names  # late import: an interrupt now meets a working exit path
 
     check_names(config)
     if num_ranks > 1:
@@ -29,9 +29,9 @@ def main(words: list[str]) -> int:
             import torch.distributed.launcher.api  # noqa: F401
         return launch("offload.train", words, num_ranks, debug=config.run.debug)
     if not is_launched and os.environ.get("RANK", "0") == "0":
-        print(f"offload {__version__}: loading torch and transformers ...")  # which takes seconds
-    with importing():  # only once the configuration is known to be sound
-        import transformers.modeling_utils  # noqa: F401 - what its models have in common, half of these seconds
+        print(f"offload {__version__}: loading torch and transformers ...")  # takes seconds
+    with importing():  # only after the configuration is valid
+        import transformers.modeling_utils  # noqa: F401 - shared by all models, half of the load time
 
         from offload.training.trainer import Trainer
 

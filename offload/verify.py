@@ -1,4 +1,4 @@
-"""`python -m offload.verify`: whether checkpoints and Hugging Face folders are whole."""
+"""`python -m offload.verify`: check whether checkpoints and Hugging Face folders are intact."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def main(words: list[str]) -> int:
 
 
 class _Report:
-    """What was checked, in lines as it goes or as one object at the end."""
+    """Check results, printed line by line or collected into one object."""
 
     def __init__(self, as_json: bool) -> None:
         self._say: Callable[[str], object] = (lambda _text: None) if as_json else print
@@ -79,12 +79,12 @@ class _Report:
         self.checked.append({"path": str(folder), "whole": is_whole, "found": found})
 
     def end(self, newest_whole: str | None) -> None:
-        """Note which of a run's checkpoints it would go on from."""
+        """Record the checkpoint from which the run would resume."""
         self._say(f"the newest that is whole: {newest_whole}" if newest_whole else "none is whole")
         self._ends = {"newest_whole": newest_whole}
 
     def content(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object for --json."""
         return {"checked": self.checked, **self._ends}
 
 

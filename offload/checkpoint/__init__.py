@@ -1,1 +1,1 @@
-"""Checkpoints; weights in and out."""
+"""Checkpoint writing, reading, verification and export."""

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: `checkpoints/step-N/`, and `latest`, which names the one that was saved last; and what a
-path on a command line stands for: a checkpoint, a run with several of them, or something else.
+"""Checkpoint folders of a run: `checkpoints/step-N/`, and a file `latest` with the name of the last save.
 
-`latest` is written when the checkpoint that it names is on the disk, so it never names a worse one; what it says is for
-people and scripts, and nothing here believes it: checkpoints are found by their folders and verified.
+Also resolves a path from the command line to a checkpoint, a run, or a model folder. `latest` is written only after the
+checkpoint is on disk. The file serves people and scripts; this code ignores the content, and finds checkpoints by
+folder name and verification.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LATEST = "latest"
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which one process, rank 0, saves and removes; any may look."""
+    """Checkpoints of one run. Only rank 0 saves and removes; any process may list."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: RUN/checkpoints, made by the first save."""
+        """path: RUN/checkpoints, created by the first save."""
         self.path = path
 
     def folders(self) -> list[Path]:
-        """Return the folders of all checkpoints, that of the highest step first; whether they verify is not told."""
+        """Return all checkpoint folders, highest step first, without verification."""
         found: list[Path] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
@@ -41,8 +41,10 @@ class Checkpoints:
     def newest_that_verifies(
         self, verify: Callable[[Path], object] = verify, but: str = ""
     ) -> tuple[Path | None, list[tuple[Path, str]]]:
-        """Return the checkpoint of the highest step that is whole, read from end to end, and those above it that are
-        not, each with the reason; of all `but` one. `verify` may be one that shows how far it is.
+        """Return the intact checkpoint with the highest step, and the damaged ones above with the reasons.
+
+        Reads each candidate from end to end. but: folder name to skip. verify: may also display progress. The
+        checkpoint is None if all are damaged.
         """
         skipped = []
         for folder in self.folders():
@@ -57,11 +59,9 @@ class Checkpoints:
         return None, skipped
 
     def target(self, step: int) -> Path:
-        """Return the folder for a step's checkpoint, to be saved there; what there is of that step stays until the new
-        one is complete.
+        """Return the folder for the checkpoint of a step. An existing checkpoint stays until the new one is complete.
 
-        A folder of that name with files that no checkpoint has is no checkpoint, and is moved aside for good. Raises
-        DiskError.
+        A folder with the same name but foreign files is no checkpoint, and is renamed permanently. Raises DiskError.
         """
         target = self.path / f"step-{step}"
         with as_disk_errors("the look", target):
@@ -71,11 +71,12 @@ class Checkpoints:
         return target
 
     def saved(self, new: Path, keep: int | None = None, best: int | None = None) -> None:
-        """Point `latest` at a new checkpoint, if that can be; then remove all but the `keep` of the highest steps, the
-        lowest first. None: all stay. The new one stays in any case, so does that of the `best` step, and so does one
-        that cannot be removed.
+        """Point `latest` at a new checkpoint if possible, then remove old ones, lowest step first.
+
+        keep: number of highest steps to keep; None: all. The new checkpoint and the `best` step always stay, as does a
+        checkpoint impossible to remove.
         """
-        with contextlib.suppress(DiskError):  # nothing here believes it
+        with contextlib.suppress(DiskError):  # only informative, and never read here
             write_small(self.path / _LATEST, f"{new.name}\n")
         if keep is not None:
             for old in reversed(self.folders()[keep:]):
@@ -84,8 +85,8 @@ class Checkpoints:
                         remove(old)
 
     def move_aside(self, step: int) -> list[Path]:
-        """Rename the checkpoints above a step, from which a run goes on: they are damaged, or of steps that it makes
-        anew. Return what they are called now. Raises DiskError.
+        """Rename the checkpoints above a step before a run resumes from this step: they are damaged, or the run will
+        make these steps again. Return the new paths. Raises DiskError.
         """
         above = [path for path in self.folders() if _step(path) > step]
         return [self._move(path, "aside") for path in above]
@@ -96,7 +97,7 @@ class Checkpoints:
             return folder.rename(moved)
 
     def clear(self) -> list[Path]:
-        """Remove what dead processes left of checkpoints, at the start of a run; return what was removed."""
+        """Remove remains of dead processes at the start of a run. Return the removed paths."""
         return clear(self.path)
 
 
@@ -106,7 +107,7 @@ def _step(folder: Path) -> int:
 
 @contextlib.contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Within, a CheckpointError of this checkpoint says which of those beside it is good; as `offer`."""
+    """Context manager: add the newest intact checkpoint to a CheckpointError; see `offer`."""
     try:
         yield
     except CheckpointError as error:
@@ -114,8 +115,9 @@ def offering_another(folder: Path) -> Iterator[None]:
 
 
 def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointError:
-    """Return the error about a checkpoint that cannot be used for that reason (and the file at fault, if it is known),
-    which says which of those beside it is good; finding that out reads them.
+    """Return an error for an unusable checkpoint with a reason and the newest intact alternative.
+
+    path: file at fault, if known. Reads the other checkpoints to verify them.
     """
     good, _ = Checkpoints(folder.parent).newest_that_verifies(but=folder.name)
     found = f"The last good one is {good}." if good else "There is no other one beside it that is good."
@@ -123,13 +125,13 @@ def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointErro
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a folder is meant as a checkpoint, whole or not."""
+    """Tell whether a folder looks like a checkpoint, intact or not."""
     named = path.is_dir() and _STEP.fullmatch(path.resolve().name) is not None
     return named or (path / MANIFEST).is_file() or any(path.glob("rank-*.bin"))
 
 
 def checkpoints_of(path: Path) -> Checkpoints | None:
-    """Return the checkpoints of a run folder, or of its folder `checkpoints`; None where there are none."""
+    """Return the checkpoints of a run folder or a `checkpoints` folder; None without any."""
     for folder in (path / "checkpoints", path):
         if (checkpoints := Checkpoints(folder)).folders():
             return checkpoints
@@ -137,9 +139,7 @@ def checkpoints_of(path: Path) -> Checkpoints | None:
 
 
 def verify_shown(folder: Path) -> str:
-    """Check all of a checkpoint as `reader.verify` and show how far it is; return what was found. Raises
-    CheckpointError.
-    """
+    """Verify a checkpoint with a progress bar. Return a summary. Raises CheckpointError."""
     with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as tell:
         reader.verify(tell)
         about = f"{len(reader.contents):,} parameters and buffers, {format_bytes(reader.num_bytes)}"
@@ -147,10 +147,10 @@ def verify_shown(folder: Path) -> str:
 
 
 def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
-    """Return the checkpoint that is meant: the folder itself, or the newest of a run that is whole, which is read for
-    that; `say` is told which, and why others are not.
+    """Return the checkpoint for a path: the folder itself, or the newest intact one of a run.
 
-    Raises ConfigError where there is none, CheckpointError where none is whole.
+    Reads the candidates of a run to verify them. say: receives the choice and the reasons for skipped ones. Raises
+    ConfigError without any checkpoint, CheckpointError without an intact one.
     """
     if is_checkpoint(path):
         return path
@@ -168,7 +168,7 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
 
 def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
-    """Return the Hugging Face folder or the checkpoint that is meant; as `chosen_checkpoint` for a run."""
+    """Return the Hugging Face folder or the checkpoint for a path; for a run as in `chosen_checkpoint`."""
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; give a Hugging Face folder, a checkpoint (RUN/checkpoints/step-N), or RUN for its "

@@ -1,19 +1,19 @@
-"""What a checkpoint says of itself: `manifest.json`, by which every slice is found and every byte is guarded.
+"""The checkpoint manifest, `manifest.json`: a location for every slice and a checksum for every byte.
 
-    {"checksum": "<xxh3_64 of all that follows these 16 digits>",
+    {"checksum": "<xxh3_64 over everything after these 16 digits>",
     "format": "offload checkpoint", "version": 1,
-    "meta": {...},                                             what the caller wants to have back
-    "attached": {"config.json": {"num_bytes": n, "checksum": "<xxh3_64>"}, ...},    small files, as given
-    "files": {"rank-0.bin": {"num_bytes": n, "chunk_bytes": 4194304, "checksums": ["<xxh3_64 of a chunk>", ...]}},
+    "meta": {...},                                             data from the caller, returned on load
+    "attached": {"config.json": {"num_bytes": n, "checksum": "<xxh3_64>"}, ...},    small files, unchanged
+    "files": {"rank-0.bin": {"num_bytes": n, "chunk_bytes": 4194304, "checksums": ["<xxh3_64 per chunk>", ...]}},
     "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "block": 1, "slices": [
-        [begin, end, file, offset], ...]}}}}}                  elements of the flat parameter; bytes in the file
+        [begin, end, file, offset], ...]}}}}}                  elements in the flat parameter; bytes in the file
 
-A plane has an element for each weight, or for each block of so many neighbours ("block", 1 where it is not said), or as
-many as a rule keeps of the parameter as a whole ("numel", null where it is none of those).
+A plane has one element per weight or per block ("block": adjacent weights per element, default 1), or a fixed number
+of elements per parameter ("numel", null if unused).
 
-A slice is known by its parameter's name and its elements, never by a rank, a region or a tile, so any other layout can
-read it. Numbers in files are little-endian. xxh3 has 64 bits here: a damaged chunk passes with a chance of 2**-64, and
-nothing in this guards against somebody who writes a wrong checkpoint on purpose.
+A slice is identified by parameter name and element range, never by rank, region or tile, so any other layout can read
+the checkpoint. Numbers in data files are little-endian. xxh3 has 64 bits here: a damaged chunk passes with probability
+2**-64. There is no protection against a deliberately forged checkpoint.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from offload.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 4 << 20
-"""What has a checksum of its own, and the size of a write: large enough that a disk runs at its full speed and that the
-checksums of 1 TiB are 5 MB of manifest, small enough to hold several in memory.
+"""Unit for checksums and disk writes, in bytes. Large enough for full disk speed, with 5 MB of manifest per TiB for
+checksums; small enough to hold several in memory.
 """
-_MOST_CHUNK_BYTES = 64 << 20  # a reader holds several
+_MOST_CHUNK_BYTES = 64 << 20  # a reader holds several chunks
 _FORMAT, _VERSION = "offload checkpoint", 1
 _HEAD, _DIGITS = b'{"checksum": "', 16
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", nothing hidden: it stays inside
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", not hidden: stays inside
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DTYPE_OF = {
     str(dtype).removeprefix("torch."): dtype
@@ -56,9 +56,10 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True)
 class Entry:
-    """What there is of one parameter: its shape, the dtype of each of its planes (`weights`, `exp_avg`, ...), and of
-    those that have one element for a block of weights, how many these are; of those with another number of elements,
-    that number.
+    """Stored data for one parameter.
+
+    planes: dtype per plane (`weights`, `exp_avg`, ...). blocks: weights per element, for planes with one element per
+    block. counts: element count, for planes with a fixed count.
     """
 
     shape: tuple[int, ...]
@@ -67,13 +68,13 @@ class Entry:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, plane: str) -> int:
-        """Return the elements of a plane."""
+        """Return the element count for a plane."""
         if plane in self.counts:
             return self.counts[plane]
         return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
 
     def having(self, keeps: Callable[[str], bool]) -> Entry:
-        """Return what there is with those of the planes that are to be kept."""
+        """Return a copy with only the planes accepted by `keeps`."""
 
         def kept(values: Mapping[str, _V]) -> dict[str, _V]:
             return {plane: value for plane, value in values.items() if keeps(plane)}
@@ -82,18 +83,18 @@ class Entry:
 
 
 Contents = Mapping[str, Entry]
-"""By parameter name."""
+"""Entries by parameter name."""
 MOVED = "moved-"
-"""What the planes of a buffer begin with that one rank has moved (`moved-0`): none of the model's weights."""
+"""Plane-name prefix for a buffer with different values per rank (`moved-0`); not part of the model weights."""
 ERROR = "error-"
-"""What the planes of a parameter begin with that have what a replica keeps of its coded gradients (`error-0`)."""
+"""Plane-name prefix for the gradient quantization error stored per replica (`error-0`)."""
 
 _Count = Annotated[int, Field(strict=True, ge=0)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Slice(NamedTuple):
-    """Elements `begin` to `end` of a flat parameter's plane, and the byte of a file from which on they lie."""
+    """Elements `begin` to `end` in a flat plane, and the byte offset in a file."""
 
     begin: _Count
     end: _Count
@@ -102,7 +103,7 @@ class Slice(NamedTuple):
 
 
 class DataFile(BaseModel):
-    """A data file: its size, and the checksum of each of its chunks."""
+    """A data file: size, and one checksum per chunk."""
 
     model_config = _STRICT
     num_bytes: _Count
@@ -110,12 +111,12 @@ class DataFile(BaseModel):
     checksums: list[str]
 
     def chunk_size(self, index: int) -> int:
-        """Return the bytes of a chunk: the last one may be shorter."""
+        """Return the bytes in a chunk; the last may be shorter."""
         return min(self.chunk_bytes, self.num_bytes - index * self.chunk_bytes)
 
 
 class Attached(BaseModel):
-    """A small file that is kept with the states, such as the model's configuration: its size and its checksum."""
+    """A small file stored with the states, for example the model configuration: size and checksum."""
 
     model_config = _STRICT
     num_bytes: _Count
@@ -123,8 +124,8 @@ class Attached(BaseModel):
 
 
 class Plane(BaseModel):
-    """A plane of a parameter, with an element for each weight or each block of so many, or with `numel` of them; its
-    slices are in order and cover it exactly once.
+    """A parameter plane, with one element per weight or per block, or with `numel` elements. The slices are
+    ordered and cover the plane exactly once.
     """
 
     model_config = _STRICT
@@ -135,7 +136,7 @@ class Plane(BaseModel):
 
 
 class Parameter(BaseModel):
-    """A parameter's shape and planes."""
+    """Parameter shape and planes."""
 
     model_config = _STRICT
     shape: list[_Count]
@@ -143,7 +144,7 @@ class Parameter(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The whole manifest, but for its checksum."""
+    """The complete manifest, without the checksum."""
 
     model_config = _STRICT
     format: str = _FORMAT
@@ -154,7 +155,7 @@ class Manifest(BaseModel):
     parameters: dict[str, Parameter]
 
     def contents(self) -> dict[str, Entry]:
-        """Return what is in the checkpoint."""
+        """Return the checkpoint contents as entries."""
         return {
             name: Entry(
                 tuple(each.shape),
@@ -166,7 +167,7 @@ class Manifest(BaseModel):
         }
 
     def encode(self) -> bytes:
-        """Return the bytes of `manifest.json`. Raises TypeError or ValueError where meta is not for JSON."""
+        """Return the content for `manifest.json`. Raises TypeError or ValueError if meta is not JSON-serializable."""
         fields = self.model_dump()
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items())
         rest = f'",\n{lines}}}\n'.encode()
@@ -174,7 +175,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Return the manifest that `encode` wrote, checked. Raises CheckpointError, which names `path`."""
+        """Parse and check the output of `encode`. Raises CheckpointError with `path`."""
         if not data:
             raise CheckpointError(f"{path} is empty.", path)
         rest = data[len(_HEAD) + _DIGITS :]
@@ -204,7 +205,7 @@ class Manifest(BaseModel):
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError where the manifest contradicts itself or reaches out of its folder."""
+        """Raise ValueError if the manifest contradicts itself or names files outside the folder."""
         for name in self.attached:
             if not _ATTACHED_NAME.fullmatch(name) or name == MANIFEST or name in self.files:
                 raise ValueError(f"{name!r} is not the name of an attached file")
@@ -233,7 +234,7 @@ class Manifest(BaseModel):
 
 
 class RankManifest(BaseModel):
-    """One rank's share of a manifest: its files, and (name, plane, slice) of what it wrote."""
+    """Manifest part from one rank: the data files, and (name, plane, slice) for each written slice."""
 
     model_config = _STRICT
     files: dict[str, DataFile]
@@ -243,7 +244,7 @@ class RankManifest(BaseModel):
 def gather(
     contents: Contents, parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any], attached: Mapping[str, Attached]
 ) -> Manifest:
-    """Put the ranks' parts together. Raises ValueError unless they hold each plane of `contents` exactly once."""
+    """Merge the parts from all ranks. Raises ValueError unless they contain each plane in `contents` exactly once."""
     files: dict[str, DataFile] = {}
     slices: dict[tuple[str, str], list[Slice]] = {
         (name, plane): [] for name, entry in contents.items() for plane in entry.planes
@@ -277,18 +278,18 @@ def gather(
 
 
 def without_moved(contents: Contents) -> dict[str, Entry]:
-    """Return what of a checkpoint belongs to the model's own state."""
+    """Return the contents without per-rank buffers and quantization errors: only the model state."""
     found = {name: entry.having(lambda plane: not plane.startswith((MOVED, ERROR))) for name, entry in contents.items()}
     return {name: entry for name, entry in found.items() if entry.planes}
 
 
 def checksum(data: Any) -> str:
-    """Return the checksum of bytes: 16 hexadecimal digits."""
+    """Return the checksum for bytes: 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name by which a manifest knows a dtype. Raises ValueError for one that it does not know."""
+    """Return the manifest name for a dtype. Raises ValueError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_OF:
         raise ValueError(f"a checkpoint holds no {name}; it may be one of {', '.join(DTYPE_OF)}")
@@ -296,7 +297,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def check_span(contents: Contents, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the tensor can hold elements from `begin` on of a plane of `contents`."""
+    """Raise ValueError unless the tensor fits the plane elements from `begin` on."""
     entry = contents.get(name)
     dtype = entry.planes.get(plane) if entry else None
     if entry is None or dtype is None:

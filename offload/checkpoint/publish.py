@@ -1,6 +1,6 @@
-"""A checkpoint in the making: a folder under another name, which takes its own in one step when it is complete.
+"""Checkpoint publication: ranks write to a temporary folder, and a rename publishes the complete checkpoint.
 
-Its `manifest.json`, empty until then, is the folder's lock (files/atomic_folder.py).
+Until then, `manifest.json` is empty and serves as the lock of the folder (files/atomic_folder.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
 
 
 class Save:
-    """One rank's part in a save, on each disk: makes the folder that all ranks there write into, and publishes it.
+    """A save on one disk. One rank per disk creates the folder for all ranks there, and publishes the checkpoint.
 
         with Save(target) as save:                   # every rank: Writer(save.path, ...)
-            save.commit(contents, parts, meta)       # parts: of all ranks
+            save.commit(contents, parts, meta)       # parts: from all ranks
 
-    path: the folder to write into. An earlier checkpoint at `target` stays until the new one takes its place. Leaving
-    the `with` block without `commit` removes the folder.
+    path: temporary folder for the data files. An earlier checkpoint at `target` stays until replaced. Leaving the
+    `with` block without `commit` removes the temporary folder.
     """
 
     def __init__(self, target: Path) -> None:
-        """Raises DiskError; ConfigError where `target` is something else than a checkpoint, which is left alone."""
+        """Raises DiskError. Raises ConfigError if `target` exists and is no checkpoint; the folder stays."""
         if foreign := foreign_names(target):
             raise ConfigError(
                 f"{target} holds {', '.join(foreign[:3])}, so it is not a checkpoint, and saving one there would "
@@ -47,7 +47,7 @@ class Save:
             self.path, self._lock = make_partial(target)
 
     def attach(self, name: str, data: bytes) -> None:
-        """Keep a small file with the states. Raises DiskError; FileExistsError where there is one of that name."""
+        """Store a small file with the states. Raises DiskError, or FileExistsError for a name already in use."""
         path = self.path / name
         with as_disk_errors(f"the write of {len(data)} bytes", path):
             with path.open("xb") as stream:
@@ -62,11 +62,11 @@ class Save:
         meta: Mapping[str, Any],
         elsewhere: Collection[str] = (),
     ) -> Path:
-        """Publish what the ranks wrote; return `target`.
+        """Publish the data written by all ranks. Return `target`.
 
-        elsewhere: the data files that are on other disks. meta: anything for JSON, given back as JSON gives it back.
-        Raises ValueError where the parts do not hold each plane of `contents` exactly once or meta is not for JSON;
-        DiskError. What was at `target` is there still then.
+        elsewhere: data files on other disks. meta: JSON-serializable data, returned on load. Raises ValueError unless
+        the parts contain each plane in `contents` exactly once and meta is JSON-serializable. Raises DiskError. After
+        an error, the previous checkpoint is still at `target`.
         """
         manifest = gather(contents, parts, meta, self._attached)
         data = manifest.encode()
@@ -78,20 +78,20 @@ class Save:
             with open(self._lock.fileno(), "wb", closefd=False) as stream:
                 stream.write(data)
             os.fsync(self._lock.fileno())
-            sync_path(self.path)  # after this the folder is complete, whatever happens
+            sync_path(self.path)  # from here on the folder is complete, even after a crash
         with as_disk_errors("the publishing", self.target):
             old = take_place(self.path, self.target)
             self._lock.close()
-            sync_path(self.target.parent)  # before the old one goes
+            sync_path(self.target.parent)  # durable before the old one is removed
         if old:
-            with contextlib.suppress(DiskError):  # the new one is there all the same
+            with contextlib.suppress(DiskError):  # the new checkpoint is published in any case
                 remove(old)
         return self.target
 
     def abort(self) -> None:
-        """Remove what was written; nothing to do after `commit`."""
+        """Remove all written data; no effect after `commit`."""
         if not self._lock.closed:
-            shutil.rmtree(self.path, ignore_errors=True)  # what is left then is removed by `clear`
+            shutil.rmtree(self.path, ignore_errors=True)  # `clear` removes any remainder
             self._lock.close()
 
     def __enter__(self) -> Save:
@@ -108,10 +108,10 @@ class Save:
 
 
 def foreign_names(folder: Path) -> list[str]:
-    """Return what is in a folder that no checkpoint holds; nothing where there is no folder."""
+    """Return names in a folder foreign to a checkpoint; an empty list without a folder."""
     if folder.is_dir():
         names = {path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name)}
-        if names:  # what is attached is known by the manifest alone
+        if names:  # only the manifest lists attached files
             with contextlib.suppress(CheckpointError, OSError):
                 names -= Manifest.decode((folder / MANIFEST).read_bytes(), folder).attached.keys()
         return sorted(names)

@@ -1,11 +1,11 @@
-"""A checkpoint on disk: any slice of any parameter, each byte verified before it is handed out.
+"""Checkpoint reader: any slice from any parameter, with every byte verified before use.
 
-    with Reader(folder) as reader:                                  # the manifest verified, sizes compared
+    with Reader(folder) as reader:                                  # manifest verified, sizes compared
         reader.read("lm_head.weight", "exp_avg", begin, out)
 
-What is wanted next is on its way meanwhile: a few chunks at a time are read and verified by threads, past the page
-cache (O_DIRECT) where the file system has that. A chunk is kept until its end was asked for, or others need its memory,
-which is bounded by `_KEPT_CHUNKS` of them: reading in the order of the file verifies nothing twice.
+Threads read and verify a few chunks ahead, bypassing the page cache (O_DIRECT) if the file system supports this. A
+chunk stays in memory until the last byte was requested or another chunk needs the buffer, at most `_KEPT_CHUNKS`.
+Reading in file order therefore verifies each chunk once.
 """
 
 from __future__ import annotations
@@ -34,46 +34,47 @@ from offload.errors import CheckpointError, errno_text
 from offload.layout.regions import align
 from offload.tiers.host import Arena
 
-_AHEAD = 4  # chunks on their way: with one, the disk is idle while it is verified and copied
-_KEPT_CHUNKS = 8 + _AHEAD  # and two for each of the planes that are read by turns: 48 MiB
+_AHEAD = 4  # chunks in flight: with one, the disk is idle during verification and copy
+_KEPT_CHUNKS = 8 + _AHEAD  # 8: two for each plane read in turn; 48 MiB in total
 _BEGIN = attrgetter("begin")
 CHANGED = "changed"
-"""What an engine calls the frozen parameters that a checkpoint of trained ones has all the same."""
+"""Meta key: frozen parameters stored in a trainable-only checkpoint because they have changed."""
 
 Span = tuple[str, str, int, int]
-"""Name, plane, first element, number of elements."""
-_Key = tuple[str, int]  # of a chunk: its file, and its number there
+"""Parameter name, plane, first element, number of elements."""
+_Key = tuple[str, int]  # chunk key: file name and chunk index
 
 
 class _Chunk(NamedTuple):
-    """Memory, and the reading of a chunk into it."""
+    """A chunk buffer, and the pending read."""
 
     buffer: np.ndarray
     reading: Future[None]
 
 
 class Reader:
-    """An open checkpoint. Used from one thread.
+    """An open checkpoint, for use from one thread.
 
-    meta: what the caller of `Save.commit` gave. contents: what there is to read. attached: the files that `Save.attach`
-    was given, by name, verified. num_bytes_of: each data file. absent: those that are on the disks of other machines.
-    Every way in which the checkpoint is not whole raises CheckpointError, which names the file; that also holds for a
-    disk that fails.
+    meta: data passed to `Save.commit`. contents: stored parameters and planes. attached: verified paths of attached
+    files, by name. num_bytes_of: size of each data file. absent: data files on the disks of other machines. Any damage,
+    and any disk failure, raises CheckpointError with the file name.
     """
 
     def __init__(self, folder: Path, *, in_part: bool = False) -> None:
-        """Check all but the data's checksums: the manifest, what is attached, and that the files are there, alone, and
-        of their size. `in_part`: data files may be absent, and are not read then.
+        """Verify everything except the data checksums: the manifest, attached files, and presence and sizes of
+        data files.
+
+        in_part: data files may be absent; absent files cannot be read.
         """
         self.path = folder
-        self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # the one that was asked for least lately comes first
+        self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # least recently requested first
         self._files: dict[str, io.FileIO] = {}
         self._coming: Iterator[_Key] = iter(())
-        self._ahead: set[_Key] = set()  # those of `_coming` that are kept, and were not asked for yet
+        self._ahead: set[_Key] = set()  # chunks from `_coming` in memory but not yet requested
         self._is_announced = False
         with contextlib.ExitStack() as opened:
             with _as_checkpoint_errors(folder):
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the same folder, should it be renamed meanwhile
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # same folder even after a rename
                 opened.callback(os.close, fd)
                 with os.scandir(fd) as found_here:
                     names = {entry.name for entry in found_here}
@@ -95,32 +96,32 @@ class Reader:
             chunk_bytes = max((file.chunk_bytes for file in self._manifest.files.values()), default=0)
             self._free = list(chunk_buffers(_KEPT_CHUNKS, chunk_bytes))
             self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="offload-checkpoint")
-            opened.callback(self._pool.shutdown, cancel_futures=True)  # before the files are closed
+            opened.callback(self._pool.shutdown, cancel_futures=True)  # before the files close
             self._opened = opened.pop_all()
 
     def open_data(self) -> None:
-        """Open the data files that are there, those that have come since as well. Raises CheckpointError."""
+        """Open all present data files, including recently added ones. Raises CheckpointError."""
         self.absent = {name for name in self.absent if not (self.path / name).exists()}
         for name in sorted(self.num_bytes_of.keys() - self.absent - self._files.keys()):
             stream = self._files[name] = self._opened.enter_context(_open(self.path, self._folder_fd, name))
             _check_size(self.path / name, os.fstat(stream.fileno()).st_size, self.num_bytes_of[name])
-            with contextlib.suppress(OSError):  # a file system that has none
+            with contextlib.suppress(OSError):  # unsupported by the file system
                 set_direct(stream.fileno(), True)
 
     def files_of(self, spans: Iterable[Span]) -> set[str]:
-        """Return the data files in which spans lie."""
+        """Return the data files containing the given spans."""
         return {file for span in spans for file, _, _ in self._stretches(span)}
 
     def expect(self, spans: Iterable[Span]) -> None:
-        """Say what will be read next, and in which order, so that it is on its way by then."""
+        """Announce the next reads in order, so they can be prefetched."""
         self._plan(self._chunks(spans))
         self._is_announced = True
 
     def read(self, name: str, plane: str, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with the elements from `begin` on of a flat parameter's plane.
+        """Fill `out` with flat plane elements, from `begin` on.
 
-        out: contiguous, on the CPU, of the plane's dtype, any shape. Raises ValueError where it is not that or the
-        checkpoint has no such elements, CheckpointError for damage; nothing in `out` is of use then.
+        out: contiguous CPU tensor with the plane dtype, any shape. Raises ValueError for an unsuitable tensor or
+        missing elements, CheckpointError for damage. After an error, `out` is undefined.
         """
         check_span(self.contents, name, plane, begin, out)
         span = name, plane, begin, out.numel()
@@ -133,17 +134,18 @@ class Reader:
 
     @property
     def changed(self) -> set[str]:
-        """Return the names of the frozen parameters that a checkpoint of trained ones has, since they were changed."""
+        """Names of frozen parameters stored in a trainable-only checkpoint because they have changed."""
         return set(self.meta["engine"].get(CHANGED, ()))
 
     @property
     def num_bytes(self) -> int:
-        """Of all data files."""
+        """Total bytes in all data files."""
         return sum(self.num_bytes_of.values())
 
     def verify(self, tell: Callable[[int], object] = lambda _num_bytes: None) -> None:
-        """Read all there is and compare it with its checksums; `tell` is called with the size of each piece. Raises
-        CheckpointError for the first that differs.
+        """Read everything and compare with the checksums. Raises CheckpointError for the first mismatch.
+
+        tell: called with the size of each verified chunk.
         """
         sizes = {
             (name, index): file.chunk_size(index)
@@ -157,7 +159,7 @@ class Reader:
             tell(num_bytes)
 
     def close(self) -> None:
-        """End the threads, and close the files."""
+        """Stop the threads and close the files."""
         self._opened.close()
 
     def __enter__(self) -> Reader:
@@ -167,7 +169,7 @@ class Reader:
         self.close()
 
     def _stretches(self, span: Span) -> Iterator[tuple[str, int, int]]:
-        """Yield where a span lies: (file, offset there, bytes)."""
+        """Yield (file, byte offset, bytes) for each stored part of a span."""
         name, plane, begin, numel = span
         slices, end = self._manifest.parameters[name].planes[plane].slices, begin + numel
         width = self.contents[name].planes[plane].itemsize
@@ -179,7 +181,7 @@ class Reader:
             begin, index = stop, index + 1
 
     def _chunks(self, spans: Iterable[Span]) -> Iterator[_Key]:
-        """Yield the chunks in which spans lie, some again and again."""
+        """Yield the chunk keys covered by spans, possibly with repetitions."""
         for span in spans:
             for name, offset, size in self._stretches(span):
                 chunk_bytes = self._manifest.files[name].chunk_bytes
@@ -191,7 +193,7 @@ class Reader:
         self._ahead.clear()
 
     def _copy(self, name: str, offset: int, out: np.ndarray) -> None:
-        """Fill `out` with verified bytes of a file."""
+        """Fill `out` with verified bytes from a file."""
         file = self._manifest.files[name]
         while len(out):
             index, within = divmod(offset, file.chunk_bytes)
@@ -203,7 +205,7 @@ class Reader:
             out, offset = out[size:], offset + size
 
     def _chunk(self, key: _Key) -> np.ndarray:
-        """Return a verified chunk; those that are wanted next are on their way."""
+        """Return a verified chunk, and start to read the next ones."""
         if key not in self._kept:
             self._begin(key)
         self._kept.move_to_end(key)
@@ -219,20 +221,20 @@ class Reader:
         chunk = self._kept[key]
         try:
             chunk.reading.result()
-        except Exception:  # whoever asks again may have better luck
+        except Exception:  # a later request may succeed
             self._let_go(key)
             raise
         return chunk.buffer
 
     def _begin(self, key: _Key) -> None:
-        """Have a chunk read and verified."""
+        """Start to read and verify a chunk."""
         if not self._free:
             self._let_go(next(iter(self._kept)))
         buffer = self._free.pop()
         self._kept[key] = _Chunk(buffer, self._pool.submit(partial(self._load, *key, buffer)))
 
     def _let_go(self, key: _Key) -> None:
-        """Give a chunk's memory to the next."""
+        """Release a chunk buffer for reuse."""
         chunk = self._kept.pop(key)
         self._ahead.discard(key)
         if not chunk.reading.cancel():
@@ -240,10 +242,10 @@ class Reader:
         self._free.append(chunk.buffer)
 
     def _load(self, name: str, index: int, buffer: np.ndarray) -> None:
-        """Fill the beginning of `buffer` with a chunk and verify it; in a thread of the pool."""
+        """Read a chunk into the beginning of `buffer` and verify the checksum. Runs in a pool thread."""
         path, fd, file = self.path / name, self._files[name].fileno(), self._manifest.files[name]
         offset, size, done, is_refused = index * file.chunk_bytes, file.chunk_size(index), 0, False
-        memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, also at the end of the file
+        memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, even at the file end
         with _as_checkpoint_errors(path):
             while done < size:
                 if (offset + done) % mmap.PAGESIZE:
@@ -253,7 +255,7 @@ class Reader:
                 except OSError as error:
                     if error.errno != errno.EINVAL or is_refused:
                         raise
-                    is_refused = True  # the file system takes the flag, and refuses the transfer
+                    is_refused = True  # the file system accepts the O_DIRECT flag but rejects the transfer
                     set_direct(fd, False)
                     continue
                 if not count:
@@ -266,21 +268,21 @@ class Reader:
 
 
 def verify(folder: Path) -> None:
-    """Check all of a checkpoint: every byte of every file. Raises CheckpointError for the first fault."""
+    """Verify every byte of a checkpoint. Raises CheckpointError for the first fault."""
     with Reader(folder) as reader:
         reader.verify()
 
 
 def _open(folder: Path, folder_fd: int, name: str) -> io.FileIO:
-    """Return an open file. Raises CheckpointError, also for a link, which could lead anywhere."""
+    """Open a file read-only. Raises CheckpointError, also for a symbolic link, because the target could be anywhere."""
     path = folder / name
 
     def opener(_path: str, _flags: int) -> int:
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)  # nor wait for a pipe
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)  # no wait on a pipe
 
     with _as_checkpoint_errors(path):
         try:
-            file = io.FileIO(path, opener=opener)  # an interrupt that drops it closes it
+            file = io.FileIO(path, opener=opener)  # closed even when dropped by an interrupt
         except IsADirectoryError:
             raise CheckpointError(f"{path} is not a regular file.", path) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -290,7 +292,7 @@ def _open(folder: Path, folder_fd: int, name: str) -> io.FileIO:
 
 
 def _read_all(folder: Path, folder_fd: int, name: str, num_bytes: int | None = None) -> bytes:
-    """Return the bytes of a small file, which are to be `num_bytes`. Raises CheckpointError."""
+    """Return the content of a small file; `num_bytes`: expected size (None: any). Raises CheckpointError."""
     with _open(folder, folder_fd, name) as file, _as_checkpoint_errors(folder / name):
         if num_bytes is not None:
             _check_size(folder / name, os.fstat(file.fileno()).st_size, num_bytes)
@@ -317,12 +319,12 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def set_direct(fd: int, is_direct: bool) -> None:
-    """Go past the page cache, or through it. Raises OSError."""
+    """Enable or disable O_DIRECT, which bypasses the page cache. Raises OSError."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | (O_DIRECT if is_direct else 0))
 
 
 def chunk_buffers(count: int, chunk_bytes: int) -> Iterator[np.ndarray]:
-    """Yield memory for so many chunks, whole pages each, at their edges; it is taken at the first use."""
+    """Yield `count` page-aligned chunk buffers. Physical memory is allocated at first use."""
     if size := align(chunk_bytes, mmap.PAGESIZE):
         yield from Arena(count * size).take(count * size, torch.uint8).numpy().reshape(count, size)

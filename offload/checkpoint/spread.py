@@ -1,9 +1,9 @@
-"""A checkpoint over the disks of several machines: each has the manifest, and what its own ranks wrote.
+"""Checkpoints over the disks of several machines. Each disk has the manifest and the data files of the local ranks.
 
-Whether two ranks have one disk is found by what one makes and the other sees, so that a folder which machines share
-(NFS, Lustre) and disks of their own are one case. What a rank is to read and its disk lacks is copied there, once.
+Two ranks share a disk if a file created by one is visible to the other, so shared folders (NFS, Lustre) and local disks
+follow the same code path. Data needed by a rank but absent on the local disk are copied there once.
 
-A rank that fails here, its disk being full perhaps, raises alone: it ends, and the others with it, as for any error.
+A failing rank, for example on a full disk, raises alone and ends; the other ranks then end as after any rank failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _Value = TypeVar("_Value")
 
 
 def keepers(comm: Comm, folder: Path) -> list[int]:
-    """Return for each rank the lowest one that has `folder` on the same disk; it is made where there is none.
+    """Return for each rank the lowest rank on the same disk at `folder`; a missing folder is created.
+
     Collective. Raises DiskError, on all ranks.
     """
     if comm.size == 1:
@@ -40,13 +41,14 @@ def keepers(comm: Comm, folder: Path) -> list[int]:
             mark = _make_partial(folder / "disk", opened)
         marks = comm.gather_objects(mark.name, "marks on disks")
         seen = [(folder / name).exists() for name in marks]
-        return comm.gather_objects(seen.index(True), "disks of ranks")  # by now all have looked
+        return comm.gather_objects(seen.index(True), "disks of ranks")  # by now every rank has looked
 
 
 def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
-    """Bring the manifest, and what is attached, of checkpoints onto every disk, where all of the checkpoint is on some;
-    return those of which something is on none, and why. `folders`: the checkpoints that this rank sees, whole or in
-    part. Collective.
+    """Copy manifest and attached files of checkpoints to every disk, provided all parts exist on some disk.
+
+    folders: checkpoints visible to this rank, complete or in part. Return the broken checkpoints, each with a reason.
+    Collective.
     """
     told = comm.gather_objects({folder: _look(folder) for folder in folders}, "checkpoints on disks")
     broken = {}
@@ -76,9 +78,9 @@ def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
-    """Copy the data files of a checkpoint that this rank wants, and its disk lacks, onto that. Collective.
+    """Copy data files wanted by this rank but absent on the local disk. Collective.
 
-    Raises CheckpointError, on all ranks, where one is on no disk.
+    Raises CheckpointError, on all ranks, if a file exists on no disk.
     """
     lacking = comm.gather_objects(reader.absent & set(wanted), "files that a disk lacks")
     if not any(lacking):
@@ -101,7 +103,7 @@ def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
 
 
 def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
-    """Return what rank 0 gave, which may be long. Collective."""
+    """Return the value from rank 0, with any length. Collective."""
     data = pickle.dumps(value if comm.rank == 0 else None)
     num_bytes = comm.gather_objects(len(data), f"{what}: length")[0]
     flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
@@ -111,8 +113,10 @@ def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
 
 
 class _Look(NamedTuple):
-    """What a disk has of a checkpoint: the checksum of its manifest, the data files that are there of those that it
-    names, and the sizes of what every disk has.
+    """Checkpoint parts on a disk.
+
+    mark: manifest checksum. present: data files on this disk. files: data files listed in the manifest. small:
+    name and size of the files stored on every disk.
     """
 
     mark: str
@@ -122,7 +126,7 @@ class _Look(NamedTuple):
 
 
 def _look(folder: Path) -> _Look | None:
-    """Return what is there of a checkpoint; None where its manifest does not say."""
+    """Return the checkpoint parts on this disk; None without a readable manifest."""
     with suppress(OSError, CheckpointError):
         data = (folder / MANIFEST).read_bytes()
         manifest = Manifest.decode(data, folder / MANIFEST)
@@ -136,8 +140,9 @@ def _look(folder: Path) -> _Look | None:
 def _copied(
     comm: Comm, folder: Path, num_bytes: Mapping[str, int], source: int, takers: Collection[int]
 ) -> Iterator[Path | None]:
-    """Copy files of a checkpoint, of so many bytes, from the disk of rank `source` into a partial folder beside it on
-    those of the `takers`; yield it, and None on other ranks. What is left there goes afterwards.
+    """Copy files with sizes `num_bytes` from the disk of rank `source` to a partial folder on each taker disk.
+
+    Yield the partial folder on takers, None on other ranks. Remaining files in the folder are removed afterwards.
     """
     with ExitStack() as opened:
         partial = None
@@ -166,7 +171,7 @@ def _copied(
 
 
 def _make_partial(target: Path, opened: ExitStack) -> Path:
-    """Make a folder beside `target`, which goes with `opened`, or by `clear` where that does not come to it."""
+    """Create a partial folder for `target`. Closing `opened` removes the folder; after a crash `clear` does."""
     path, lock = make_partial(target)
     opened.enter_context(lock)
     opened.callback(shutil.rmtree, path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint, for the model that it is of: what `hf/read.py` is for a Hugging Face folder."""
+"""Model weights from a checkpoint; the counterpart for a Hugging Face folder is `hf/read.py`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ from offload.native import kernels
 from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""By the names that commands have for them; None for each parameter's own."""
+"""Weight dtypes by command-line name; None: the original dtype per parameter."""
 REFERENCE = "reference.f32"
-"""What a run calls what its model has said of the data before it was trained: a run goes on with that, and exports none
-of it.
+"""Attached file with the reference log-probabilities of the initial model. A resumed run reads them; an export omits
+them.
 """
 _NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", REFERENCE)
-_BLOCK_NUMEL = 1 << 22  # elements that are joined or converted at once
+_BLOCK_NUMEL = 1 << 22  # elements joined or converted at once
 
 
 @dataclass
 class Stored:
-    """One parameter of a checkpoint, as a `Source` (hf_source.py): in fp32 its master weights, in any other dtype what
-    the device computes with.
-    """
+    """One checkpoint parameter as a `Source` (hf/sources.py): master weights for fp32, else the compute weights."""
 
     reader: Reader
     name: str
@@ -51,7 +49,7 @@ class Stored:
     dtype: torch.dtype
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return elements `begin` to `end` of the flat parameter, fresh. Raises CheckpointError."""
+        """Return a new tensor with elements `begin` to `end` of the flat parameter. Raises CheckpointError."""
         planes = self.reader.contents[self.name].planes
         has_low = "low" in planes and self.dtype == torch.float32
         if planes["weights"] == self.dtype:
@@ -64,7 +62,7 @@ class Stored:
         return found
 
     def over(self, again: Again) -> Stored:  # noqa: ARG002
-        """Return the same: a checkpoint is no file of tensors."""
+        """Return self: a checkpoint has no tensor file to reopen."""
         return self
 
     def _plane(self, plane: str, begin: int, end: int) -> torch.Tensor:
@@ -74,13 +72,13 @@ class Stored:
 
 
 class StoredWeights:
-    """The weights of a checkpoint for one model. Read from one thread at a time."""
+    """Checkpoint weights for one model. Read from one thread at a time."""
 
     def __init__(self, model: nn.Module, reader: Reader, dtype: torch.dtype | None) -> None:
-        """Settle dtypes and ties of `model`, whose parameters are not filled; its buffers are read at once.
+        """Set dtypes and tied weights of `model`, without parameter values; buffers are read at once.
 
-        dtype: None for that in which each parameter was trained; else of all but those that transformers keeps in fp32.
-        Raises ConfigError where the checkpoint is of another model, CheckpointError.
+        dtype: None for the training dtype of each parameter; else for all except parameters kept in fp32 by
+        transformers. Raises ConfigError if the checkpoint belongs to another model, and CheckpointError.
         """
         self._reader = reader
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
@@ -104,16 +102,16 @@ class StoredWeights:
                 model.get_submodule(owner)._buffers[key] = found
 
     def source(self, name: str) -> Stored:
-        """Return where the values of a parameter come from."""
+        """Return the value source for a parameter."""
         return self._sources[name]
 
     def built_in(self, name: str) -> torch.dtype:
-        """Return the dtype in which a parameter was built for its training."""
+        """Return the dtype in which a parameter was built for training."""
         built_in = self._reader.meta["engine"]["built_in"]
         return DTYPE_OF[built_in["others"].get(name, built_in["main"])]
 
     def files(self) -> dict[str, bytes]:
-        """Return what is kept beside the model and its configuration, by name: the tokenizer's files."""
+        """Return the tokenizer files by name: every attached file except model configuration and reference."""
         return {
             name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NOT_THE_TOKENIZERS
         }
@@ -130,11 +128,11 @@ def read_stored(
     in_part: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, StoredWeights]:
-    """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
+    """Build a checkpoint model in eval mode, without weights. dtype: as for StoredWeights.
 
-    options: for the Auto class's `from_config`, such as attn_implementation.
+    options: for `from_config` of the Auto class, for example attn_implementation.
 
-    Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
+    Raises CheckpointError, and ConfigError if the checkpoint does not describe the model.
     """
     with ExitStack() as opened:
         reader = opened.enter_context(Reader(folder, in_part=in_part))
@@ -169,10 +167,7 @@ def read_stored(
 
 
 def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
-    """Build the model of a checkpoint, as it was built for its training and without its weights, to go on with it.
-
-    Raises as `read_stored`.
-    """
+    """Rebuild a checkpoint model as for training, without weights, to resume. Raises as `read_stored`."""
     model, weights = read_stored(folder, in_part=True, **attention_options(section))
     with closing(weights):
         for name, parameter in model.named_parameters():
@@ -183,11 +178,10 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 def export_stored(
     folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int | None = SHARD_BYTES
 ) -> Exported:
-    """Write a checkpoint's model to `out`, a new Hugging Face folder, and show how far it is.
+    """Write the checkpoint model to `out`, a new Hugging Face folder, with a progress bar.
 
-    dtype: as of StoredWeights. shard_bytes: of a file of weights at most; None for one file. Memory: one parameter.
-    Raises CheckpointError, which says which other checkpoint is good; ConfigError, DiskError, OffloadError, as
-    `write_model`.
+    dtype: as for StoredWeights. shard_bytes: maximum size per weight file; None for one file. Memory: one parameter.
+    Raises CheckpointError with an intact alternative, and ConfigError, DiskError, OffloadError as `write_model`.
     """
     with offering_another(folder):
         model, weights = read_stored(folder, dtype)
@@ -205,7 +199,7 @@ def export_stored(
 
 
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
-    """Raise ConfigError unless the checkpoint has all of a model's state, and nothing else."""
+    """Raise ConfigError unless checkpoint and model have the same state names and shapes."""
     contents = without_moved(reader.contents)
     found = {id(state[name]) for name in contents if name in state}
     wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in found]

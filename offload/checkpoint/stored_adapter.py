@@ -1,4 +1,4 @@
-"""The adapter of a checkpoint: as PEFT saves it, or merged into its base, a module at a time."""
+"""Export of a checkpoint adapter: in PEFT format, or merged into the base model one module at a time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _NOT_THE_TOKENIZERS = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_co
 
 
 def has_adapter(folder: Path) -> bool:
-    """Tell whether a checkpoint is of an adapter."""
+    """Tell whether a checkpoint contains an adapter."""
     return (folder / CONFIG).is_file()
 
 
 def export_adapter(folder: Path, out: Path) -> int:
-    """Write a checkpoint's adapter to `out`, a new folder, as PEFT saves it; return the bytes of its weights. The base
-    is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
+    """Write the checkpoint adapter to `out`, a new folder in PEFT format. Return the bytes of the weights.
+
+    The base model is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
     """
     with offering_another(folder), Reader(folder) as reader:
         if changed := reader.changed:
@@ -59,14 +60,15 @@ def export_merged(
     *,
     onto_original: bool = False,
 ) -> Exported:
-    """Write a checkpoint's adapter, merged into its base, to `out`, a new Hugging Face folder: the bits of PEFT's
-    `merge_and_unload` and `save_pretrained`. Memory: the adapter, and the modules that share a weight.
+    """Merge a checkpoint adapter into the base model and write a new Hugging Face folder `out`.
 
-    base: where the base is now, None for where it was. dtype: in which it is read and merged, None for its own.
-    shard_bytes: of a file of weights at most; None for one file. onto_original: where the base rested in codes, merge
-    into the values of its files, on which nothing was trained, instead of what the codes stand for.
+    The bits equal PEFT `merge_and_unload` and `save_pretrained`. Memory: the adapter, and all modules sharing a weight.
 
-    Raises CheckpointError, ConfigError (also where another base is found, or none, or the merge would change nothing),
+    base: current location of the base; None: unchanged. dtype: for reading and merging the base; None: the base dtype.
+    shard_bytes: maximum size per weight file; None for one file. onto_original: for a base quantized in training, merge
+    into the original file values, never seen in training, rather than the dequantized values.
+
+    Raises CheckpointError, ConfigError (also for a missing or different base, and for a merge without any change),
     DiskError, OffloadError.
     """
     with offering_another(folder), ExitStack() as opened:
@@ -116,14 +118,16 @@ def export_merged(
 
 
 def _coded(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
-    """Return what of the base has rested in codes while the adapter over it was trained, by the base's names."""
+    """Return (codec, compute dtype) for base parameters quantized during adapter training, by base name."""
     own, found = reader.meta["engine"], dict(model.named_parameters())
     codec = CODECS[own.get("frozen_weights", EXACT.name)]
     return {names[id(found[name])]: (codec, COMPUTED[compute]) for name, compute in own.get("coded", {}).items()}
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:
-    """Return what makes the base of a checkpoint's adapter, not filled. Raises ConfigError, also for another base."""
+    """Return a function building the unfilled base of a checkpoint adapter. Raises ConfigError, also for a different
+    base.
+    """
     own = reader.meta["meta"]
     saved = {key: value for key, (value, _) in own["config"].items()}
     section = ModelSection(
@@ -135,22 +139,20 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     seed, config = int(saved["run.seed"]), base_config(section, own["base"], reader.path, "--base")
     mark_base(section, config, seed).check(own["base"], reader.path, "--base")
     if not is_pretrained(section, locate(section)):
-        config = configuration(reader.path)  # with the tokens that its tokenizer was given
+        config = configuration(reader.path)  # includes tokens added for the tokenizer
     elif dtype is not None:
         config.dtype = dtype
     return lambda: build_model(section, seed=seed, config=copy.deepcopy(config))
 
 
 def _value(reader: Reader, name: str) -> torch.Tensor:
-    """Return a parameter, fp32. Raises CheckpointError."""
+    """Return a parameter in fp32. Raises CheckpointError."""
     shape = reader.contents[name].shape
     return Stored(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)
 
 
 def _values(reader: Reader) -> dict[str, torch.Tensor]:
-    """Return all that a checkpoint has but for changed weights of the base, parameters in fp32. Raises
-    CheckpointError.
-    """
+    """Return all checkpoint tensors except changed base weights, parameters in fp32. Raises CheckpointError."""
     found, changed = {}, reader.changed
     for name, entry in reader.contents.items():
         if "buffer" in entry.planes:

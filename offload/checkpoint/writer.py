@@ -1,13 +1,13 @@
-"""One rank's data file of a checkpoint, written in the background while training makes the next pieces.
+"""Checkpoint writer: one data file per rank, written in the background while the caller produces the next pieces.
 
     with Writer(folder, rank, contents) as writer:
         writer.write("lm_head.weight", "exp_avg", begin, tensor)     # copied: the tensor may change at once
         part = writer.finish()                                       # on the disk; for `Save.commit` on rank 0
 
-Pieces are copied one after another into chunks, and a full chunk is hashed and written with aiofiles by an event loop
-in a thread of its own, a few at a time. Memory is bounded by `_BUFFERS` chunks and the spare memory that a writer is
-given; where all of it waits for the disk, `write` waits too. After `end` the rest goes to the disk by itself. Writes go
-past the page cache (O_DIRECT) where the file system has that.
+Pieces are copied in sequence into chunks. A separate thread runs an event loop (aiofiles), which hashes and writes
+several full chunks at a time, bypassing the page cache (O_DIRECT) if possible. Memory is limited to `_BUFFERS` chunks
+plus the spare memory given to the writer; `write` blocks while all buffers wait for the disk. After `end`, the
+remaining writes finish in the background.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, RankMan
 from offload.checkpoint.reader import chunk_buffers, set_direct
 from offload.native.io import disk_error
 
-_IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
-_BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
+_IN_FLIGHT = 4  # measured: with one write at a time, the disk is idle during hashing and copying
+_BUFFERS = _IN_FLIGHT + 1  # plus one being filled
 
 _T = TypeVar("_T")
 
 
 class Writer:
-    """Writes slices of parameters into `folder`, which a `Save` made. Used from one thread.
+    """Writes parameter slices into a folder created by `Save`. For use from one thread.
 
-    contents: of the whole checkpoint. num_bytes: handed in so far. spare_bytes: of the spare memory; 0 where there was
-    none to be had. A failed write is raised as DiskError by a later `write` or by `finish`; nothing is written after
-    it. Leaving the `with` block before `finish` has returned removes the file.
+    contents: entries for the whole checkpoint. num_bytes: bytes passed in so far. spare_bytes: size of the spare
+    memory; 0 if the allocation failed. A later `write` or `finish` raises a failed write as DiskError, and nothing is
+    written after the failure. Leaving the `with` block before `finish` has returned removes the file.
     """
 
     def __init__(
         self, folder: Path, rank: int, contents: Contents, *, chunk_bytes: int = CHUNK_BYTES, spare_bytes: int = 0
     ) -> None:
-        """`contents`: of the whole checkpoint, on every rank the same. `spare_bytes`: of memory, for chunks that wait
-        for the disk. Raises DiskError.
+        """Open the data file of a rank. Raises DiskError.
+
+        contents: entries for the whole checkpoint, equal on every rank. spare_bytes: extra memory for chunks waiting
+        for the disk.
         """
         self.path = folder / f"rank-{rank}.bin"
         self.num_bytes = 0
         self.contents, self._chunk_bytes = contents, chunk_bytes
         self._slices: list[tuple[str, str, Slice]] = []
         self._checksums: dict[int, str] = {}
-        # The one that was given back last comes first: of the spare memory only what is needed is ever touched.
+        # Last in, first out: reuse warm buffers, so only the needed part of the spare memory is ever touched.
         self._free: queue.LifoQueue[np.ndarray] = queue.LifoQueue()
         try:
             buffers = list(chunk_buffers(_BUFFERS + spare_bytes // chunk_bytes, chunk_bytes))
-        except OSError:  # a limit on addresses, or a system that promises no more than it has
+        except OSError:  # address-space limit, or strict overcommit
             spare_bytes, buffers = 0, list(chunk_buffers(_BUFFERS, chunk_bytes))
         self.spare_bytes = spare_bytes
         for buffer in buffers:
@@ -70,14 +72,14 @@ class Writer:
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
         self._writes: set[asyncio.Task[Any]] = set()
-        self._turns = asyncio.Semaphore(_IN_FLIGHT)  # who waits for his turn writes nothing after an error
+        self._turns = asyncio.Semaphore(_IN_FLIGHT)  # a write still waiting here is skipped after an error
         self._closing = asyncio.Lock()
         self._ended: Future[None] | None = None
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
-        # An interrupt may keep the one who opens it from closing it.
+        # An interrupt may prevent the owner from closing the writer.
         self._dropped = weakref.finalize(self, _end, self._loop)
         self._thread.start()
         try:
@@ -89,10 +91,10 @@ class Writer:
             raise
 
     def write(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
-        """Save elements from `begin` on of a flat parameter's plane. Waits while all buffers are being written.
+        """Save plane elements of a flat parameter, from `begin` on. Blocks while all buffers are in use.
 
-        tensor: contiguous, on the CPU, of the plane's dtype, any shape. Raises ValueError where it is not that or not
-        within the parameter, DiskError where an earlier write failed.
+        tensor: contiguous CPU tensor with the plane dtype, any shape. Raises ValueError for an unsuitable tensor or
+        range, DiskError if an earlier write failed.
         """
         check_span(self.contents, name, plane, begin, tensor)
         if not tensor.numel():
@@ -113,7 +115,7 @@ class Writer:
                 self._send()
 
     def end(self) -> None:
-        """All is handed in: what is left goes to the disk meanwhile."""
+        """Declare the data complete. The remaining writes continue in the background."""
         if self._ended is None:
             if self._chunk is not None:
                 self._send()
@@ -121,22 +123,24 @@ class Writer:
 
     @property
     def has_ended(self) -> bool:
-        """True once all is handed in."""
+        """True after `end`."""
         return self._ended is not None
 
     @property
     def is_done(self) -> bool:
-        """True once all is on the disk, or has failed: `finish` does not wait then."""
+        """True if all data are on disk or a write has failed: `finish` then returns without a wait."""
         return self._ended is not None and self._ended.done()
 
     def wait(self) -> None:
-        """Wait until all is on the disk, or has failed, and give the memory back. From any thread, after `end`."""
+        """Wait until all data are on disk or a write has failed, then free the buffers. Call after `end`, from any
+        thread.
+        """
         assert self._ended is not None
         self._ended.result()
         self._free = queue.LifoQueue()
 
     def finish(self) -> dict[str, Any]:
-        """Wait until all is on the disk; return this rank's part of the manifest, for JSON. Raises DiskError."""
+        """Wait until all data are on disk. Return the manifest part of this rank as JSON data. Raises DiskError."""
         self.end()
         self.wait()
         if self._error:
@@ -147,7 +151,7 @@ class Writer:
         return RankManifest(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
 
     def abort(self) -> None:
-        """Remove the file, and write nothing more; nothing to do after `finish`."""
+        """Stop writing and remove the file; no effect after `finish`."""
         if self._is_open:
             self._error = self._error or CancelledError()
             self._run(self._close(syncs=False))
@@ -162,7 +166,7 @@ class Writer:
         self.abort()
 
     def _note(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
-        """Add a slice, or lengthen the last one where this piece is its continuation."""
+        """Record a slice, merged with the previous one if adjacent."""
         end, offset = begin + tensor.numel(), self.num_bytes
         if self._slices:
             last_name, last_plane, last = self._slices[-1]
@@ -172,7 +176,7 @@ class Writer:
         self._slices.append((name, plane, Slice(begin, end, self.path.name, offset)))
 
     def _send(self) -> None:
-        """Have the chunk at hand written."""
+        """Queue the current chunk for writing."""
         assert self._chunk is not None
         index = (self.num_bytes - 1) // self._chunk_bytes
         writing = self._put(index, self._chunk, self.num_bytes - index * self._chunk_bytes)
@@ -183,7 +187,7 @@ class Writer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
-        """Write a chunk and give its buffer back; in the loop's thread."""
+        """Write a chunk and release the buffer. Runs in the event-loop thread."""
         task = asyncio.current_task()
         assert task is not None
         self._writes.add(task)
@@ -195,13 +199,13 @@ class Writer:
                     self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
                 except OSError as error:
                     self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
-                except Exception as error:  # whoever waits for a buffer must get it
+                except Exception as error:  # a caller waiting for a buffer must receive one
                     self._error = self._error or error
         self._free.put(chunk)
 
     async def _close(self, syncs: bool) -> None:
-        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing; whoever was
-        interrupted while he waited for it may come again before it has begun.
+        """Wait for all writes, then close the file. A second call has no effect; after an interrupt the caller may call
+        again before the first call has run.
         """
         async with self._closing:
             await asyncio.gather(*self._writes)
@@ -220,29 +224,29 @@ class Writer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too
+        self._dropped.detach()  # a finalizer would swallow exceptions, including Ctrl-C
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(RuntimeError):  # an interrupt came after it was closed
+    with contextlib.suppress(RuntimeError):  # already closed when the interrupt came
         loop.call_soon_threadsafe(loop.stop)
 
 
 async def _open(path: Path) -> Any:
     file = await aiofiles.open(path, "xb", buffering=0)
-    with contextlib.suppress(OSError):  # a file system that has none
+    with contextlib.suppress(OSError):  # unsupported by the file system
         set_direct(file.fileno(), True)
     return file
 
 
 def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
-    """Write a chunk; return its checksum."""
+    """Write a chunk. Return the checksum."""
     left, at = data.data, offset
     while left:
-        # What is no whole pages, the end of the file or what a full disk has no room for, has to go through the cache.
+        # Partial pages (end of file, or a short write on a full disk) must go through the page cache.
         if (len(left) | at) % mmap.PAGESIZE:
             set_direct(fd, False)
-        count = os.pwrite(fd, left, at)  # Python calls again after a signal
+        count = os.pwrite(fd, left, at)  # Python retries after a signal
         left, at = left[count:], at + count
     return checksum(data)
 

@@ -1,1 +1,1 @@
-"""The configuration: sections, their defaults and checks, presets, and the command line that fills them."""
+"""Run configuration: sections with defaults and checks, presets, and the command line."""

@@ -1,4 +1,4 @@
-"""The arguments of a call, compared with the types that they are annotated with."""
+"""Runtime type checks for call arguments against their annotations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from offload.errors import ConfigError, shorten
 
 
 def check_types(of: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError where an argument of a function, or a field of a dataclass, is of another type than its
-    annotation says. The message names the key that it has in a configuration.
+    """Raise ConfigError if an argument or a dataclass field does not match its annotation.
+
+    `of`: function or dataclass with the annotations. The message names the configuration key for the argument.
     """
     hints = _hints(of)
     for name, value in given.items():
@@ -36,9 +37,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
-    if kind in (int, float):  # a whole number is a number too, and a truth value is none
+    if kind in (int, float):  # an integer counts as a float, and a bool does not
         return isinstance(value, int | kind) and not isinstance(value, bool)
-    if origin in (tuple, Sequence):  # a list is as good as a tuple, and a text is no list of letters
+    if origin in (tuple, Sequence):  # a list counts as a tuple; a string is no list
         if not isinstance(value, tuple | list):
             return False
         kinds = parts if origin is tuple and ... not in parts else parts[:1] * len(value)

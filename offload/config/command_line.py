@@ -1,7 +1,7 @@
-"""The command line: YAML first, `--section.field VALUE` over it, and one way for every command to end.
+"""Command-line parsing (`--section.field VALUE` over a YAML file) and a common exit path for all commands.
 
-tyro reads the words and prints the help; the values stay text until pydantic sees them, so that a file and the command
-line are checked by the same code and complain in the same words.
+tyro parses the words and prints the help. Values stay text until pydantic validates them, so a YAML file and the
+command line share the same checks and the same error messages.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _Options = typing.TypeVar("_Options")
-_MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
+_MAX_WORD = 1000  # longest word printed in full: room for any readable path
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> typing.NoReturn:
-    """Run `main(argv)` and leave the process: 0 fine, 1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+    """Run `main(argv)` and exit the process: 0 success, 1 failure, 2 bad input, 3 does not fit, 130 interrupted.
 
-    Errors are one paragraph on stderr; `--debug` (or --run.debug) adds the traceback. --version is answered for all.
+    An error is one paragraph on stderr; `--debug` (or --run.debug) adds the traceback. Every command answers --version.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:
         print(versions())
         sys.exit(0)
     for stream in (sys.stdout, sys.stderr):
-        # A character that the stream's encoding lacks is escaped: what is printed ends no run.
+        # Escape characters unknown to the stream encoding: printing must not end a run.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # it asks a training run to save, and would end any other
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # asks a training run to save; would kill other commands
     debug = wants_debug(words)
     try:
         try:
@@ -63,11 +63,11 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         _complain(error, str(error), debug)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
-        _leave_to_first_here(error)  # all ranks were told
+        _leave_to_first_here(error)  # all ranks received the interrupt
         _complain(error, "interrupted; nothing was saved.", debug)
         sys.exit(InterruptedRun.exit_code)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        sys.stderr.close()  # the reader of the output has closed the pipe
         sys.exit(1)
     except Exception as error:
         hint = "" if debug else "; run with --debug for the traceback"
@@ -77,10 +77,12 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and what is built on it without the garbage collector, which would look through all of it again and
-    again while it grows: a fifth of the time. It stays out of later collections too, since none of it ever goes.
+    """Import torch and dependent libraries with the garbage collector off.
 
-    In a process that has torch already nothing is left to save, and what is there is not this command's alone.
+    Otherwise the collector scans the growing heap again and again, a fifth of the import time. Afterwards the imported
+    objects are frozen and stay out of later collections, since they live as long as the process.
+
+    If torch is already imported there is no time to save, and the heap belongs to other code too: then do nothing.
     """
     if "torch" in sys.modules:
         yield
@@ -94,7 +96,7 @@ def importing() -> Iterator[None]:
 
 
 def versions() -> str:
-    """Return the version of offload and of what decides its results, without importing them."""
+    """Return the versions of offload, Python, torch and transformers, without an import of torch or transformers."""
     import importlib.metadata
 
     found = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
@@ -109,15 +111,15 @@ def _interrupt(_number: int, _frame: Any) -> None:
 
 
 def _ignore_sigterm() -> None:
-    """This process is leaving: torchrun, which tells a rank so when another one has left, has nothing to add."""
-    for handler in (lambda *_: None, signal.SIG_IGN):  # the first one takes what came already
+    """Ignore SIGTERM in an exiting process. torchrun sends SIGTERM to a rank after another rank has exited."""
+    for handler in (lambda *_: None, signal.SIG_IGN):  # the first handler consumes a pending signal
         while signal.getsignal(signal.SIGTERM) != handler:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.signal(signal.SIGTERM, handler)
 
 
 def _leave_to_first_here(error: BaseException) -> None:
-    """Of the ranks of this machine, the first prints what all of them have."""
+    """Leave printing to the first rank on this machine if all ranks have the same error."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         leave_to_another_rank(error)
 
@@ -133,12 +135,12 @@ def _complain(error: BaseException, message: str, debug: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user something beside the results, which are on stdout."""
+    """Print a message on stderr. Results go to stdout."""
     print(text, file=sys.stderr)
 
 
 def wants_debug(words: Sequence[str]) -> bool:
-    """Tell whether the command line asks for tracebacks, even if the rest of it is wrong."""
+    """Tell whether the command line asks for tracebacks, even if the remaining words are invalid."""
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--debug" or name == "--run.debug":
@@ -148,8 +150,10 @@ def wants_debug(words: Sequence[str]) -> bool:
 
 
 def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
-    """Return the options of a command as a `kind`, a dataclass that tyro reads. Raises ConfigError for an unknown
-    option; a missing or impossible value ends the process with 2, --help with 0.
+    """Parse the options of a command into a `kind`, a dataclass read by tyro.
+
+    Raises ConfigError for an unknown option. A missing or impossible value ends the process with exit code 2, --help
+    with 0.
     """
     import tyro
 
@@ -165,7 +169,9 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
 
 
 def as_utf8(word: str, option: str) -> str:
-    """Return the text of a word in UTF-8, of which a locale of ASCII leaves bytes. Raises ConfigError."""
+    """Return a word decoded as UTF-8. Under an ASCII locale, Python keeps undecoded bytes in the word. Raises
+    ConfigError.
+    """
     try:
         return word.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -173,7 +179,7 @@ def as_utf8(word: str, option: str) -> str:
 
 
 def _missing(kind: type[Any], words: Sequence[str]) -> str | None:
-    """Return the name of an option that has no default and is not among the words; None where there is none."""
+    """Return the name of a required option absent from the words; None if all are present."""
     import tyro
 
     given = {word.partition("=")[0].replace("_", "-") for word in words}
@@ -187,7 +193,7 @@ def _missing(kind: type[Any], words: Sequence[str]) -> str | None:
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
-    """Return how many ranks --gpus asks for (1 without it), and the other words. Raises ConfigError."""
+    """Return the number of ranks from --gpus (1 without the option) and the remaining words. Raises ConfigError."""
     rest: list[str] = []
     given: list[str] = []
     remaining = iter(words)
@@ -211,19 +217,19 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
 
 
 class OwnOption(typing.NamedTuple):
-    """An option that a command has beside the configuration."""
+    """An option of one command, in addition to the configuration."""
 
     metavar: str
-    """The value as the help shows it; where that begins with {true, the option may be given alone."""
+    """Value shown in the help. With a leading "{true" the option may appear without a value."""
     default: str
-    """The default as the help shows it."""
+    """Default shown in the help."""
     help: str
 
 
 def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
-    """Return the checked configuration of `train` from its command line.
+    """Return the checked configuration of `train` from the command line.
 
-    Raises ConfigError, which one rank of a machine prints; --help exits 0.
+    Raises ConfigError, printed by one rank per machine. --help exits with 0.
     """
     return parse_command(words, prog=prog, description=description, may_go_on=True)[0]
 
@@ -236,10 +242,10 @@ def parse_command(
     own: Mapping[str, OwnOption] | None = None,
     may_go_on: bool = False,
 ) -> tuple[Config, dict[str, str | None]]:
-    """Return the checked configuration of a command that takes what `train` does, and the text of its `own` options by
-    name, such as same-order: None where it is not given. `may_go_on`: as in `Config.check`.
+    """Return the checked configuration and the text of each option in `own` by name, for example same-order; None: not
+    given.
 
-    Raises ConfigError, which one rank of a machine prints; --help exits 0.
+    may_go_on: see `Config.check`. Raises ConfigError, printed by one rank per machine. --help exits with 0.
     """
     try:
         from offload.config.options import read_command
@@ -251,7 +257,7 @@ def parse_command(
 
 
 def is_on(own: Mapping[str, str | None], name: str) -> bool:
-    """Read an option of `parse_command` that may be given alone. Raises ConfigError."""
+    """Tell whether a flag from `parse_command` is on; a flag alone counts as true. Raises ConfigError."""
     text = own[name]
     if text not in (None, "true", "false"):
         raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")

@@ -1,7 +1,7 @@
-"""What a run is told: read from YAML, the command line or Python, checked once.
+"""Run configuration, read from YAML, the command line or Python and validated once.
 
-Every value knows where it came from (`Config.origin`), and the resolved configuration can be written and read back.
-No torch here: `--help` and a typing error must answer at once.
+Every value records where the value came from (`Config.origin`), and the resolved configuration can be written and read
+back. This module never imports torch: `--help` and a misspelled option must get an answer at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from offload.config.sections import parse_size as parse_size
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 
 BUILTIN_DEVICE_MEMORY = 9 * 2**20
-"""Of the built-in run on a CPU: its states are 16 MiB, so they have to stream. (A GPU's allocator, which a budget
-bounds, takes more at once.)
+"""Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
+budget bounds the allocator, and the allocator reserves more at once.)
 """
 _FIXED = (
     "data",
@@ -57,14 +57,14 @@ _FIXED = (
     "optimizer.freeze",
     "run.seed",
 )
-"""Sections and keys that make another run when they change: other data, another order, another model."""
+"""Sections and keys fixed for a run: another value changes the data, the data order or the model."""
 _OF_THE_PROCESS = (
     "run.dir",
     "run.name",
     "run.debug",
     "checkpoint.resume",
     "optimizer.reset",
-)  # never taken over from an earlier process
+)  # Never copied from an earlier process.
 _NAMES_OF_FILES = (
     "run.dir",
     "run.name",
@@ -79,9 +79,9 @@ _NAMES_OF_FILES = (
     "checkpoint.resume",
 )
 _OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
-"""What may change where the states of the update rule begin anew."""
+"""Keys free to change with `optimizer.reset`: the rule starts with new optimizer states."""
 _OF_ANY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
-"""What another rule takes over of a run that is resumed."""
+"""Keys kept from the earlier run even when another update rule resumes the run."""
 _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
     "data.num_workers",
@@ -92,13 +92,15 @@ _OF_THE_MACHINE = (
     "train.sequence_parallel",
     "optimizer.warmup_steps",
 )
-"""What follows from the machine, or from the steps, and is found anew where it was found."""
+"""Keys derived from the machine or from the number of steps. A resumed run resolves them again if the earlier run had
+resolved them.
+"""
 _TIMING = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
-"""Of the offload section: what says nothing about where states are."""
+"""Fields in the offload section with no influence on the tier of any state."""
 
 
 class Config(BaseModel):
-    """The whole configuration of a run. `Config()` is the built-in run; `Config.load` reads a file."""
+    """Configuration of a run. `Config()` is the built-in run; `Config.load` reads a file."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -134,9 +136,9 @@ class Config(BaseModel):
         origin: str = "python",
         may_go_on: bool = False,
     ) -> Config:
-        """Read a YAML file (or none) and put `overrides` over it: {"train.steps": 10} or {"train": {"steps": 10}}.
+        """Read a YAML file (optional) and apply `overrides`: {"train.steps": 10} or {"train": {"steps": 10}}.
 
-        `origin` says in the written configuration where the overrides came from; `may_go_on` as in `check`. Raises
+        `origin` is the source recorded for the overrides in the written configuration. `may_go_on`: see `check`. Raises
         ConfigError.
         """
         values = _renamed(_flatten(_read_yaml(Path(path)))) if path is not None else {}
@@ -149,7 +151,7 @@ class Config(BaseModel):
             section, _, field = key.partition(".")
             if not field:
                 sections[section] = value
-            elif isinstance(sections.setdefault(section, {}), dict):  # what is no section is refused as it stands
+            elif isinstance(sections.setdefault(section, {}), dict):  # not a section: the model below rejects the value
                 sections[section][field] = value
         config = cls(**sections)
         config._origins.update({key: where for key, where in origins.items() if "." in key})
@@ -157,34 +159,34 @@ class Config(BaseModel):
         return config
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Return ("section.field", value) of every setting, in the order of the contract."""
+        """Return ("section.field", value) for every setting, in declaration order."""
         return ((key, self.get(key)) for key in all_keys())
 
     def get(self, key: str) -> Any:
         return attrgetter(key)(self)
 
     def origin(self, key: str) -> str:
-        """Return where a value came from: default, file, command line, python or resolved."""
+        """Return the source of a value: default, file, command line, python or resolved."""
         section, field = key.split(".")
         assigned = field in getattr(self, section).model_fields_set
         return self._origins.get(key, "python" if assigned else "default")
 
     @property
     def has_gradients(self) -> bool:
-        """True where steps make a backward, as they do by all update rules but those that train by forwards alone."""
+        """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
         return OFFERS[self.optimizer.name].has_gradients
 
     @property
     def adapts(self) -> bool:
-        """True where an adapter trains, over weights that are frozen."""
+        """True if an adapter is trained over frozen weights."""
         return bool(self.lora.rank or self.lora.config or self.lora.adapter)
 
     def is_default(self, *keys: str) -> bool:
-        """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
+        """Tell whether all given sections ("model") and keys ("train.batch_size") still have their defaults."""
         return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
 
     def with_resolved(self, **values: Any) -> Config:
-        """Return a copy with values decided by the program: keys as section__field."""
+        """Return a copy with values decided by the program. The arguments are named section__field."""
         copy = self.model_copy(deep=True)
         for name, value in values.items():
             section, field = name.split("__")
@@ -194,15 +196,15 @@ class Config(BaseModel):
         return copy
 
     def to_dict(self) -> dict[str, tuple[Any, str]]:
-        """Return (value, origin) of every key, for JSON: what `resumed` takes."""
+        """Return {key: (value, origin)} for all keys, ready for JSON and for `resumed`."""
         return {key: (value, self.origin(key)) for key, value in self.items()}
 
     def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
-        """Return a copy in which everything that nobody set is as in the run that is resumed.
+        """Return a copy with every unset value taken from the run to resume.
 
-        saved: its `to_dict`, out of the checkpoint at `where`. What that run decided by itself, such as the learning
-        rate or how it clips, stays decided; how far it fetched ahead is found anew. Raises ConfigError, which names the
-        keys, where something is set otherwise that would make another run of it.
+        saved: `to_dict()` of the earlier run, stored in the checkpoint at `where`. Values resolved by the earlier run,
+        like the learning rate or the clipping mode, stay; values derived from the machine, like the prefetch distance,
+        are resolved again. Raises ConfigError with the keys if a value fixed for the run was set differently.
         """
         saved = _renamed(saved)
         was = Config.load(None, {key: value for key, (value, _) in saved.items()})
@@ -242,14 +244,16 @@ class Config(BaseModel):
         return copy
 
     def with_note(self, key: str, text: str) -> Config:
-        """Return a copy whose YAML says something more about a value."""
+        """Return a copy with an extra comment on one value in the YAML output."""
         copy = self.model_copy(deep=True)
         copy._notes[key] = f"; {text}"
         return copy
 
     def check(self, *, may_go_on: bool = False) -> None:
-        """Refuse what cannot work: names of files, and combinations. `may_go_on`: these are left to `resumed` where
-        there is a run to go on with, whose settings are in them. Raises ConfigError.
+        """Reject impossible file names and impossible combinations. Raises ConfigError.
+
+        may_go_on: skip the combinations if a run to resume may exist, because the saved settings can still change them;
+        `resumed` checks the combinations then.
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
@@ -275,7 +279,7 @@ class Config(BaseModel):
             self._check_combinations()
 
     def _finds_run(self) -> bool:
-        """Tell whether there may be a run to go on with: a checkpoint is named, or the run folder has some."""
+        """Tell whether a run to resume may exist: a named checkpoint, or a run folder with a `checkpoints` folder."""
         resume, folder = self.checkpoint.resume, self.run.dir
         if resume != "auto":
             return resume != "never"
@@ -309,7 +313,7 @@ class Config(BaseModel):
             check(self)
 
     def check_source(self) -> None:
-        """Refuse data that nobody named, for a model of the user's and for preferences. Raises ConfigError."""
+        """Require an explicit data source for a user model and for preference training. Raises ConfigError."""
         is_named = self.origin("data.source") != "default" or bool(self.data.sources)
         if self.train.method != "sft" and not is_named:
             raise ConfigError(
@@ -324,14 +328,14 @@ class Config(BaseModel):
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
+        """Reject a batch or sequence-parallel size impossible for `world_size` ranks. Raises ConfigError."""
         _check_ranks(self, world_size)
 
     def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
-        """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
-        engine decides train.clip, offload.update and offload.prefetch.
+        """Return a copy with open values decided from the machine and the model.
 
-        `max_positions`: the longest sequence of the model, None for no limit.
+        The engine decides train.clip, offload.update and offload.prefetch later. max_positions: longest sequence of the
+        model in tokens; None: no limit.
         """
         model, train, optimizer = self.model, self.train, self.optimizer
         preset = model.preset or (None if model.path else "tiny")
@@ -349,7 +353,7 @@ class Config(BaseModel):
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
-        pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # TRL's
+        pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= OFFERS[optimizer.name].rate
         of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
@@ -374,8 +378,8 @@ class Config(BaseModel):
         )
 
     def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
-        """Return a copy with the steps that `train.epochs` comes to, by `num_steps(epochs)`, and the warmup that
-        follows.
+        """Return a copy with the number of steps for `train.epochs`, computed by `num_steps(epochs)`, and the matching
+        warmup.
         """
         steps, warmup = self.train.steps, self.optimizer.warmup_steps
         if steps is None and self.train.epochs is not None:
@@ -385,7 +389,7 @@ class Config(BaseModel):
         return self.with_resolved(train__steps=steps, optimizer__warmup_steps=warmup)
 
     def to_yaml(self) -> str:
-        """Return YAML that `Config.load` reads back to the same values, each with its origin as a comment."""
+        """Return YAML from which `Config.load` reads the same values. A comment on each line gives the origin."""
         lines = []
         previous = ""
         for key, value in self.items():
@@ -417,11 +421,11 @@ _OF_METHODS = {
     "train.loss_type": ("dpo",),
     "train.center_rewards_coefficient": ("reward",),
 }
-"""Methods of training that have a setting."""
+"""Training methods for which each setting exists."""
 
 
 def _check_method(config: Config) -> None:
-    """Refuse what cannot be where pairs of answers are learned from, and what is for these, or for text, alone."""
+    """Reject settings in conflict with train.method: some exist for preference pairs alone, others for text alone."""
     method, data, size = config.train.method, config.data, config.train.sequence_parallel
     if size > 1 and method != "sft":
         raise ConfigError(
@@ -468,7 +472,7 @@ def _check_method(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    """Refuse two models, and the weights of none."""
+    """Reject two models at once, and pretrained weights without a model folder."""
     if config.model.path is not None and config.model.preset is not None:
         raise ConfigError(
             f"model.path ({config.model.path}) and model.preset ({config.model.preset}) are both set; leave one of "
@@ -482,7 +486,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_rule(config: Config) -> None:
-    """Refuse settings that the update rule does not have."""
+    """Reject settings unknown to the update rule."""
     rule = config.optimizer.name
     rules = [rule, *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in OFFERS)]
     for key in dict.fromkeys(key for offer in OFFERS.values() for key in offer.keys):
@@ -519,7 +523,7 @@ def _check_rule(config: Config) -> None:
 
 
 def _check_adapter(config: Config) -> None:
-    """Refuse settings of an adapter that there is none of, or that is described twice."""
+    """Reject adapter settings without an adapter, and an adapter described twice."""
     lora = config.lora
     wholes = [f"lora.{name}" for name in ("config", "adapter") if getattr(lora, name) is not None]
     others = [
@@ -527,7 +531,7 @@ def _check_adapter(config: Config) -> None:
         for name, field in LoraSection.model_fields.items()
         if name not in ("config", "adapter")
         and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") == "command line"))
-    ]  # the configuration that a run has written has all keys
+    ]  # a configuration file written by a run has all keys
     restarts = [name for name in others if name.startswith("lora.restart_")]
     if others and not config.adapts:
         raise ConfigError(
@@ -550,7 +554,7 @@ def _check_adapter(config: Config) -> None:
 
 
 def _check_frozen(config: Config) -> None:
-    """Refuse to freeze what is frozen, and what no checkpoint would have."""
+    """Reject optimizer.freeze for an already frozen model, and for frozen weights missing from checkpoints."""
     if not config.optimizer.freeze:
         return
     given = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
@@ -572,7 +576,7 @@ def _check_frozen(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """Refuse settings about the best evaluation of a run that would have one at the most."""
+    """Reject settings about the best evaluation if the run has at most one evaluation."""
     train, checkpoint = config.train, config.checkpoint
     asked = {
         "train.early_stopping_patience": train.early_stopping_patience is not None,
@@ -609,7 +613,7 @@ def _check_best(config: Config) -> None:
 
 
 def _check_restarts(config: Config) -> None:
-    """Refuse to restart an adapter whose base or moments could not be changed."""
+    """Reject adapter restarts if the base weights or the moments cannot be changed."""
     every, warmup = config.lora.restart_every, config.lora.restart_warmup_steps
     for key, wanted in (
         ("offload.frozen_weights", ("exact",)),
@@ -647,15 +651,16 @@ def _can_be_a_file(name: str) -> bool:
 
 
 def _names_in(value: Any) -> list[str]:
-    """Return the names of files in a setting: one, several, or those of sources."""
+    """Return the file names in a setting: a single name, several names, or data sources."""
     if value is None or isinstance(value, str):
         return [value] if value else []
     return [each if isinstance(each, str) else each["path"] for each in value]
 
 
 def _has_moved(key: str, was: Any) -> bool:
-    """Tell whether what a key named is gone, so that another name may be the same thing in another place. Whether it is
-    shows later: the data are compared by their tokens, and the model is the checkpoint's.
+    """Tell whether the files named by a setting are gone. The new name may then mean the same files in another place.
+
+    Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
     """
     if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not was:
         return False
@@ -664,7 +669,7 @@ def _has_moved(key: str, was: Any) -> bool:
 
 
 def _is_one_of(key: str, names: Iterable[str]) -> bool:
-    """Tell whether a key is one of these, or in one of these sections."""
+    """Tell whether `key` is one of `names`, or lies in a section among them."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
@@ -674,7 +679,7 @@ def _default_share(data: DataSection) -> float:
 
 def _default_length(preset: str | None, max_positions: int | None) -> int:
     length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
-    return length // 64 * 64 or length  # some tables of positions hold a few rows that are not positions
+    return length // 64 * 64 or length  # some position tables have a few extra rows
 
 
 def all_keys() -> list[str]:
@@ -704,7 +709,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, content in values.items():
         if content is None and section in Config.SECTIONS:
-            continue  # a section with nothing under it
+            continue  # an empty section
         is_section = isinstance(content, Mapping) and content and "." not in str(section)
         own = (
             {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
@@ -718,7 +723,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the present names of their keys. Raises ConfigError where one has both of its names."""
+    """Return the values under current key names. Raises ConfigError if a key appears under both names."""
     for key in values:
         if present_name(key) != key and present_name(key) in values:
             raise ConfigError(
@@ -732,19 +737,19 @@ def _yaml_value(value: Any) -> str:
     return text.strip().removesuffix("...").strip()
 
 
-_REPR = reprlib.Repr()  # a value of a file may be deep, or contain itself
+_REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain itself
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
 
 
 def _show(value: Any) -> str:
-    """Show a value of any kind, as the user would have written it."""
+    """Format any value in the form a user would write."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else shorten(_REPR.repr(value))
 
 
 def _explain(error: ValidationError) -> str:
-    """Turn pydantic's findings into one paragraph: key, value, what is allowed."""
+    """Turn pydantic errors into one paragraph: key, value, allowed values."""
     found = error.errors()
     unknown = [".".join(map(str, item["loc"][:2])) for item in found if item["type"] == "extra_forbidden"]
     wrong = [item for item in found if item["type"] != "extra_forbidden"]
@@ -767,7 +772,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _meant_value(key: str, item: Mapping[str, Any]) -> str:
-    """Return ` (did you mean VALUE?)` of a value that another key has, or of the nearest that this key has."""
+    """Return ` (did you mean VALUE?)`: a value known to another key, else the nearest allowed value for this key."""
     value = str(item["input"])
     meant = familiar(value)
     if meant and meant != key:
@@ -776,7 +781,7 @@ def _meant_value(key: str, item: Mapping[str, Any]) -> str:
 
 
 def unknown_keys(unknown: Iterable[str]) -> str:
-    """Return the sentences about keys that do not exist, each with the one that is meant."""
+    """Return sentences about unknown keys, each with the probably intended key."""
     sections = [key for key in dict.fromkeys(unknown) if key in Config.SECTIONS]
     sentences = [
         f"{section} is a section; its keys are {', '.join(k for k in all_keys() if k.startswith(section + '.'))}."
@@ -795,8 +800,8 @@ def unknown_keys(unknown: Iterable[str]) -> str:
 
 
 def _meant_key(key: str) -> str:
-    """Return ` (did you mean KEY?)`: of the same name in another section, by the name it has in other trainers, or the
-    nearest.
+    """Return ` (did you mean KEY?)`: the same name in another section, the equivalent in another trainer, or the
+    nearest key.
     """
     section, _, field = key.partition(".")
     keys = all_keys()

@@ -1,4 +1,4 @@
-"""Several sources of data as a configuration has them: mappings in axolotl's words, checked by themselves."""
+"""Data sources in a configuration: mappings with axolotl keys, validated separately."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from offload.errors import nearest, shorten
 
 Format = Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
 _FORMATS = {**{name: name for name in get_args(Format)}, "completion": "jsonl", "chat_template": "messages"}
-"""Names of formats; the last two are axolotl's."""
+"""Format names; the last two come from axolotl."""
 _KEYS = ("path", "type", "split", "name", "revision", "weight", "columns")
 
 
 def as_sources(value: Any) -> Any:
-    """Take a path, a mapping of a source, or a list of either; what is neither is left for its type to refuse. Raises
-    ValueError.
+    """Convert a path, a source mapping, or a list with either to a tuple (mappings only). Raises ValueError.
+
+    A value with another type is returned unchanged; the field type then rejects the value.
     """
     if value is None or value == "none":
         return ()
@@ -58,7 +59,7 @@ def _as_source(value: Any) -> dict[str, Any]:
 
 
 def as_columns(value: Any) -> Any:
-    """Take {key of the format: name of the column}. Raises ValueError."""
+    """Return {format key: column name} as a dict. Raises ValueError."""
     if value is None or value == "none":
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):

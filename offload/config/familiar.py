@@ -1,6 +1,6 @@
-"""What the settings of other trainers are called here: for the suggestion when one of them is typed.
+"""Setting names in other trainers, for suggestions after an unknown key.
 
-The names are those of transformers' TrainingArguments, TRL, LLaMA-Factory, axolotl and DeepSpeed.
+Sources: transformers TrainingArguments, TRL, LLaMA-Factory, axolotl and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split
 
 
 _RENAMED = {"data.eval_fraction": "data.eval_share"}
-"""Keys of earlier versions, which configurations and checkpoints may still have."""
+"""Keys from earlier versions, still found in configurations and checkpoints."""
 
 
 def present_name(key: str) -> str:
-    """Return what a key is called now."""
+    """Return the current name for a key."""
     return _RENAMED.get(key.replace("-", "_"), key)
 
 
 def familiar(name: str) -> str | None:
-    """Return what a setting of another trainer is called here: a key, or an option, perhaps with a word about it."""
+    """Return the equivalent here for a setting in another trainer: a key or an option, perhaps with a short remark."""
     return FAMILIAR.get(name.lower().replace("-", "_"))

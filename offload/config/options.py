@@ -1,6 +1,6 @@
-"""The options of a command: the words that tyro reads, and the help that it prints of them.
+"""Command options: the class parsed by tyro, and the help text.
 
-Apart from `command_line`, so that an interrupt while tyro and pydantic are loaded finds a command that can end.
+Separate from `command_line`, so an interrupt during the import of tyro and pydantic already meets a working exit path.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _ABOUT_GPUS = (
     "torchrun --standalone --nproc-per-node N, which several machines need."
 )
 _Own = Mapping[str, tuple[str, str, str]]
-"""Options of the command's own, by name: each a `command_line.OwnOption`."""
+"""Options of a single command by name, each a `command_line.OwnOption`."""
 _BESIDE_SECTIONS = {
     "config": ("FILE.yaml", "", "Read settings from this file; the command line overrides it."),
     "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
     "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
 }
-"""Options by name: the value and the default as the help shows them, and the help."""
-_UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
+"""Options by name: (value in the help, default in the help, help text)."""
+_UNSET = "\0"  # tyro parses the word None as None, so an absent option needs a value impossible to type
 
 
 def read_command(
     words: Sequence[str], prog: str, description: str, own: _Own, may_go_on: bool
 ) -> tuple[Config, dict[str, str | None]]:
-    """Do what `command_line.parse_command` says."""
+    """Implement `command_line.parse_command`."""
     words = _normalise(words, own)
     parsed: Any
     parsed, unknown = tyro.cli(
@@ -65,7 +65,7 @@ def read_command(
 
 
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:
-    """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
+    """Add the implied value to flags (`--run.debug` means true), and reject an option without a value."""
     own_flags = {name.replace("-", "_") for name, option in own.items() if option[0].startswith("{true")}
     flags = {"debug"} | own_flags | {key for key in all_keys() if _field(key).annotation is bool}
     values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
@@ -112,7 +112,7 @@ def _field(key: str) -> FieldInfo:
 
 
 def value_of(name: str, field: FieldInfo) -> str:
-    """Return what the help shows as the value: the choices, or the kind."""
+    """Return the value shown in the help: the choices, or the type."""
     if "none" in str(field.description) and name.endswith(("_memory", "_bytes")):
         return "SIZE"
     choices = [
@@ -131,7 +131,7 @@ def value_of(name: str, field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is given on the command line."""
+    """Return a value in command-line notation."""
     if value is None:
         return "none"
     if isinstance(value, tuple):
@@ -152,7 +152,7 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
 
 
 def _command_line(own: _Own) -> type:
-    """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
+    """Build the dataclass for tyro: a few options, and the configuration sections with every value as text."""
     options: list[tuple[str, Any, Any]] = []
     for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
         aliases = [f"--{name}"] if "-" in name else None
@@ -161,6 +161,6 @@ def _command_line(own: _Own) -> type:
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__
-        told = tyro.conf.arg(help=section.__doc__)  # else tyro reads this file's source for a comment on it
+        told = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment
         options.append((name, Annotated[mirror, told], dataclasses.field(default_factory=mirror)))
     return dataclasses.make_dataclass("CommandLine", options)

@@ -1,4 +1,4 @@
-"""What the command line offers of each update rule. (The rules themselves need torch, which takes seconds to load.)"""
+"""Settings and defaults for each update rule. The rules themselves need torch, and loading torch takes seconds."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ RuleName = Literal["adamw", "lion", "sgd", "adafactor", "lomo", "adalomo", "muon
 
 @dataclass(frozen=True)
 class Offer:
-    """A rule as configurations know it."""
+    """Settings and default values of one update rule."""
 
     keys: tuple[str, ...]
-    """Of the optimizer section: what it has of that which not all rules have."""
+    """Keys in the optimizer section supported by this rule but not by every rule."""
     rate: float = 1.0
-    """Its default learning rate, in AdamW's."""
+    """Default learning rate relative to AdamW."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Other defaults than AdamW's, by whole keys."""
+    """Defaults different from AdamW, by full key ("optimizer.betas")."""
     has_gradients: bool = True
-    """Whether a step makes a backward."""
+    """True if a step runs a backward pass."""
 
 
-# Whose gradients do not wait for the norm would compute twice to clip them.
+# Rules without stored gradients would need a second backward to clip by norm, so clipping is off by default.
 _UNCLIPPED = {"optimizer.weight_decay": 0.0, "train.max_grad_norm": None}
 OFFERS: Mapping[str, Offer] = {
     "adamw": Offer(("betas", "eps", "states")),
-    # By its paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times less than AdamW's, and its weight
-    # decay as many times more.
+    # The paper (arXiv:2302.06675, section 5) recommends a learning rate 3 to 10 times smaller than for AdamW, and a
+    # weight decay larger by the same factor.
     "lion": Offer(("betas", "states"), 0.1, {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1}),
     "sgd": Offer(("momentum",)),
     "adafactor": Offer(("beta2_decay", "d"), 10.0, {"optimizer.weight_decay": 0.0}),
@@ -37,7 +37,7 @@ OFFERS: Mapping[str, Offer] = {
     "muon": Offer(
         ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"), 1.0, {"optimizer.weight_decay": 0.1}
     ),
-    # Its steps are noisier the wider the model is: its authors (arXiv:2305.17333) take 1e-7 to 1e-6 for large models.
+    # Step noise grows with model width: the authors (arXiv:2305.17333) use 1e-7 to 1e-6 for large models.
     "mezo": Offer(
         ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile", "master"),
         0.05,

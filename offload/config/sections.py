@@ -1,4 +1,4 @@
-"""The sections of a configuration: every setting with its type, default and help. `config.py` puts them together."""
+"""Configuration sections: every setting with type, default and help text. `config.py` combines them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _SIZE_UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
-"""Bytes by unit, in lower case. A letter alone is a binary unit, as of `free -h`, Slurm and Docker."""
+"""Bytes per unit, in lower case. A single letter is a binary unit, as in `free -h`, Slurm and Docker."""
 _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
-"""Budgets below, without a unit, have lost one: as a text, and as a number, in which a run writes its own budgets."""
+"""Smallest plausible budgets without a unit, in bytes: for text typed by a user, and for a bare number as a run writes
+them. Below, the unit was probably forgotten.
+"""
 
 
 def parse_size(value: Any, key: str | None = None) -> int | None:
-    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number; None stays None
-    (no limit).
+    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number. None stays None (no limit).
 
-    Raises ConfigError; its message begins with `key` if that is given.
+    Raises ConfigError. The message begins with `key` if given.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
         return None
@@ -55,7 +56,7 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
 
 
 def _as_budget(value: Any) -> int | None:
-    """Do what `parse_size` does, and refuse a number that has lost its unit."""
+    """Parse a size like `parse_size`, and reject a number with a forgotten unit."""
     num_bytes = parse_size(value)
     least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
     if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
@@ -76,7 +77,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _as_words(value: Any) -> Any:
-    """Take several words as a list, as several arguments, or as one text with spaces."""
+    """Accept several words as a list, as several arguments, or as one text with spaces."""
     words = _as_list(value)
     if isinstance(words, tuple) and all(isinstance(word, str) for word in words):
         return tuple(part for word in words for part in word.split())
@@ -84,7 +85,7 @@ def _as_words(value: Any) -> Any:
 
 
 def _as_numbers(value: Any) -> Any:
-    """Take [0.9, 0.95] as a list, as several words, or as one word with commas."""
+    """Accept [0.9, 0.95] as a list, as several words, or as one word with commas."""
     words = [value] if isinstance(value, str) else value
     if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
         return tuple(part for word in words for part in word.strip("[]() ").replace(",", " ").split())
@@ -92,7 +93,7 @@ def _as_numbers(value: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no key of a mapping may stand twice: the first would be dropped."""
+    """YAML loader with an error for duplicate keys; PyYAML would silently drop the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -107,31 +108,31 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a text in YAML says. Raises ValueError."""
+    """Parse a YAML text. Raises ValueError."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
     except RecursionError:
         raise ValueError("it is not YAML that can be read: it is nested too deeply") from None
-    except Exception as error:  # a tag that does not fit its value is met by whatever conversion it leads to
+    except Exception as error:  # a tag unsuited to the value fails with the error type of the conversion
         raise ValueError(f"it is not YAML that can be read: {shorten(str(error))}") from None
 
 
 def _as_yaml(value: Any) -> Any:
-    """Read structured text from the command line."""
+    """Parse structured text from the command line."""
     if not isinstance(value, str):
         return value
     return read_yaml(value)
 
 
 def _as_structure(value: Any) -> Any:
-    """Read a text that begins as a list or a mapping does; another one is a path."""
+    """Parse text with a leading [ or {; any other text is a path."""
     return _as_yaml(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
 
 
 def _as_groups(value: Any) -> Any:
-    """Take {regex: {key: number}}, or a list of [regex, {key: number}], or either of them as YAML text."""
+    """Accept {regex: {key: number}}, a list of [regex, {key: number}], or YAML text with either."""
     value = _as_yaml(value)
     if isinstance(value, Mapping):
         return tuple(value.items())
@@ -139,7 +140,7 @@ def _as_groups(value: Any) -> Any:
 
 
 def _as_group_value(value: Any) -> float | str:
-    """Take a finite number, or the name of an update rule."""
+    """Accept a finite number, or the name of an update rule."""
     if isinstance(value, str) and value in OFFERS:
         return value
     with contextlib.suppress(TypeError, ValueError):
@@ -149,7 +150,7 @@ def _as_group_value(value: Any) -> float | str:
 
 
 def _as_throttle(value: Any) -> Any:
-    """Take {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. What is in it, the lanes check."""
+    """Accept {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. The lanes validate them."""
     value = _as_yaml(value)
     if value is None or value == "none":
         return None
@@ -159,7 +160,7 @@ def _as_throttle(value: Any) -> Any:
 
 
 def _with_latency(fields: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Read a number that YAML takes for text, such as 1e-3."""
+    """Convert a latency parsed by YAML as text, for example 1e-3, to a number."""
     latency = fields.get("latency_seconds")
     with contextlib.suppress(ValueError):
         latency = float(latency) if isinstance(latency, str) else latency
@@ -193,7 +194,7 @@ def _as_tile(value: Any) -> Any:
 
 
 def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
-    """Return auto, or what `parse_size` does."""
+    """Return "auto", or a number of bytes like `parse_size`."""
     return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
 
 
@@ -225,11 +226,13 @@ StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
 GIVEN = "python:"
-"""Before the class of a model that `Trainer` was given, as model.path."""
+"""Prefix in model.path before the class name, for a model object passed to `Trainer`."""
 
 
 class Section(BaseModel):
-    """Settings: unknown keys are refused, assignments are checked. What stands below a field is its help."""
+    """Base class for sections. Unknown keys are rejected and assignments validated. Attribute docstrings become help
+    texts.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -247,7 +250,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _words(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read `none` where nothing is allowed, and keep true and false out of numbers and names."""
+        """Turn `none` into None if allowed, and reject true and false as numbers and names."""
         kinds = kinds_in(cls.model_fields[str(info.field_name)].annotation)
         if type(None) in kinds and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
@@ -257,22 +260,22 @@ class Section(BaseModel):
 
 
 def kinds_in(annotation: Any) -> list[Any]:
-    """Return a type and all that it is made of."""
+    """Return a type followed by all nested type arguments."""
     return [annotation, *(kind for part in typing.get_args(annotation) for kind in kinds_in(part))]
 
 
 class RunSection(Section):
-    """Where the run is written, and what makes it repeatable."""
+    """Run folder, loggers and seed."""
 
     dir: str | None = None
-    """Folder of this run. none: runs/NAME, or the first free runs/NAME-N."""
+    """Run folder. none: runs/NAME, or the first free runs/NAME-N."""
     name: Annotated[str, Field(min_length=1)] = "train"
-    """Name of the run: of its folder and in its records."""
+    """Run name, used for the folder and in the records."""
     seed: Natural = 0
-    """Seed of initial weights, data order, dropout and the printed sample."""
+    """Seed for initial weights, data order, dropout and the printed sample."""
     report_to: Strings = ()
-    """Loggers that get the numbers of metrics.jsonl too, several separated by spaces: tensorboard, wandb, trackio,
-    mlflow. Each is a package of its own. none: none.
+    """Extra loggers for the numbers in metrics.jsonl, separated by spaces: tensorboard, wandb, trackio, mlflow. Each
+    needs a separate package. none: no extra logger.
     """
     debug: bool = False
     """Show tracebacks; poison freed buffers and check for races (slower)."""
@@ -282,16 +285,17 @@ class ModelSection(Section):
     """The model: a Hugging Face folder, a config.json, or a named shape."""
 
     path: str | None = None
-    """Model folder, hub name, or config.json. none: model.preset decides."""
+    """Model folder, hub name, or config.json. none: use model.preset."""
     preset: str | None = Field(
         default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
     )
     init: Literal["auto", "pretrained", "random"] = "auto"
-    """Weights: pretrained (read from model.path) or random (the family's own initialisation). auto: pretrained for a
-    folder or hub name, random for a preset or a config.json.
+    """Initial weights: pretrained (read from model.path) or random (initialization of the model family). auto:
+    pretrained for a folder or hub name, random for a preset or a config.json.
     """
     attention: str = "auto"
-    """Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice."""
+    """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
+    """
 
     @field_validator("preset")
     @classmethod
@@ -302,249 +306,250 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The text, and how it becomes rows of tokens."""
+    """Training data, and the conversion to rows of tokens."""
 
     source: Strings = ("builtin:stdlib",)
-    """builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders, globs, URLs
-    and names of data sets; several may be given, which are one source. A model of your own needs it to be set.
+    """builtin:stdlib (source code of the Python standard library), builtin:stdlib-chat, or files, folders, globs, URLs
+    and data set names. Several names form one source. Required with model.path.
     """
     format: Format = "auto"
-    """What the files say: text, or rows with the keys of a format. auto: by their name and first row."""
+    """Content of the files: plain text, or rows in a named format. auto: detected from the file name and the first row.
+    """
     columns: Columns = Field(default={}, validate_default=True)
-    """Which column is meant by a key of the format, such as {text: body}, where it has another name."""
+    """Column names for the keys of the format, for example {text: body}, if the names differ."""
     sources: Sources = ()
-    """Several sources in place of data.source: [{path, type, split, weight, columns, name, revision}, ...], of which
-    only path is needed. type: as data.format. weight: share of the rows of an epoch. none: data.source.
+    """Several sources instead of data.source: [{path, type, split, weight, columns, name, revision}, ...]. Only path is
+    required. type: like data.format. weight: share of the rows per epoch. none: data.source.
     """
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
-    """When an epoch of weighted sources ends: all_exhausted (each row came at least once, small sources repeat) or
-    first_exhausted (no row came twice).
+    """End of an epoch over weighted sources: all_exhausted (every row appears at least once, small sources repeat) or
+    first_exhausted (no row appears twice).
     """
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read is an error, or is left out and counted."""
+    """Unreadable row: error stops the run, skip omits and counts the row."""
     tokenizer: str | None = None
-    """Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the data, for a model
-    with random weights.
+    """Tokenizer folder, file or hub name. none: from the model folder; without one, a BPE trained on the data, for a
+    model with random weights only.
     """
     sequence_length: Count | None = None
-    """Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows."""
+    """Tokens per row. none: 256 for the tiny preset, else 1024, limited by the model."""
     packing: bool = True
-    """Several documents a row. false: one document a row, cut off or padded. Of conversations with pictures, of which
-    each is a row, those are left out that are longer.
+    """Pack several documents into a row. false: one document per row, truncated or padded. Conversations with pictures
+    always take one row each, and longer ones are dropped.
     """
     packing_isolated: Flag = "auto"
-    """true: documents of a row do not see each other, and none is cut by a border of rows: each has positions from 0,
-    by which transformers makes the mask, and the model is asked at the start whether it keeps them apart. false: one
-    after the other, cut into full rows, and those in a row see each other. auto: true for conversations, and where the
-    model mixes them a document a row; false for other text.
+    """true: documents in a row cannot attend to each other, and none is split between rows. Positions restart at 0,
+    transformers builds the mask from them, and a check at the start confirms the isolation. false: documents are
+    concatenated, split into full rows, and can attend to each other. auto: true for conversations, or one document
+    per row if the model mixes documents; false for other text.
     """
     group_by_length: Flag = "auto"
-    """Where a row is a document (data.packing false): batches of rows of about one length, padded to the longest of
-    them. false: batches in a mixed order, padded to data.sequence_length. auto: true, unless blocks are compiled, which
-    each length would be anew, or train.method is not sft.
+    """For one document per row (data.packing false): batch rows with similar lengths and pad to the longest in the
+    batch. false: random order, padded to data.sequence_length. auto: true, unless blocks are compiled (every new
+    length compiles again) or train.method is not sft.
     """
     train_on_prompt: bool = False
-    """Count the loss on prompts too, not on answers alone; with train.method orpo in the loss of the chosen answer."""
+    """Include prompts in the loss, not only answers; with train.method orpo, in the loss of the chosen answer."""
     num_workers: Natural | None = None
-    """Processes that tokenize, each with about 300 MB. 0: only this one, by the threads of `tokenizers`. none: 0, but
-    for 32 MiB of conversations or more, whose template Python renders, as many as there are cores, 16 at most.
+    """Tokenizer processes, about 300 MB each. 0: only the main process, with the threads of `tokenizers`. none: 0; for
+    conversations from 32 MiB on, one per core, at most 16, because Python renders the template.
     """
     eval_share: Beta | None = None
-    """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: nothing is."""
+    """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: no evaluation data."""
     eval_source: Sources = ()
-    """Files to evaluate on, or several sources as in data.sources; each is evaluated, and logged by its name."""
+    """Evaluation files, or several sources as in data.sources. Each source is evaluated and logged under a separate
+    name.
+    """
 
 
 class TrainSection(Section):
-    """How long and how to train."""
+    """Training method, length and batch."""
 
     method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
-    """What is learned. sft: the text. Of pairs of answers (data.format preference): dpo, to prefer the chosen one more
-    than the model did at the start; orpo, to prefer and to write it, without a reference; reward, a model with one
-    output, which scores answers.
+    """Training objective. sft: next-token loss on text. For answer pairs (data.format preference): dpo, prefer the
+    chosen answer more than the initial model does; orpo, prefer and generate the chosen answer, without a reference
+    model; reward, a scoring model with one output.
     """
     beta: Positive = 0.1
-    """For dpo: what a nat of log-probability over the reference's is worth as a reward; for orpo the weight of the
-    preference beside the chosen answer's loss (the paper's lambda).
+    """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
+    to the loss of the chosen answer (lambda in the paper).
     """
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """For dpo: the loss of a pair's margin."""
+    """For dpo: loss function on the margin of a pair."""
     center_rewards_coefficient: Rate = 0.0
-    """For reward: weight of the squared sum of a pair's scores, which keeps their mean at zero."""
+    """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
     steps: Count | None = None
-    """Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400."""
+    """Optimizer steps. none: set by train.epochs or train.max_seconds; 400 if both are none."""
     epochs: Positive | None = None
-    """Passes over the data, when train.steps is none. none: no limit by data."""
+    """Passes over the data, used when train.steps is none. none: no limit by data."""
     max_seconds: Positive | None = None
-    """Stop stepping after this many seconds. none: no limit (90 for the built-in run)."""
+    """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
-    """Sequences a step, over all ranks; pairs of them unless train.method is sft."""
+    """Sequences per step over all ranks; answer pairs unless train.method is sft."""
     micro_batch_size: Count | None = None
-    """Sequences, or pairs, of one forward and backward, per rank; gradients are summed. none: the whole batch at once.
+    """Sequences (or pairs) per forward and backward pass on each rank; gradients accumulate. none: the whole batch at
+    once.
     """
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, or with optimizer.master
-    bf16, else fp32.
+    """bf16: bfloat16 compute with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
+    optimizer.master bf16, else fp32.
     """
     recompute: Literal["auto", "always", "never"] = "auto"
-    """Recompute a unit's forward in backward. auto: as the device budget allows."""
+    """Activation recomputation in backward. auto: depends on the device budget."""
     compile: Literal["never", "auto"] = "never"
-    """auto: run blocks as torch.compile makes them, one compilation for all equal ones; what cannot be compiled, or
-    gives something else, runs as it is, which is said. The last bits differ from those of never.
+    """auto: run blocks with torch.compile, one compilation for all equal blocks; a block unsuited to compilation, or
+    with different results, runs uncompiled, and a message says so. Results differ from never in the last bits.
     """
     sequence_tile: Tile = "auto"
-    """Tokens of a sequence that those modules of a block compute at a time that are functions of single tokens, as MLPs
-    and norms are, which is tried out. Each tile is recomputed in the backward. auto: whole sequences, and tiles where
-    a block would not fit the device otherwise; none: whole sequences.
+    """Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time and
+    recompute each tile in backward; a trial run finds these modules. auto: whole sequences, or tiles if a block
+    would not fit the device. none: whole sequences.
     """
     sequence_parallel: Count = 1
-    """Neighbouring ranks of a machine that share the same sequences: each has a part of the tokens of every row, and in
-    attention all tokens of a part of the heads (DeepSpeed-Ulysses), so that what a step holds for a sequence is shared
-    out, too. A step's rows are cut over the groups of so many ranks. With it train.recompute auto is always.
+    """Neighbouring ranks on one machine sharing the same sequences (DeepSpeed-Ulysses). Each rank holds part of the
+    tokens in every row, and in attention all tokens for part of the heads, so sequence memory is divided too. The
+    rows of a step are divided among these rank groups. Above 1, train.recompute auto means always.
     """
     max_grad_norm: Positive | None = 1.0
     """Clip gradients to this global norm. none: no clipping."""
     clip: Literal["auto", "speculative", "deferred"] = "auto"
-    """When clipped updates are made: deferred (once the norm is known) or speculative (as gradients arrive, and
-    corrected once it is). auto: deferred; but where updates outlast a forward, speculative from step 9 on if no step
-    up to then was clipped.
+    """Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected when
+    the norm is known). auto: deferred; if updates take longer than a forward pass, speculative from step 9 on,
+    provided no earlier step was clipped.
     """
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as it was."""
+    """Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."""
     delay: Delay = 0
-    """1: updates come one step late: each is made beside all of the next step, which computes with the weights from
-    before. Another training than without, and one more copy of the weights on the host.
+    """1: apply each update one step late, in parallel with the whole next step, so a step computes with the previous
+    weights. Training differs from delay 0, and the host holds one more copy of the weights.
     """
     delay_after: Natural = 0
-    """With train.delay: how many steps come before it."""
+    """With train.delay: number of steps before the delay begins."""
     eval_every: Natural = 100
-    """Evaluate after this many steps, and at the end. 0: at the end alone."""
+    """Evaluate every this many steps, and at the end. 0: only at the end."""
     eval_batches: Count | Literal["all"] = 8
-    """How much an evaluation is of: so many batches of each eval source, the same each time. all: every row."""
+    """Batches per evaluation from each eval source, the same batches each time. all: every row."""
     early_stopping_patience: Count | None = None
-    """End the run once this many evaluations, one after the other, had no lower loss than the best before them; of
-    several eval sources that is the loss of the first. none: never.
+    """End the run after this many consecutive evaluations without a new lowest loss (first eval source). none: never.
     """
     early_stopping_min_delta: Rate = 0.0
-    """With train.early_stopping_patience: by how much a loss has to be lower to count."""
+    """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
     noise_scale: bool = False
-    """Estimate the gradient noise scale, in tokens: about the batch beyond which larger ones save few steps (McCandlish
-    et al., arXiv:1812.06162). From the norms of the gradients of micro-batches and ranks, of which there have to be
-    several; over those parameters whose gradients come part by part.
+    """Estimate the gradient noise scale in tokens: roughly the batch size beyond which larger batches save few steps
+    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers only parameters
+    with a separate gradient for each of these parts.
     """
     log_every: Count = 10
-    """Print a line after this many steps (a terminal shows every step)."""
+    """Print a line every this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
-    """Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of those tokens that
-    have a target. auto: a thirtieth of the device's budget, since loss and gradients take twice as much again, and at
-    least 256 MiB. none: all at once.
+    """Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a target.
+    auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as much again.
+    none: all logits at once.
     """
 
     @property
     def group(self) -> int:
-        """Rows that are learned from together: the two answers of a preference."""
+        """Rows learned together: 2 for a preference pair, else 1."""
         return 1 if self.method == "sft" else 2
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return over how many groups of ranks the rows of a step are cut: those of a group share them."""
+        """Return the number of rank groups. Ranks in a group share rows; the rows of a step are divided among the
+        groups.
+        """
         return num_ranks // self.sequence_parallel
 
     @property
     def num_rows(self) -> int:
-        """Rows a step, over all ranks."""
+        """Rows per step over all ranks."""
         return self.batch_size * self.group
 
     @property
     def micro_rows(self) -> int | None:
-        """Rows of one forward and backward, per rank; None for all."""
+        """Rows per forward and backward pass on each rank; None: all."""
         return None if self.micro_batch_size is None else self.micro_batch_size * self.group
 
 
 class OptimizerSection(Section):
-    """The update rule and its learning rate."""
+    """Update rule and learning rate."""
 
     name: RuleName = "adamw"
-    """Update rule. lion has one moment, and takes 4 bytes less of each parameter; sgd has one or none; adafactor and
-    adalomo keep a number for each row and column; lomo keeps nothing; muon has one moment and orthogonalises the
-    updates of the blocks' matrices, beside adamw for the rest. With lomo and adalomo no gradient waits: clipping costs
-    a second backward. mezo makes no backward: it measures the loss on both sides of the weights, and keeps nothing.
+    """Update rule. lion has one moment and saves 4 bytes per parameter; sgd has one or none; adafactor and adalomo
+    store one number per row and column; lomo stores no state; muon has one moment and orthogonalizes block matrices,
+    with adamw for the rest. lomo and adalomo drop each gradient at once, so clipping costs a second backward. mezo
+    has no backward: mezo measures the loss on both sides of the weights, and stores no state.
     """
     reset: bool = False
-    """Resume from a checkpoint of another update rule, or width of its states: weights, step and position in the data
-    are its, and the states begin anew.
+    """Resume from a checkpoint with another update rule or optimizer.states. Weights, step and data position come from
+    the checkpoint; optimizer states start empty.
     """
     lr: Rate | None = None
-    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over them, of either a twentieth with
-    train.method dpo and orpo, 1e-3 for random ones (4e-3 for tiny); with lion a tenth of it, with adafactor and
-    adalomo, for which it is a share of the weights, ten times, with lomo a hundred times, with mezo a twentieth.
+    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over pretrained weights (either
+    divided by 20 with train.method dpo and orpo), 1e-3 for random weights (4e-3 for tiny). Multiplied by 0.1 for
+    lion, 10 for adafactor and adalomo (relative to the weights), 100 for lomo, and 0.05 for mezo.
     """
     states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from run.seed); int8 has
-    a scale for 128, and keeps embeddings and parameters of fewer than 4096 elements in fp32. Clipping is deferred with
-    both.
+    """Moment storage for adamw and lion: 4, 2 or about 1 byte per element. bf16 uses stochastic rounding (seed:
+    run.seed). int8 has one scale per 128 elements and keeps embeddings and parameters below 4096 elements in fp32.
+    Both imply deferred clipping.
     """
     betas: Betas = (0.9, 0.95)
-    """Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and after it, 0.9 and
-    0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.
+    """Decay rates of the first and second moment, each in [0, 1). For lion: decay in the step and after the step, 0.9
+    and 0.99 unless set. In Python, AdamW() has the torch defaults 0.9 and 0.999.
     """
     eps: Rate = 1e-8
-    """Term added to the root of the second moment, for adamw, and with muon for the rest. For mezo: how far on either
-    side of the weights the loss is measured, 1e-3 unless set.
+    """Term added to the root of the second moment, for adamw (and the adamw part of muon). For mezo: distance from the
+    weights at which the loss is measured, 1e-3 unless set.
     """
     weight_decay: Rate = 0.01
-    """Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion and muon 0.1
-    unless set, with adafactor, lomo, adalomo and mezo 0.
+    """Decoupled weight decay, scaled by the learning rate; sgd adds the decay to the gradient. Unless set: 0.1 for lion
+    and muon, 0 for adafactor, lomo, adalomo and mezo.
     """
     beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
-    """For adafactor and adalomo: step t counts t^beta2_decay in the second moments. none: -0.8."""
+    """For adafactor and adalomo: weight of step t in the second moments is t^beta2_decay. none: -0.8."""
     d: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """For adafactor and adalomo: the root mean square above which an update is scaled down. none: 1."""
+    """For adafactor and adalomo: root-mean-square limit above which an update is scaled down. none: 1."""
     clip_value: Positive | None = None
-    """For lomo: clamp each element of a gradient to this. none: no clamping."""
+    """For lomo: clamp each gradient element to this magnitude. none: no clamping."""
     momentum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """For sgd and muon: decay of the moment. none: 0 for sgd, which then keeps no state but the weights, and 0.95 for
-    muon.
-    """
+    """For sgd and muon: moment decay rate. none: 0 for sgd (no optimizer state), 0.95 for muon."""
     nesterov: bool | None = None
-    """For muon: look ahead along the moment. none: true."""
+    """For muon: Nesterov momentum. none: true."""
     ns_steps: Annotated[int, Field(ge=0, lt=100)] | None = None
-    """For muon: steps of the orthogonalisation. none: 5."""
+    """For muon: Newton-Schulz iterations. none: 5."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
-    """For muon: how the learning rate goes by a matrix's shape. none: match_rms_adamw, so that one rate is good for
-    muon and for adamw beside it. Muon() in Python has torch's instead, original.
+    """For muon: dependence of the learning rate on the matrix shape. none: match_rms_adamw, so one rate suits muon and
+    the adamw part. In Python, Muon() has the torch default, original.
     """
     num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = None
-    """For mezo: random directions of a step, of two forward passes each. All passes of a step are under way at once,
-    each with activations and a copy of the trained weights that stay on the device. none: 1.
+    """For mezo: random directions per step, two forward passes each. All passes run at once, each with activations and
+    a copy of the trainable weights resident on the device. none: 1.
     """
     layer_fraction: Share | None = None
-    """For mezo: the share of the model's blocks that a step perturbs and updates, others in each step. none: all of
-    them.
-    """
+    """For mezo: share of the model blocks perturbed and updated in a step, sampled anew each step. none: all blocks."""
     magnitude_quantile: Share | None = None
-    """For mezo: of each parameter the weights of least magnitude take part, up to this quantile; all of them decay.
-    none: all take part.
+    """For mezo: perturb and update only the weights of least magnitude in each parameter, up to this quantile; weight
+    decay applies to all. none: all weights.
     """
     master: Literal["fp32", "bf16"] = "fp32"
-    """For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the bytes, 2 a
-    parameter, rounded at random after each step (from run.seed).
+    """For mezo with train.precision bf16: dtype of the master weights. bf16 halves the memory to 2 bytes per parameter,
+    with stochastic rounding after each step (seed: run.seed).
     """
     freeze: Words = ()
-    """Parameters that do not train: regular expressions, several separated by spaces, each found in some parameter's
-    name. They have no gradients and no states, and stream as frozen weights do. none: all train.
+    """Parameters to freeze: regular expressions separated by spaces; each must match some parameter name. Frozen
+    parameters have no gradients and no optimizer states, and stream as frozen weights. none: all train.
     """
     decay_1d: bool = False
-    """Decay biases and norms too (parameters with fewer than two dimensions)."""
+    """Apply weight decay to biases and norms too (parameters with fewer than two dimensions)."""
     groups: Groups = ()
-    """Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: NAME}} as YAML.
-    Another rule goes by the settings here that it has.
+    """Exceptions by parameter name as YAML, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: NAME}}.
+    Another rule reads the settings of this section.
     """
     schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = "auto"
-    """Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or constant if only
-    max_seconds is set.
+    """Learning rate after warmup. wsd: constant, then linear decay over the last fifth. auto: cosine, or constant if
+    only max_seconds is set.
     """
     warmup_steps: Natural | None = None
-    """Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most 100."""
+    """Steps until the learning rate reaches the peak. none: 1/20 of the steps, at most 100."""
 
 
 def _as_init(value: Any) -> Any:
@@ -558,162 +563,157 @@ LoraInit = Annotated[str, BeforeValidator(_as_init)]
 
 
 class LoraSection(Section):
-    """An adapter of PEFT, which trains over the model's own weights, frozen. Names and defaults are PEFT's."""
+    """A PEFT adapter trained over frozen model weights. Names and defaults follow PEFT."""
 
     rank: Natural = 0
-    """Rank of a LoRA's matrices (r). 0: no adapter, unless lora.config or lora.adapter is set."""
+    """LoRA matrix rank (r). 0: no adapter, unless lora.config or lora.adapter is set."""
     alpha: Count = 8
-    """What the product of the matrices is scaled by, times 1/rank (lora_alpha)."""
+    """Numerator of the LoRA scale alpha/rank (lora_alpha)."""
     dropout: Beta = 0.0
-    """Share of an adapted module's inputs that the adapter does not see (lora_dropout)."""
+    """Dropout probability on the adapter input (lora_dropout)."""
     target_modules: Strings | None = None
-    """Modules to adapt, by the ends of their names, several separated by spaces; all-linear: all linear ones but the
-    head. none: PEFT's choice for the family.
+    """Modules to adapt, by name suffix, separated by spaces. all-linear: all linear modules except the head. none: PEFT
+    default for the model family.
     """
     target_parameters: Strings | None = None
-    """Parameters to adapt, by the ends of their names, such as experts.down_proj, experts that are one tensor."""
+    """Parameters to adapt, by name suffix; for example experts.down_proj, where all experts form one tensor."""
     modules_to_save: Strings | None = None
-    """Modules that train as a whole and are kept with the adapter, such as lm_head."""
+    """Modules trained in full and saved with the adapter, for example lm_head."""
     trainable_tokens: Tokens | None = None
-    """Numbers of tokens whose rows of the embedding train (trainable_token_indices)."""
+    """Token ids with trainable embedding rows (trainable_token_indices)."""
     init: LoraInit = "default"
-    """Initial values of the matrices (init_lora_weights): default, gaussian, orthogonal; olora, pissa or pissa_niter_16
-    (of so many iterations) begin as a part of the weights, which the frozen ones lack from then on; loftq or loftq_5
-    (of so many rounds) as what the codes of offload.frozen_weights lose of them.
+    """Initial matrix values (init_lora_weights): default, gaussian, orthogonal. olora, pissa or pissa_niter_16 (with
+    the iteration count) move part of the base weights into the adapter; the base loses this part. loftq or loftq_5
+    (with the round count) start from the quantization error of offload.frozen_weights.
     """
     use_rslora: bool = False
     """Scale by 1/sqrt(rank) instead of 1/rank."""
     use_dora: bool = False
-    """Train the norm of each row of an adapted weight as well (DoRA)."""
+    """Train the norm of each adapted weight row as well (DoRA)."""
     config: str | None = None
-    """JSON file of any PeftConfig, such as an adapter_config.json, instead of the settings here."""
+    """JSON file with any PeftConfig, for example an adapter_config.json, in place of the settings here."""
     adapter: str | None = None
-    """Folder of an adapter to begin from, as PEFT saves it, instead of the settings here."""
+    """Adapter folder in PEFT format to start from, in place of the settings here."""
     restart_every: Natural = 0
-    """ReLoRA: each time after so many steps merge the LoRA into the base, in fp32, and begin it anew. The base has to
-    rest as it is (offload.frozen_weights exact, and not in files); its merged weights are in the checkpoints, and the
-    run leaves a whole model. 0: never.
+    """ReLoRA: every this many steps, merge the LoRA into the base in fp32 and start a new one. The base must be
+    unquantized and writable (offload.frozen_weights exact, offload.parameters not files). Checkpoints store the
+    merged base weights, and the run exports a whole model. 0: never.
     """
     restart_prune: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """Share of each of the LoRA's moments that a restart sets to zero, those of least magnitude. 1: all of them; 0:
-    none.
-    """
+    """Share of each LoRA moment reset to zero at a restart, smallest magnitudes first. 1: all; 0: none."""
     restart_warmup_steps: Natural | None = None
-    """Steps over which the learning rate rises from 0 after a restart. none: a twentieth of lora.restart_every, at most
-    100.
-    """
+    """Steps until the learning rate recovers from 0 after a restart. none: 1/20 of lora.restart_every, at most 100."""
 
 
 class OffloadSection(Section):
-    """Which tier holds what, and how much of it may be used."""
+    """Tier for each kind of state, and the memory budgets."""
 
     parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
-    """Tier of the parameters at rest. files: frozen ones stay in the model's own files, are read whenever they come up,
-    and are copied nowhere; the others are on the cpu.
+    """Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read again for
+    each use, without a copy elsewhere; trainable parameters are on the cpu.
     """
     optimizer: StateTier = "auto"
-    """Tier of the optimizer states."""
+    """Tier for optimizer states."""
     gradients: StateTier = "auto"
-    """Tier where gradients wait for the update."""
+    """Tier for gradients until the update."""
     activations: StateTier = "auto"
-    """Tier of the unit inputs that wait for backward."""
+    """Tier for unit inputs saved for backward."""
     graphs: StateTier = "auto"
-    """Tier of the graphs that wait for backward where the device has no room, instead of a recompute. auto: cpu where a
-    GPU's step is foretold to be faster by it, else none but the device.
+    """Tier for saved autograd graphs beyond the device memory, as an alternative to recomputation. auto: cpu if the
+    forecast for a GPU step is faster with saved graphs, else the device only.
     """
     experts: Literal["auto", "whole", "streamed"] = "auto"
-    """How the experts of a mixture come up. whole: all of a layer's at once, with the rest of it. streamed: those alone
-    that tokens are routed to, a few at a time, so that the device need not hold a layer. auto: whole, and streamed
-    where the device does not hold a layer.
+    """Transfer of mixture experts to the device. whole: all experts of a layer at once, with the rest of the layer.
+    streamed: only experts with routed tokens, a few at a time, so the device need not hold a whole layer. auto:
+    whole, or streamed if the device cannot hold a layer.
     """
     optimizer_memory: Size = None
-    """Most memory of the device, per rank, that optimizer states take there where offload.optimizer is auto and not all
-    of them have room, same forms as of device_memory. none: as much as its budget holds beside all weights.
+    """Device memory limit for optimizer states, per rank, same forms as device_memory; used when offload.optimizer is
+    auto and not all states fit. none: the device budget minus all weights.
     """
     graphs_memory: Size = None
-    """Most memory that graphs take there, per machine, same forms as of host_memory; the other units recompute. none:
-    as far as memory reaches.
+    """Memory limit for saved graphs in the offload.graphs tier, per machine, same forms as host_memory; the other units
+    recompute. none: as much as fits.
     """
     device_memory: Size = None
-    """Budget of the device, per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the
-    built-in run on a CPU).
+    """Device memory budget per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the built-in
+    run on a CPU).
     """
     host_memory: Size = None
-    """Budget of the CPU memory, per machine, same forms. none: no limit."""
+    """CPU memory budget per machine, same forms. none: no limit."""
     nvme_dir: Strings | None = None
-    """Folder, or several on different disks (separated by spaces), for the nvme tier."""
+    """Folder for the nvme tier, or several on different disks (separated by spaces)."""
     nvme_memory: Size = None
-    """Budget of the nvme tier, same forms. none: no limit."""
+    """Disk budget for the nvme tier, same forms. none: no limit."""
     prefetch: Prefetch = "auto"
-    """Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as the memory
-    reaches.
+    """Units prefetched ahead of the computing unit; their memory is guaranteed. 0: no prefetch; auto: as many as memory
+    allows.
     """
     zero_stage: Stage = "auto"
-    """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. auto: no more than
-    pays, by search; 3 where that is not known.
+    """State partitioning over ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters. auto: the lowest
+    stage without a loss of speed, by search; 3 if unknown.
     """
     replicas: Replicas = "auto"
-    """Copies of the model that the ranks hold, each shared out over equally many of them, on one machine where that is
-    possible; gradients are summed between copies. auto: one on each machine where there are several, or one over all
-    machines where that is faster or alone fits, by search; else one.
+    """Model copies over all ranks. The ranks of each copy partition the model equally, on one machine if possible;
+    copies all-reduce gradients. auto: one copy per machine, or one over all machines if faster or if only this fits,
+    by search; one on a single machine.
     """
     replica_states: Literal["whole", "shared"] = "whole"
-    """What each copy (offload.replicas) holds of the optimizer's states: whole: all of them; shared: the copies share
-    them out, so that each state is on one rank of all, which updates its weights and sends them to the other copies.
-    Weights stay whole in each copy. For zero_stage 3.
+    """Optimizer states with offload.replicas. whole: each copy holds all states. shared: states are partitioned over
+    all copies; the owning rank updates the weights and sends them to the other copies. Weights stay whole in each
+    copy. Requires zero_stage 3.
     """
     throttle: Throttle = None
-    """Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, latency_seconds}} as
-    YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: as fast as they are.
+    """Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth,
+    latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full speed.
     """
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
-    """How the matrices of frozen blocks rest and travel: as they are; in int8, a byte each with a scale for 128; or in
-    nf4, half a byte each as in QLoRA. They are decoded on the device. Embeddings, what is outside of the blocks, and
-    parameters of fewer than 4096 elements stay as they are.
+    """Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, one
+    scale per 128; nf4: half a byte per weight, as in QLoRA. The device dequantizes. Embeddings, weights outside
+    blocks, and parameters below 4096 elements stay exact.
     """
     link_weights: Literal["exact", "int8"] = "exact"
-    """How trained weights travel to the device and between ranks: as they are; or in int8, a byte each with a scale for
-    128, made of the exact master weights by each update, which is approximate: the run computes with what these stand
-    for. Checkpoints and exports hold the master weights. Vectors, and parameters of fewer than 4096 elements, travel
-    as they are.
+    """Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 (approximate):
+    one byte per weight, one scale per 128, quantized from the exact master weights after each update; compute uses
+    the dequantized weights. Checkpoints and exports hold the master weights. Vectors and parameters below 4096
+    elements are sent exact.
     """
     link_gradients: Literal["exact", "int8", "int4"] = "exact"
-    """How gradients travel between replicas (offload.replicas): as they are; or in int8 or int4, a byte or half of one
-    each with a scale for 128, which is approximate: what the codes leave out of a step is added to the next one, for
-    which each rank keeps 2 bytes for a weight of its part. All replicas make the same update.
+    """Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4
+    (approximate): one or half a byte per gradient, one scale per 128. Quantization errors carry over to the next
+    step, for 2 bytes per weight of the local partition. All replicas make the same update.
     """
     device: str | None = None
-    """What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU where there is
-    none.
+    """Compute device in torch notation: cpu, cuda, cuda:1. none: the accelerator of this rank, or the CPU without one.
     """
     update: Literal["auto", "cpu", "device", "both"] = "auto"
-    """Where states that rest on the host are updated: cpu; device, to which they stream beside compute and back; both:
-    the device has the optimizer states of as many regions as it has room for (offload.optimizer_memory) and updates
-    these, while the host updates the others; auto: whichever is measured to be fastest. States that rest on the device
-    as a whole are updated there.
+    """Place where host-resident states are updated. cpu: on the host. device: states stream to the device in parallel
+    with compute, and back. both: the device keeps optimizer states for as many regions as fit
+    (offload.optimizer_memory) and updates them, the host updates the rest. auto: the fastest, by measurement.
+    Device-resident states always update on the device.
     """
 
 
 class CheckpointSection(Section):
-    """What is saved, and what a run begins from."""
+    """Checkpoints, resume and export."""
 
     every: Count | Literal["auto"] | None = "auto"
-    """Save all states after this many steps, and at the end. auto: every hour, where the disk has room for it beside
-    the export; the next one takes its place. none: only when told to stop.
+    """Save all states every this many steps, and at the end. auto: every hour if the disk has room for a checkpoint and
+    the export; each replaces the previous one. none: only when the run is asked to stop.
     """
     keep: Count | None = None
-    """How many checkpoints stay. none: all, but of hourly ones the newest alone."""
+    """Number of checkpoints to keep. none: all, but only the newest of the hourly ones."""
     resume: str = "auto"
-    """auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the path of a
-    checkpoint or of a run.
+    """auto: resume from the newest intact checkpoint in the run folder, if any. never: start anew. Or the path to a
+    checkpoint or a run.
     """
     on_error: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay as they are."""
+    """Reaction to a failed checkpoint write, for example on a full disk. Earlier checkpoints stay intact."""
     keep_best: bool = False
-    """Save a checkpoint after each evaluation whose loss is the lowest so far, too, and keep the last of these beside
-    the newest ones.
+    """Also save a checkpoint after each evaluation with a new lowest loss, and keep the latest one beside the newest
+    checkpoints.
     """
     export: bool = True
-    """At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."""
+    """At the end, write the model as a Hugging Face folder to RUN/hf, reload and check the export."""
     export_best: bool = False
-    """Write the weights of the evaluation with the lowest loss, instead of the last ones; with checkpoint.keep_best."""
+    """Export the weights with the lowest evaluation loss instead of the last weights. Requires checkpoint.keep_best."""

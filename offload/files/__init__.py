@@ -1,1 +1,1 @@
-"""Folders that are whole or not there, and the files of the nvme tier."""
+"""Folders appearing complete or not at all, and files for the nvme tier."""

@@ -1,8 +1,8 @@
-"""Folders that are there as a whole or not at all.
+"""Folders appearing complete or not at all.
 
-While one grows it is NAME.partial-RANDOM. A file in it (`LOCK`) is locked (flock) by the process that makes it; the
-kernel lets go of that lock however the process ends, so a partial folder whose lock can be had is a dead run's. One
-that is to be deleted is renamed first, so that half of it is never taken for a whole one.
+A growing folder is called NAME.partial-RANDOM. The creating process holds a flock on a file in the folder (`LOCK`). The
+kernel releases the flock however the process ends, so a partial folder with a free lock belongs to a dead run. A folder
+is renamed before deletion, so a half-deleted folder is never mistaken for a complete one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from offload.errors import DiskError
 from offload.native.io import disk_error, sync_path
 
 LOCK = "manifest.json"
-"""A checkpoint's last file, so that there is none that is there for the lock alone."""
+"""Last file written to a checkpoint; reused as the lock file to avoid a separate one."""
 _LEFTOVER = re.compile(r"(.+)\.(partial|replaced|removed)-[0-9a-f]{8}")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 
 
 def clear(parent: Path) -> list[Path]:
-    """Put right what dead processes left in a folder of such folders; return what was removed.
+    """Clean up folders left by dead processes in `parent`. Return the removed folders.
 
-    Partial folders of living processes stay. What cannot be removed now is left for the next time.
+    Partial folders of living processes stay. A folder impossible to remove now is left for the next call.
     """
     removed = []
     for path in sorted(parent.glob("*.*-*")):
@@ -40,7 +40,7 @@ def clear(parent: Path) -> list[Path]:
             continue
         with contextlib.suppress(OSError):
             if found[2] == "replaced" and not (target := parent / found[1]).exists():
-                path.rename(target)  # the process ended between the two renames of `take_place`
+                path.rename(target)  # the process ended between the two renames in `take_place`
                 continue
             with _lock_of(path) if found[2] == "partial" else contextlib.nullcontext():
                 remove(path)
@@ -49,15 +49,15 @@ def clear(parent: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or what is left of one, which stops being one at once. Raises DiskError."""
+    """Delete a folder; the rename makes the folder disappear at once. Raises DiskError."""
     doomed = _beside(path, "removed")
     with as_disk_errors("the removal", path):
         path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # what is left then is removed by `clear`
+    shutil.rmtree(doomed, ignore_errors=True)  # `clear` removes any remainder
 
 
 def write_small(path: Path, text: str) -> None:
-    """Replace a small file as a whole, durably. Raises DiskError."""
+    """Replace a small file atomically and durably. Raises DiskError."""
     fresh = path.with_name(f".{path.name}.new")
     with as_disk_errors("the write", path):
         fresh.write_text(text, encoding="utf-8")
@@ -67,20 +67,22 @@ def write_small(path: Path, text: str) -> None:
 
 
 def make_partial(target: Path) -> tuple[Path, io.FileIO]:
-    """Make a folder that will be `target` one day; return it and its lock. Raises OSError."""
+    """Create a partial folder for `target`. Return the folder and the open lock file. Raises OSError."""
     while True:
         path = _beside(target, "partial")
         path.mkdir()
         try:
             return path, _lock_of(path)
-        except (FileNotFoundError, BlockingIOError):  # `clear` of another process came between: it removes the folder
+        except (FileNotFoundError, BlockingIOError):  # `clear` in another process came between and removes the folder
             continue
 
 
 def _lock_of(folder: Path) -> io.FileIO:
-    """Return a folder's lock file, made where missing, locked until it is closed: a file that an interrupt drops,
-    unlike the number of one, is closed. Raises BlockingIOError where another process has the lock, FileNotFoundError
-    where it has just removed the folder; OSError.
+    """Open and lock the lock file of a folder; closing the file releases the lock.
+
+    Return a file object rather than a descriptor, because Python closes a file object dropped by an interrupt. Raises
+    BlockingIOError if another process holds the lock, FileNotFoundError if another process has just removed the folder,
+    and OSError.
     """
     path = folder / LOCK
     file = io.FileIO(path, "a+")
@@ -95,8 +97,9 @@ def _lock_of(folder: Path) -> io.FileIO:
 
 
 def take_place(path: Path, target: Path) -> Path | None:
-    """Rename a complete folder to its own name, in one step where the system can do that; return where the one is that
-    was there before, if any. Raises OSError.
+    """Rename a complete folder to `target`, atomically if the system can exchange names.
+
+    Return the new path of the folder previously at `target`, or None. Raises OSError.
     """
     try:
         path.rename(target)
@@ -107,7 +110,7 @@ def take_place(path: Path, target: Path) -> Path | None:
     if _exchange(path, target):
         return path
     old = _beside(target, "replaced")
-    target.rename(old)  # from here on there is none of that name: should the process end, `clear` brings it back
+    target.rename(old)  # `target` is absent until the next rename; after a crash here, `clear` restores the old folder
     try:
         path.rename(target)
     except OSError:
@@ -117,7 +120,7 @@ def take_place(path: Path, target: Path) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders' names in one step; False where the system or the file system cannot do that."""
+    """Swap the names of two folders atomically. Return False if the system or the file system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -125,7 +128,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _beside(path: Path, kind: str) -> Path:
-    """Return a new name next to `path`, or next to what `path` is the leftover of."""
+    """Return a new name in the folder of `path`; for a leftover, based on the original name."""
     found = _LEFTOVER.fullmatch(path.name)
     return path.with_name(f"{found[1] if found else path.name}.{kind}-{secrets.token_hex(4)}")
 

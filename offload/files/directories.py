@@ -1,6 +1,4 @@
-"""The directories of the nvme tier: whether they are of use, found out by trying, and have the space, before anything
-is put there.
-"""
+"""Directories for the nvme tier, tested for write access and free space before use."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
-    """Return the resolved directories after trying each of them. Raises ConfigError for the first that is no use."""
+    """Test each directory and return the resolved paths. Raises ConfigError for the first unusable one."""
     if not dirs:
         raise ConfigError("the nvme tier has no directory; set --offload.nvme_dir to a folder on a disk.")
     found: dict[tuple[int, int], str] = {}
@@ -38,8 +36,8 @@ def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
 
 
 def check_space(places: Sequence[Path], num_bytes: int) -> None:
-    """Raise DoesNotFitError where a file system has less free space than its directories are to get of `num_bytes`,
-    which are striped evenly over all of them.
+    """Raise DoesNotFitError if a file system lacks space for the share of `num_bytes` in its directories. The bytes are
+    striped evenly over all directories.
     """
     share = -(-num_bytes // len(places))
     on_disk: dict[int, list[Path]] = {}
@@ -60,23 +58,23 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that holds a resolved path, such as ext4; "unknown" where it is not listed."""
+    """Return the file system type for a resolved path, for example ext4; "unknown" if no mount is listed."""
     kind, longest = "unknown", -1
     for partition in psutil.disk_partitions(all=True):
         mounted = Path(partition.mountpoint)
-        if len(mounted.parts) >= longest and path.is_relative_to(mounted):  # of two on one point the later is on top
+        if len(mounted.parts) >= longest and path.is_relative_to(mounted):  # on one mount point, the later mount wins
             kind, longest = partition.fstype, len(mounted.parts)
     return kind
 
 
 def free_bytes(path: Path) -> int:
-    """Return what an ordinary user may still put on the file system of `path`."""
+    """Return the free bytes available to an ordinary user on the file system of `path`."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 def _check_dir(given: str) -> tuple[Path, os.stat_result]:
-    """Return the resolved directory and its status. Raises ConfigError."""
+    """Return the resolved directory and the stat result. Raises ConfigError."""
     try:
         path = Path(given).expanduser()
         status = path.stat()
@@ -87,7 +85,7 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
             f"mounted there but is not, the files would fill the disk below. Mount it, or `mkdir -p "
             f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory.{several}"
         ) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of a user that there is not
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME for an unknown user
         raise ConfigError(
             f"offload.nvme_dir is {given}, which cannot be reached: {reason_of(error)}; set --offload.nvme_dir to "
             "another directory."
@@ -109,7 +107,7 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
 
 
 def _try_to_write(given: str, path: Path) -> None:
-    """Make a file and let it go: neither rights nor mount options tell what really works. Raises ConfigError."""
+    """Create and drop a file, since permissions and mount options do not predict success. Raises ConfigError."""
     try:
         os.close(open_nameless(path, os.O_RDWR))
     except OSError as error:
@@ -120,5 +118,5 @@ def _try_to_write(given: str, path: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what the system says of an error that it gave; else what the error says itself."""
+    """Return the system text for an errno, or the message of the exception."""
     return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)

@@ -1,4 +1,4 @@
-"""Pointers of git-lfs: small text files that stand in a clone for large files nobody has downloaded."""
+"""Git LFS pointers: small text files in a clone in place of large files not yet downloaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from offload.errors import ConfigError
 
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of every pointer."""
+"""First bytes in every pointer file."""
 
 
 def pointer_error(place: object, folder: object) -> ConfigError:
@@ -19,7 +19,7 @@ def pointer_error(place: object, folder: object) -> ConfigError:
 
 
 def refuse_pointers(*paths: Path) -> None:
-    """Raise ConfigError for a path that is a pointer. Others, and those that cannot be read, pass."""
+    """Raise ConfigError if a path is a pointer. Unreadable paths pass."""
     for path in paths:
         try:
             with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Files of the nvme tier: on the file system of a directory, and in no directory.
+"""Nameless files for the nvme tier: on the file system of a directory, but not listed in the directory.
 
-The kernel takes such a file back when the last process that has it open ends, however that ends. A forked child has it
-open too; a program that is started (exec) has not.
+The kernel frees such a file when the last process with an open descriptor ends, however the process ends. A forked
+child shares the descriptor; a program started with exec does not.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import secrets
 from pathlib import Path
 
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
-_HAS_NONE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # of the file system, an old kernel, one of the flags
+_HAS_NONE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # file system, old kernel, or an unsupported flag
 
 
 def open_nameless(directory: str | os.PathLike[str], flags: int) -> int:
-    """Return the descriptor of a new, empty file without a name. `flags`: as of os.open, os.O_RDWR for one.
+    """Return the descriptor of a new empty file without a name. flags: as for os.open, for example os.O_RDWR.
 
-    Where the file system has no such files one is made and unlinked at once. Only a process that is killed between the
-    two leaves its name, `.offload-RANDOM`, with an empty file: no space was reserved yet. Raises OSError.
+    On a file system without nameless files, the file is created and unlinked at once. Only a kill between both calls
+    leaves the name `.offload-RANDOM` behind, with an empty file, since no space is reserved yet. Raises OSError.
     """
     try:
-        return os.open(directory, flags | _O_TMPFILE | os.O_EXCL, 0o600)  # O_EXCL: it cannot be given a name later
+        return os.open(directory, flags | _O_TMPFILE | os.O_EXCL, 0o600)  # O_EXCL: no later link to a name
     except OSError as error:
         if error.errno not in _HAS_NONE:
             raise
     path, fd = Path(directory) / f".offload-{secrets.token_hex(8)}", -1
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    finally:  # also where O_DIRECT is refused, which some file systems do after they have made the file
+    finally:  # some file systems reject O_DIRECT only after creating the file
         try:
             path.unlink(missing_ok=True)
         except OSError:

@@ -1,7 +1,6 @@
-"""What may be kept for the user from run to run: made again where it is gone or damaged, never needed.
+"""Optional per-user cache between runs. A lost or damaged value is computed again.
 
-A kept value is found by a key. A key is a hash of everything that the computation of the value is given; `code_hash` is
-the code's part of it.
+A value is stored under a key, a hash over all inputs to the computation; `code_hash` is the part for the code.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def default_cache_dir() -> Path:
 
 
 def hash_paths(paths: Iterable[Path]) -> str:
-    """Return 32 hex digits that name the contents of files, in their order. Raises OSError."""
+    """Return 32 hex digits identifying the contents of files, in order. Raises OSError."""
     found = xxhash.xxh3_128()
     for path in paths:
         num_bytes = 0
@@ -43,8 +42,10 @@ def hash_paths(paths: Iterable[Path]) -> str:
 
 
 def class_hash(classes: Iterable[type]) -> str:
-    """Return a hash of the files that define classes and their bases. Where a class has no file, such as one of an
-    interactive session, the hash is a random one: no other process takes the class for the same.
+    """Return a hash over the files defining the classes and all base classes.
+
+    For a class without a file, for example from an interactive session, the hash is random: no other process treats the
+    class as identical.
     """
     bases = {base for kind in classes for base in kind.__mro__ if base is not object}
     try:
@@ -55,17 +56,17 @@ def class_hash(classes: Iterable[type]) -> str:
 
 @cache
 def code_hash(folder: str = "") -> str:
-    """Return a hash of the Python code in a folder of this package; by default of all its code, kernels included.
+    """Return a hash over the Python code in a subfolder of this package; default: the whole package and the kernels.
 
-    An edit or a release makes another key by itself: no version number has to be raised by hand.
+    Any edit or release changes the hash, so there is no version number to maintain by hand.
     """
     files = sorted((_PACKAGE / folder).rglob("*.py"))
-    core = None if folder else find_spec("offload._core")  # an editable install keeps it in another folder
+    core = None if folder else find_spec("offload._core")  # an editable install stores the library elsewhere
     return hash_paths([*files, *(Path(each.origin) for each in (core,) if each is not None and each.origin)])
 
 
 def read_json(path: Path) -> Any:
-    """Return what a file holds; None where there is none, or half of one."""
+    """Return the parsed content of a JSON file; None if the file is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -73,8 +74,8 @@ def read_json(path: Path) -> Any:
 
 
 def keep_json(path: Path, value: Any) -> None:
-    """Put a value into a file in one step, so that who reads it meanwhile sees the old one or the new; a folder that
-    cannot be written to is left as it is.
+    """Write a value atomically, so a concurrent reader sees the old or the new value. Does nothing in a read-only
+    folder.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:

@@ -1,1 +1,1 @@
-"""Update rules: settings by parameter, planes of their own, the update of a stretch of weights."""
+"""Update rules: per-parameter settings, optimizer-state planes, and the update itself."""

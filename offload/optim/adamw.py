@@ -15,12 +15,12 @@ from offload.optim.states import StoredMoments, stored
 
 @dataclass(frozen=True)
 class AdamW(StoredMoments):
-    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), as `torch.optim.AdamW` computes
-    it; `groups` and `decay_1d` as `UpdateRule` says, `states` as `StoredMoments`: with others than fp32 an update
-    cannot be corrected.
+    """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), computed like
+    `torch.optim.AdamW`.
 
-    The defaults are torch's, but for `decay_1d`: torch decays biases and norms as well. Those of the command line are
-    others: `optimizer.betas` is (0.9, 0.95) there, and the learning rate goes by the kind of weights.
+    `groups` and `decay_1d`: see `UpdateRule`. `states`: see `StoredMoments`; only fp32 states allow a later correction.
+    Defaults follow torch except `decay_1d`: torch decays biases and norms as well. The command line uses other
+    defaults: `optimizer.betas` is (0.9, 0.95), and the learning rate depends on the initial weights.
     """
 
     lr: float = 1e-3
@@ -39,7 +39,7 @@ class AdamW(StoredMoments):
 
     @property
     def by_parameter(self) -> bool:
-        return super().by_parameter or not self.eps  # between parameters lie zeros, whose update would be 0 / 0
+        return super().by_parameter or not self.eps  # padding between parameters is zero: 0 / 0 without eps
 
     @property
     def can_correct(self) -> bool:

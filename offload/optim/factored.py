@@ -1,6 +1,4 @@
-"""Second moments by row and column instead of by element (Adafactor, arXiv:1804.04235), as rules keep them that need a
-parameter as a whole.
-"""
+"""Second moments per row and column instead of per element (Adafactor, arXiv:1804.04235), for `by_matrix` rules."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
 
 
 class _Piece(NamedTuple):
-    """Some rows of some matrices of a parameter, or a part of a vector: where it lies, flat, and its shape."""
+    """Some rows from some matrices in a parameter, or part of a vector: flat position and shape."""
 
     its: slice
     shape: tuple[int, int, int]
@@ -33,15 +31,16 @@ class _Piece(NamedTuple):
 
 
 _Take = Callable[[_Piece], torch.Tensor]
-"""Gives what belongs to a piece, [matrices, rows, columns]."""
+"""Function from a piece to a tensor [matrices, rows, columns]."""
 
 
 class Factored(UpdateRule):
-    """A rule whose update is the gradient over the root of a second moment, which of a matrix is estimated by the means
-    over its rows and over its columns, and which is as long as the parameter allows (its root mean square).
+    """Base class for rules with factored second moments. The update is the gradient divided by the root second
+    moment, scaled by the root mean square of the parameter. For a matrix, row means and column means approximate the
+    second moment.
 
-    All sums are made in float64 and by halves, which every machine does alike; temporaries are of a piece at a time, in
-    three passes over a parameter: the means, the length of the update, the update.
+    All sums are float64 pairwise sums, identical on every machine. Temporaries cover one piece at a time, in three
+    passes over a parameter: means, update length, update.
     """
 
     by_matrix: ClassVar[bool] = True
@@ -65,33 +64,35 @@ class Factored(UpdateRule):
 
     @classmethod
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
-        return super().configured({**settings, "eps": None})  # that is AdamW's, one number
+        return super().configured({**settings, "eps": None})  # the configured eps is one number, for AdamW
 
     @property
     def factors(self) -> tuple[Factor, ...]:
         return FACTORS
 
-    # -- what the rules differ in ----------------------------------------------------------------------------
+    # -- differences between the rules -------------------------------------------------------------------------
 
     @property
     def _floor(self) -> float:
-        """What is added to the square of a gradient."""
+        """Constant added to the squared gradient."""
         return 0.0
 
     @abstractmethod
     def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return one over the root of the second moment that `rows` [matrices, rows, 1], `columns` [matrices, 1,
-        columns] and the means of all rows [matrices, 1, 1] stand for; a tensor of its own.
+        """Return the inverse root of the second moment approximated by the factors, as a new tensor.
+
+        rows: [matrices, rows, 1]. columns: [matrices, 1, columns]. mean: mean over all rows, [matrices, 1, 1].
         """
 
     @abstractmethod
     def _inverse_root_of(self, variance: torch.Tensor) -> torch.Tensor:
-        """Return one over the root of a second moment by element; a tensor of its own."""
+        """Return the inverse root of an elementwise second moment, as a new tensor."""
 
     @abstractmethod
     def _rates(self, by: UpdateStep, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return by what a normal update is multiplied, and the learning rate of the weight decay, of a parameter with
-        that root mean square, 0-dim float64.
+        """Return (factor on the normalized update, learning rate for the weight decay).
+
+        size: root mean square of the parameter, 0-dim float64.
         """
 
     # -- the update ------------------------------------------------------------------------------------------
@@ -128,7 +129,9 @@ class Factored(UpdateRule):
     def _learn_factors(
         self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
     ) -> _Take:
-        """Bring the factors of matrices up to this step; return what one over the root of the second moment is."""
+        """Update the factors of matrices for this step. Return a function from a piece to the inverse root of the
+        second moment.
+        """
         num_rows, num_columns = by.shape[-2:]
         rows, columns = states[_ROWS.name].view(-1, num_rows), states[_COLUMNS.name].view(-1, num_columns)
         by_row = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
@@ -150,7 +153,7 @@ class Factored(UpdateRule):
     def _learn_elements(
         self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
     ) -> _Take:
-        """Do the same for a vector."""
+        """Same as `_learn_factors`, for a vector."""
         variance = states[_ELEMENTS.name]
         for piece in pieces:
             squares = gradient(piece).double().square_().add_(self._floor)
@@ -163,12 +166,14 @@ def _zero(like: torch.Tensor) -> torch.Tensor:
 
 
 def _approach(average: torch.Tensor, value: torch.Tensor, weight: float) -> None:
-    """Let fp32 averages come nearer to float64 values by a share of what is between."""
+    """Move fp32 averages toward float64 values by the fraction `weight` of the difference."""
     average.copy_(torch.sub(value, average).mul_(weight).add_(average))
 
 
 def _fold(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sums along a dimension, by halves: element by element, so that neither threads nor vectors matter."""
+    """Return pairwise sums along a dimension. Elementwise additions only, so thread count and vector width do not
+    matter.
+    """
     while (count := values.shape[dim]) > 1:
         half = count // 2
         sums = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
@@ -185,7 +190,7 @@ def _of_vector(numel: int) -> Iterator[_Piece]:
 
 
 def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
-    """Cut a parameter in pieces of about PIECE elements: of several matrices, or of some rows of one."""
+    """Split a parameter into pieces with about PIECE elements: several matrices, or some rows from one."""
     count, rows, columns = math.prod(shape[:-2]), *shape[-2:]
     if rows * columns <= PIECE:
         size, step = rows * columns, PIECE // (rows * columns)
@@ -205,12 +210,13 @@ def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
 
 @dataclass(frozen=True)
 class Adafactor(Factored):
-    """Factored second moments and no first one (Shazeer & Stern, arXiv:1804.04235), as `torch.optim.Adafactor` computes
-    it; `groups` and `decay_1d` as `UpdateRule` says.
+    """Factored second moments without a first moment (Shazeer & Stern, arXiv:1804.04235), computed like
+    `torch.optim.Adafactor`.
 
-    The learning rate is a share of what the weights are, and at most 1 / sqrt(step). A parameter of n x m keeps n + m
-    numbers, a vector as many as it has elements. Sums are made in float64 where torch has float32, so that an update
-    is torch's within a few parts in 10 million, and has the same bits with any number of threads.
+    `groups` and `decay_1d`: see `UpdateRule`. The learning rate is relative to the weight magnitude and at most 1 /
+    sqrt(step). An n x m parameter stores n + m numbers, a vector one per element. Sums are float64 where torch uses
+    float32: an update agrees with torch within a few parts in 10 million, and has the same bits for any number of
+    threads.
     """
 
     lr: float = 1e-2
@@ -239,13 +245,13 @@ class Adafactor(Factored):
 @dataclass(frozen=True)
 class AdaLomo(Factored):
     """LOMO with an adaptive learning rate (Lv et al., arXiv:2310.10195, algorithm 1): factored second moments, and
-    updates that are normalised by parameter; `groups` and `decay_1d` as `UpdateRule` says.
+    updates normalized per parameter.
 
-    With g the gradient and t the step, r and c come nearer to the means of g^2 + eps[0] over rows and over columns by
-    t^beta2_decay, u = g / sqrt(r c / mean(r)), and w -= lr max(eps[1], rms(w)) u / max(1, rms(u) / d): the learning
-    rate is a share of what the weights are. A parameter of n x m keeps n + m numbers. No gradient waits: it needs no
-    clipping, and where a norm is asked for all the same, or non-finite gradients are to be skipped, a step learns that
-    by a backward of its own.
+    `groups` and `decay_1d`: see `UpdateRule`. For gradient g and step t, r and c approach the row and column means of
+    g^2 + eps[0] with weight t^beta2_decay. Then u = g / sqrt(r c / mean(r)), and w -= lr max(eps[1], rms(w)) u / max(1,
+    rms(u) / d), so the learning rate is relative to the weight magnitude. An n x m parameter stores n + m numbers.
+    Gradients are dropped at once, and clipping is unnecessary; if a norm is requested or non-finite gradients are
+    skipped, a step needs a separate backward.
     """
 
     lr: float = 1e-3
@@ -268,7 +274,7 @@ class AdaLomo(Factored):
         return self.eps[0] or 0.0
 
     def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        return (rows / mean).rsqrt_() * columns.rsqrt()  # their product may be too small for fp32
+        return (rows / mean).rsqrt_() * columns.rsqrt()  # multiplied first, both factors could underflow in fp32
 
     def _inverse_root_of(self, variance: torch.Tensor) -> torch.Tensor:
         return variance.rsqrt()

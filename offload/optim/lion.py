@@ -15,12 +15,12 @@ from offload.optim.states import StoredMoments, stored
 
 @dataclass(frozen=True)
 class Lion(StoredMoments):
-    """Evolved sign momentum (Chen et al., arXiv:2302.06675, algorithm 2), with one moment; `groups` and `decay_1d` as
-    `UpdateRule` says, `states` as `StoredMoments`.
+    """Evolved sign momentum (Chen et al., arXiv:2302.06675, algorithm 2), with one moment.
 
-    Every weight moves by the learning rate, so that it wants to be 3 to 10 times smaller than AdamW's, and the weight
-    decay as many times larger (section 5 there). The defaults are the authors' own; those of the command line go by
-    what AdamW has there. It cannot correct an update: with a sign nothing of the gradient's size is left.
+    `groups` and `decay_1d`: see `UpdateRule`. `states`: see `StoredMoments`. Every weight moves by the learning rate,
+    so a suitable rate is 3 to 10 times smaller than for AdamW, and the weight decay larger by the same factor (section
+    5 of the paper). The defaults here come from the authors; command-line defaults derive from AdamW. Speculative
+    clipping is impossible: after the sign, the gradient magnitude is lost.
     """
 
     lr: float = 1e-4

@@ -1,18 +1,19 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Learning-rate schedules as pure functions of the step."""
 
 from __future__ import annotations
 
 import math
 
-WSD_DECAY_SHARE = 0.2  # the last fifth decays: between the 10% and 20% that arXiv:2405.18392 finds enough
+WSD_DECAY_SHARE = 0.2  # between the 10% and 20% reported as sufficient in arXiv:2405.18392
 
 
 def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, num_steps: int | None) -> float:
-    """Return the learning rate of `step` (counted from 0) of `num_steps`.
+    """Return the learning rate for `step` (counted from 0); `num_steps`: total, or None if unknown.
 
-    The first `warmup_steps` rise in a straight line and end at `base`. After them:
-    `constant` stays; `linear` and `cosine` fall towards 0, which the step after the last one would reach;
-    `wsd` (warmup, stable, decay; arXiv:2404.06395) stays and falls in a straight line over the last fifth of all steps.
+    The rate rises linearly over the first `warmup_steps` and ends at `base`. Afterwards:
+    - `constant` stays;
+    - `linear` and `cosine` fall to 0, reached one step after the last;
+    - `wsd` (warmup, stable, decay; arXiv:2404.06395) stays, then falls linearly over the last fifth.
     Only `constant` works without `num_steps`.
     """
     if step < warmup_steps:
@@ -33,10 +34,10 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, n
 
 
 def restart_factor(step: int, *, every: int, warmup_steps: int | None) -> float:
-    """Return what the learning rate of `step` (counted from 0) is multiplied by where the training restarts after
-    `every` steps: it rises from 0 over the first steps of each cycle but the first, as in ReLoRA's jagged schedules
-    (arXiv:2307.05695, section 3). `every`: 0 for no restarts. `warmup_steps`: None for a twentieth of a cycle, at most
-    100.
+    """Return the learning-rate factor for `step` (counted from 0) when training restarts every `every` steps.
+
+    The factor rises from 0 over the first steps of each cycle except the first, as in ReLoRA
+    (arXiv:2307.05695, section 3). every: 0 for no restarts. warmup_steps: None for 1/20 cycle, at most 100.
     """
     warmup = min(100, every // 20) if warmup_steps is None else warmup_steps
     if not every or step < every or step % every >= warmup:

@@ -1,4 +1,4 @@
-"""Training by forward passes alone."""
+"""Training with forward passes alone."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 
 MASTERS = ("fp32", "bf16")
 _OF_A_STEP = ("num_perturbations", "weight_decay", "layer_fraction", "magnitude_quantile", "decay_1d")
-"""The numbers that an update follows from, beside what is measured and the learning rate."""
+"""Settings with an influence on an update, in addition to measured losses and learning rate."""
 _LEAST_EPS = 1e-12
-"""Below it w + eps z is w, in fp32 of any weight above 2e-5 even where z is 1."""
+"""For smaller eps, w + eps z equals w in fp32 for any weight above 2e-5, even at z = 1."""
 _BLOCKS = 2
-"""The purpose for which the words are drawn that choose the blocks of a step."""
+"""Purpose number for the random words choosing the blocks of a step."""
 
 
 @dataclass(frozen=True)
 class MeZO(UpdateRule):
-    """Zeroth-order descent (Malladi et al., arXiv:2305.17333, algorithm 1; streamed as by ZO2, arXiv:2503.12668): along
-    a random direction z the loss is measured at `eps` on either side of the weights, and these move by
+    """Zeroth-order descent (Malladi et al., arXiv:2305.17333, algorithm 1; streamed as in ZO2, arXiv:2503.12668). The
+    loss is measured at distance `eps` on both sides of the weights along a random direction z, and the weights move:
 
         -lr ((loss(w + eps z) - loss(w - eps z)) / (2 eps) z + weight_decay w)
 
-    with the mean over `num_perturbations` directions in place of the first term (n-SPSA). All passes of a step, two
-    for each direction, are under way at once, each with its activations and its copy of what stays on the device.
-    There are no gradients, no moments and no saved inputs; the loss needs no gradient either. `groups` and `decay_1d`
-    as `UpdateRule` says, but for `rule`: the loss is measured for all parameters at once.
+    With `num_perturbations` directions, the first term is the mean over all directions (n-SPSA). All passes of a step,
+    two per direction, run at once, each with activations and a copy of the device-resident weights. There are no
+    gradients, moments or saved inputs, and the loss needs no gradient. `groups` and `decay_1d`: see `UpdateRule`, but a
+    group cannot set `rule`: one loss covers all parameters.
 
-    `layer_fraction`: the share of a model's blocks that a step perturbs and updates, at least one of them, chosen anew
-    in each (LeZO, arXiv:2410.09823); what is in no block always takes part. `magnitude_quantile`: of each parameter the
-    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751); `weight_decay` takes from
-    all of them. `master`: what weights are kept in that the device uses in bf16: "fp32", or "bf16", which is half of
-    the bytes. A step, mostly less than the least change of a weight in bf16, is then added in fp32 and rounded up or
-    down at random, with the probability of the distance: a function of the run's seed, the parameter, the step and the
-    element.
+    `layer_fraction`: share of the blocks perturbed and updated in a step, at least one block, sampled anew each step
+    (LeZO, arXiv:2410.09823); parameters outside blocks always participate. `magnitude_quantile`: only weights up to
+    this magnitude quantile in each parameter participate (Sparse-MeZO, arXiv:2402.15751); `weight_decay` applies to
+    all. `master`: master-weight dtype where the device uses bf16. With "bf16", half the bytes, the step is added in
+    fp32 and stochastically rounded, because most steps are smaller than a bf16 increment; the random bits depend on run
+    seed, parameter, step and element.
     """
 
     lr: float = 1e-6
@@ -86,7 +85,9 @@ class MeZO(UpdateRule):
 
     @cached_property
     def mark(self) -> str:
-        """What a step follows from beside what it measures and its learning rate, as 16 hexadecimal digits."""
+        """Hash of all settings with an influence on a step, as 16 hexadecimal digits. Measured losses and learning rate
+        are excluded.
+        """
         numbers = [float(getattr(self, name)) for name in _OF_A_STEP]
         groups = [(key, sorted((name, float(value)) for name, value in values.items())) for key, values in self.groups]
         return xxhash.xxh64_hexdigest(repr([numbers, self.master, groups]).encode())
@@ -100,8 +101,9 @@ class MeZO(UpdateRule):
         return super().title + ("" if self.has_low else " with weights in bf16 alone")
 
     def threshold(self, weights: torch.Tensor) -> float:
-        """Return the magnitude up to which the weights of a parameter take part, as the device uses them: fp32 or bf16
-        [n]; infinity for all.
+        """Return the largest magnitude among participating weights of a parameter; infinity: all participate.
+
+        weights: fp32 or bf16 [n], as used on the device.
         """
         rank = math.ceil(self.magnitude_quantile * weights.numel())
         if rank == weights.numel():
@@ -109,11 +111,11 @@ class MeZO(UpdateRule):
         return float(weights.abs().float().kthvalue(rank).values)
 
     def slopes(self, losses: Sequence[tuple[float, float]]) -> list[float]:
-        """Return how steep the loss is along each direction, from what it is on both sides (SPSA, Spall 1992)."""
+        """Return the loss slope along each direction from (loss at +eps, loss at -eps) (SPSA, Spall 1992)."""
         return [(plus - minus) / (2.0 * self.eps) for plus, minus in losses]
 
     def active_blocks(self, num_blocks: int, key: int, step: int) -> frozenset[int]:
-        """Return the blocks that take part in a step: those whose random words are least."""
+        """Return the blocks active in a step: the ones with the smallest random words."""
         count = max(1, round(self.layer_fraction * num_blocks))
         if count >= num_blocks:
             return frozenset(range(num_blocks))
@@ -122,9 +124,7 @@ class MeZO(UpdateRule):
         return frozenset(words.argsort(stable=True)[:count].tolist())
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        """Take a step along the directions that `by` names; `gradients` are the slopes that were measured, on the CPU,
-        fp64 [num_perturbations].
-        """
+        """Step along the directions given by `by`. gradients: measured slopes, fp64 [num_perturbations] on the CPU."""
         coefficients = (gradients / len(gradients)).tolist()
         of = NoiseRange(by.key, by.step, by.element, by.threshold)
         return directions.descend(master(states), coefficients, of, lr=by.lr, weight_decay=by.weight_decay)

@@ -31,14 +31,16 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Muon(UpdateRule):
-    """Momentum, orthogonalised (Jordan et al., https://kellerjordan.github.io/posts/muon/), as `torch.optim.Muon`
-    computes it, for the matrices of blocks, and of experts that lie in one parameter of three dimensions each; `rest`
-    is the rule of everything else: embeddings, the head, vectors, convolutions. `groups` as `UpdateRule` says; those of
-    `rest` hold for what it updates. Its learning rate keeps its ratio to this one.
+    """Momentum with orthogonalization (Jordan et al., https://kellerjordan.github.io/posts/muon/), computed like
+    `torch.optim.Muon`.
 
-    A matrix is orthogonalised by `ns_steps` steps of Newton and Schulz, in bf16, on the device, whose bits are those
-    of its matrix products. adjust_lr_fn: None or "original" multiplies the learning rate of n x m by sqrt(max(1,
-    n / m)); "match_rms_adamw" by 0.2 sqrt(max(n, m)), so that one that is good for AdamW is good here
+    Applies to matrices in blocks, and to experts stored as one three-dimensional parameter. `rest` is the rule for all
+    other parameters: embeddings, the head, vectors, convolutions. `groups`: see `UpdateRule`; groups in `rest` apply to
+    the parameters updated by `rest`. The ratio between both learning rates stays constant.
+
+    A matrix is orthogonalized by `ns_steps` Newton-Schulz steps in bf16 on the device; the result bits depend on the
+    matrix products there. adjust_lr_fn: None or "original" multiplies the learning rate for an n x m matrix by
+    sqrt(max(1, n / m)); "match_rms_adamw" by 0.2 sqrt(max(n, m)), so a good rate for AdamW is good here too
     (arXiv:2502.16982).
     """
 
@@ -72,7 +74,7 @@ class Muon(UpdateRule):
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
         rest = AdamW.configured({**settings, "groups": ()})
         adjust = settings.get("adjust_lr_fn") or "match_rms_adamw"
-        return super().configured({**settings, "rest": rest, "adjust_lr_fn": adjust, "eps": None})  # that is AdamW's
+        return super().configured({**settings, "rest": rest, "adjust_lr_fn": adjust, "eps": None})  # eps: for AdamW
 
     @property
     def moments(self) -> tuple[Plane, ...]:
@@ -128,8 +130,9 @@ class Muon(UpdateRule):
         return math.sqrt(max(1, rows / columns))
 
     def _orthogonalised(self, rows: int, columns: int, work: list[torch.Tensor]) -> torch.Tensor:
-        """Return what is nearly the orthogonal factor of a matrix: bf16 [rows, columns], on the device. The matrix is
-        the first of four pieces of memory, of which all are used; torch's operations in torch's order.
+        """Return the approximate orthogonal factor of a matrix, bf16 [rows, columns] on the device.
+
+        work: four bf16 buffers, all overwritten; the first holds the matrix. Operations and order follow torch.
         """
         first, second, gram, update = work
         is_tall = rows > columns
@@ -149,7 +152,7 @@ class Muon(UpdateRule):
 
 
 def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:
-    """Return the elements of a matrix, of its successor, of its Gram matrix, and of a polynomial in that."""
+    """Return element counts for a matrix, the next iterate, the Gram matrix, and a polynomial in the Gram matrix."""
     return rows * columns, rows * columns, min(rows, columns) ** 2, min(rows, columns) ** 2
 
 

@@ -1,4 +1,4 @@
-"""What an update rule is to the rest: settings, planes, and the update of a stretch of weights."""
+"""Base class for update rules: settings, state planes, and the update for a range of weights."""
 
 from __future__ import annotations
 
@@ -19,82 +19,84 @@ from offload.layout.planes import Factor, Plane
 from offload.native import kernels
 
 PIECE = 1 << 20
-"""Elements of which a rule in torch makes temporaries at once."""
+"""Number of elements per temporary in rules written in torch."""
 _GROUP_KEYS = ("lr_scale", "weight_decay", "rule")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rule may choose by, of a parameter."""
+    """Parameter properties on which a rule may base a choice."""
 
     name: str
     shape: tuple[int, ...]
     is_embedding: bool = False
-    """True for the table of an embedding, and for what is tied to it."""
+    """True for an embedding table, and for a weight tied to one."""
     in_block: bool = False
-    """True within one of a row of blocks that are alike."""
+    """True for a parameter inside a repeated block."""
     is_filter: bool = False
-    """True for the weight of a convolution, whose last two dimensions are no matrix."""
+    """True for a convolution weight; the last two dimensions form no matrix."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a parameter is updated."""
+    """Update settings for one parameter."""
 
     rule: int
-    """Which of the `parts` of the rule that was asked."""
+    """Index into `parts` of the queried rule."""
     lr_scale: float
-    """What multiplies the learning rate."""
+    """Factor on the learning rate."""
     weight_decay: float
-    """The decoupled weight decay."""
+    """Decoupled weight decay."""
 
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """What one update goes by, of weights that are updated alike."""
+    """Arguments of one update call, shared by all weights in the call."""
 
     step: int
-    """Its number, counted from 1."""
+    """Step number, counted from 1."""
     lr: float
-    """The learning rate."""
+    """Learning rate."""
     weight_decay: float
-    """The decoupled weight decay."""
+    """Decoupled weight decay."""
     scale: float
-    """What multiplies the gradients: the clipping coefficient."""
+    """Factor on the gradients: the clipping coefficient."""
     key: int = 0
-    """64 bits that stand for the parameter and the run's seed, for rules that update `by_parameter`."""
+    """64-bit hash of parameter name and run seed, for `by_parameter` rules."""
     element: int = 0
-    """The place of the first weight in its flat parameter, for those."""
+    """Offset of the first weight in the flat parameter, for `by_parameter` rules."""
     shape: tuple[int, ...] = ()
-    """That of the parameter, for rules by matrix, which get all of it."""
+    """Parameter shape, for `by_matrix` rules, which receive the whole parameter."""
     threshold: float = math.inf
-    """Weights of larger magnitude take no part, for rules that leave some out."""
+    """Largest magnitude updated, for rules with partial updates; larger weights are skipped."""
     workspace: torch.Tensor | None = None
-    """Memory of the device, uint8 [what `workspace_bytes` says at least], for those that compute there; None for
-    memory beside the weights.
+    """Device memory, uint8 [at least `workspace_bytes`], for rules with device compute. None: allocate temporaries
+    beside the weights.
     """
 
 
 class UpdateRule(ABC):
-    """A rule is a frozen dataclass with at least the settings below.
+    """Base class for update rules. Every rule is a frozen dataclass with at least the settings below.
 
     `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y, "rule": another rule}), or a
-    mapping of the same; the first expression that `re.search` finds in a parameter's name decides, and a key that it
-    leaves out keeps its default. Parameters with fewer than two dimensions (biases, norms) are not decayed unless
-    `decay_1d`, or unless their group sets `weight_decay`. Another rule goes by its own settings; its learning rate
-    keeps its ratio to that of this one.
+    mapping with the same content. The first expression found in the parameter name by `re.search` applies; omitted keys
+    keep their defaults. Parameters with fewer than two dimensions (biases, norms) have no weight decay unless
+    `decay_1d` is set or their group sets `weight_decay`. Another rule uses separate settings, and the ratio between
+    both learning rates stays constant.
     """
 
     by_matrix: ClassVar[bool] = False
-    """True where an update needs a parameter as a whole, and its shape: it is given one at a time, all of it."""
+    """True if an update needs the whole parameter and the shape: each call receives exactly one parameter."""
     drops_gradients: ClassVar[bool] = False
-    """True where no gradient is to wait for the norm: a step that clips learns it by a backward of its own."""
+    """True if gradients are dropped before the norm is known. A step with clipping then needs a separate backward for
+    the norm.
+    """
     method: ClassVar[str] = "backward"
-    """How steps are made that the rule updates by: by a "backward", or by "forwards" alone."""
+    """Source of the update: "backward" (gradients) or "forwards" (losses from forward passes alone)."""
     clip_norm: float | None = None
-    """The norm to which gradients are clipped, where the rule says so itself."""
+    """Norm for gradient clipping, if the rule sets one. None: the rule sets none."""
     steered: ClassVar[tuple[str, ...]] = ()
-    """Settings that may differ from step to step, as torch's schedulers move them."""
+    """Settings allowed to change between steps, for example by a torch scheduler."""
 
     lr: float
     weight_decay: float
@@ -103,52 +105,52 @@ class UpdateRule(ABC):
 
     @property
     def num_directions(self) -> int:
-        """Along how many directions a step measures the loss, by forward passes alone; 0 for a rule with gradients."""
+        """Directions per step along which forward passes measure the loss; 0 for a rule with gradients."""
         return 0
 
     @property
     def has_gradients(self) -> bool:
-        """True where a step makes a backward."""
+        """True if a step runs a backward pass."""
         return self.method == "backward"
 
     @property
     def has_low(self) -> bool:
-        """True where trained weights that are used in bf16 have a low half beside them, and are fp32 by that."""
+        """True if trainable bf16 weights have a plane with the low 16 bits, so the master weights are fp32."""
         return True
 
     @property
     def can_correct(self) -> bool:
-        """True where there is a `correct`, which speculative clipping needs."""
+        """True if `correct` is implemented, as speculative clipping requires."""
         return False
 
     @property
     def by_parameter(self) -> bool:
-        """True where an update has to know which weights of which parameter it gets: those of one at a time."""
+        """True if an update needs the parameter key and offset: each call then covers a single parameter."""
         return False
 
     @property
     def moments(self) -> tuple[Plane, ...]:
-        """The planes that the rule keeps of what it trains."""
+        """Optimizer-state planes, parallel to the weights."""
         return ()
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """What a rule by matrix keeps of each parameter beside the planes."""
+        """Per-parameter state in addition to the planes, for `by_matrix` rules."""
         return ()
 
     def workspace_bytes(self, shape: tuple[int, ...]) -> int:  # noqa: ARG002
-        """Return the bytes of the device that the update of a parameter of this shape takes while it runs."""
+        """Return the device bytes needed during the update of a parameter with this shape."""
         return 0
 
     @property
     def title(self) -> str:
-        """What it is called in errors: with the width of its states, where that is not fp32."""
+        """Name in error messages, with the state dtype unless fp32."""
         states = getattr(self, "states", "fp32")
         return type(self).__name__ + ("" if states == "fp32" else f" with {states} states")
 
     @classmethod
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
-        """Return the rule with those of a configuration's settings that it has; None is its own default. Raises
+        """Create the rule from configuration settings. Unknown settings are ignored; None selects the default. Raises
         ConfigError.
         """
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -156,21 +158,21 @@ class UpdateRule(ABC):
 
     @property
     def others(self) -> tuple[UpdateRule, ...]:
-        """Rules by which `choose_other` has some parameters updated, without regard to groups."""
+        """Rules to which `choose_other` may assign parameters, independent of groups."""
         return ()
 
     def choose_other(self, parameter: Trained) -> int | None:  # noqa: ARG002
-        """Return which of the `others` a parameter has; None for this one."""
+        """Return the index into `others` for a parameter; None: this rule."""
         return None
 
     @cached_property
     def parts(self) -> tuple[UpdateRule, ...]:
-        """All rules that parameters may have; this one is the first."""
+        """All rules available to parameters, this one first."""
         rules = [values["rule"] for _, values in self.groups if "rule" in values]
         return (self, *self.others, *(part for rule in rules for part in rule.parts))
 
     def __post_init__(self) -> None:
-        if isinstance(self.groups, Mapping):  # as a configuration has them
+        if isinstance(self.groups, Mapping):  # mapping, as in a configuration
             object.__setattr__(self, "groups", tuple(self.groups.items()))
         check_types(type(self), vars(self))
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
@@ -180,7 +182,7 @@ class UpdateRule(ABC):
                 raise ConfigError(f"optimizer.betas is {self.betas}; it must be two numbers, each in [0, 1).")
         for key in ("lr", "eps", "weight_decay"):
             value = getattr(self, key, 0.0)
-            if not isinstance(value, tuple):  # which a rule checks that has several
+            if not isinstance(value, tuple):  # a rule with several values checks them itself
                 check_number(key, value)
         for pattern, values in self.groups:
             try:
@@ -209,13 +211,13 @@ class UpdateRule(ABC):
                     )
 
     def default(self, parameter: Trained) -> Choice:
-        """Return how a parameter is updated of which no group says otherwise. Raises ConfigError."""
+        """Return the settings for a parameter without a matching group. Raises ConfigError."""
         other = self.choose_other(parameter)
         decay = self.weight_decay if len(parameter.shape) >= 2 or self.decay_1d else 0.0
         return Choice(0 if other is None else 1 + other, 1.0, decay)
 
     def choose(self, parameter: Trained) -> Choice:
-        """Return how a parameter is updated. Raises ConfigError."""
+        """Return the settings for a parameter. Raises ConfigError."""
         chosen, first = self.default(parameter), 1 + len(self.others)
         for pattern, values in self.groups:
             rule = values.get("rule")
@@ -229,7 +231,7 @@ class UpdateRule(ABC):
         return chosen
 
     def ratio(self, rule: UpdateRule) -> float:
-        """Return another rule's learning rate over this one's. Raises ConfigError."""
+        """Return the learning rate of another rule divided by the learning rate here. Raises ConfigError."""
         if not self.lr:
             raise ConfigError(
                 "optimizer.lr is 0, and another rule's learning rate has no ratio to it: give another one."
@@ -238,51 +240,50 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        """Update weights in place; return how many are no longer finite. `states` has their planes, and `gradients` are
-        fp32 or bf16, [n] each.
+        """Update weights in place and return the number of non-finite weights.
+
+        states: planes of the weights, [n] each. gradients: fp32 or bf16 [n].
         """
 
     def correct(
         self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, applied_scale: float
     ) -> int | torch.Tensor:
-        """Turn an update that was done with `applied_scale` into what `update` would have made of it; return what that
-        returns.
+        """Turn an update made with `applied_scale` into the update with `by.scale`, and return the number of non-finite
+        weights.
         """
         raise NotImplementedError
 
 
 def check_number(key: str, value: float, least: float = 0.0) -> None:
-    """Raise ConfigError unless a number is finite and at least that."""
+    """Raise ConfigError unless a number is finite and at least `least`."""
     if not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
         raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
 
 
 def parameter_key(name: str, seed: int) -> int:
-    """Return `UpdateStep.key`."""
+    """Return the hash for `UpdateStep.key`."""
     return xxh3_64_intdigest(name.encode(), seed % 2**64)
 
 
 def master_piece(states: Mapping[str, torch.Tensor], piece: slice) -> torch.Tensor:
-    """Return elements of the master weights in fp32: themselves, or put together from both halves."""
+    """Return master weights in fp32: the weights plane, or both 16-bit halves joined."""
     weights = states["weights"][piece]
     return kernels.join(weights, states["low"][piece]) if "low" in states else weights
 
 
 def put_piece(states: Mapping[str, torch.Tensor], piece: slice, weights: torch.Tensor) -> torch.Tensor:
-    """Let elements of the master weights be what `master_piece` gave and was changed since; return how many are no
-    longer finite, 0-dim int64.
-    """
+    """Store master weights changed after `master_piece`. Return the number of non-finite weights, 0-dim int64."""
     if "low" in states:
         kernels.split(weights, out=(states["weights"][piece], states["low"][piece]))
     return weights.isfinite().logical_not_().sum()
 
 
 def count_of(num_wrong: torch.Tensor) -> int | torch.Tensor:
-    """Return a count as `update` does: of an accelerator nobody waits for it."""
+    """Return a count as `update` does: an int on the CPU; on an accelerator the tensor, to avoid a synchronization."""
     return int(num_wrong) if num_wrong.is_cpu else num_wrong
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the master weights as kernels take them: fp32, or both halves; or bf16, of a rule that has no low one."""
+    """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
     return (states["weights"], states["low"]) if "low" in states else states["weights"]

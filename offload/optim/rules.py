@@ -1,4 +1,4 @@
-"""The update rules by the names that configurations give them."""
+"""Update rules by configuration name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RULES: Mapping[str, type[UpdateRule]] = {
 
 
 def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
-    """Return the rule of this name with those of the settings that it has; likewise those that its groups name. Raises
+    """Create the rule `name` from the settings known to the rule, including the rules named in groups. Raises
     ConfigError.
     """
     groups = tuple((pattern, _with_rule(values, settings)) for pattern, values in settings["groups"])
@@ -34,6 +34,6 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
 
 
 def _with_rule(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a group with the rule that it names."""
+    """Return a group with the rule name replaced by a rule object."""
     name = str(values.get("rule"))
     return {**values, "rule": _RULES[name].configured({**settings, "groups": ()})} if name in _RULES else values

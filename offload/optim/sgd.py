@@ -1,4 +1,4 @@
-"""Gradient descent: with momentum, and with gradients that are dropped as soon as they are used."""
+"""Gradient descent: SGD with momentum, and LOMO with immediately dropped gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, mast
 
 @dataclass(frozen=True)
 class SGD(UpdateRule):
-    """Gradient descent with momentum, as `torch.optim.SGD` computes it, without dampening and Nesterov's step; `groups`
-    and `decay_1d` as `UpdateRule` says.
+    """Gradient descent with momentum, computed like `torch.optim.SGD`, without dampening and Nesterov momentum.
 
-    The weight decay is added to the gradient, after clipping, and so goes through the momentum. Without momentum there
-    is no state at all.
+    `groups` and `decay_1d`: see `UpdateRule`. Weight decay is added to the gradient after clipping, and so enters the
+    momentum. Without momentum there is no optimizer state.
     """
 
     lr: float = 1e-3
@@ -54,12 +53,12 @@ class SGD(UpdateRule):
 
 @dataclass(frozen=True)
 class LOMO(UpdateRule):
-    """Low-memory optimization (Lv et al., arXiv:2306.09782): the update of SGD without momentum, bit for bit, in which
-    a unit's gradient is updated from and dropped; `groups` and `decay_1d` as `UpdateRule` says.
+    """Low-memory optimization (Lv et al., arXiv:2306.09782): bit for bit SGD without momentum, with each unit gradient
+    applied and dropped at once.
 
-    `clip_value` clamps each element of a gradient. `clip_norm` clips all of them to a norm, which a step learns by a
-    backward of its own, so that it computes twice; it stands for the engine's `max_grad_norm`, and where it is None
-    that is what counts: a step is done at once where both are None.
+    `groups` and `decay_1d`: see `UpdateRule`. `clip_value` clamps each gradient element. `clip_norm` replaces the
+    `max_grad_norm` of the engine; None: the engine setting applies. With either norm, a separate backward first
+    computes the norm, so the step computes twice.
     """
 
     lr: float = 1e-2

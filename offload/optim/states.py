@@ -1,4 +1,4 @@
-"""Moments in fewer bytes: what rules share whose moments are stored in fp32, in bf16 or as a byte each."""
+"""Compact optimizer moments, shared by rules with fp32, bf16 or int8 states."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from offload.optim.rule import Trained, UpdateRule
 
 STATES = ("fp32", "bf16", "int8")
 LEAST_NUMEL = 4096
-"""Parameters with fewer elements keep fp32 where others have a byte, as embeddings do (Dettmers et al.,
-arXiv:2110.02861).
-"""
+"""Smaller parameters keep fp32 moments with int8 states, as embeddings do (Dettmers et al., arXiv:2110.02861)."""
 
 
 class StoredMoments(UpdateRule):
-    """A rule with `states`: how its moments are stored. The weights are fp32, whole or split, in any case.
+    """Base class for rules with a `states` setting, the storage format of the moments. Weights are always fp32, whole
+    or split.
 
-    An update is made with the exact new moments, which are rounded only then. In bf16 they are rounded up or down at
-    random, with the probability of the distance, so that what a step adds is not lost: a function of the run's seed,
-    the parameter, the step and the element. In int8, blocks of 128 share a scale.
+    An update computes exact new moments and rounds only to store them. bf16 uses stochastic rounding, so small step
+    contributions survive on average; the random bits depend on run seed, parameter, step and element. int8 stores one
+    scale per block with 128 elements.
     """
 
     states: str
@@ -35,7 +34,7 @@ class StoredMoments(UpdateRule):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """What the moments are called."""
+        """Moment names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +58,7 @@ class StoredMoments(UpdateRule):
 
     @property
     def others(self) -> tuple[UpdateRule, ...]:
-        whole: Any = self  # a dataclass
+        whole: Any = self  # the instance is a dataclass
         return (replace(whole, states="fp32", groups=()),) if self.states == "int8" else ()
 
     def choose_other(self, parameter: Trained) -> int | None:
@@ -68,5 +67,5 @@ class StoredMoments(UpdateRule):
 
 
 def stored(states: Mapping[str, torch.Tensor], name: str) -> Any:
-    """Return a moment as kernels take it: its plane, or both of its planes."""
+    """Return a moment in kernel form: the plane, or the int8 plane with the scale plane."""
     return (states[name], states[f"{name}_scale"]) if f"{name}_scale" in states else states[name]

@@ -1,4 +1,4 @@
-"""Run an update rule over a tile of a region: one call for every run of neighbours that are updated alike."""
+"""Apply update rules to a region tile, with one call for adjacent parameters with equal settings."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def update_tile(
     seed: int = 0,
     workspace: torch.Tensor | None = None,
 ) -> int | torch.Tensor:
-    """Update the parameters of a tile of a region that received a gradient; return how many weights are no longer
-    finite: of an accelerator, as a 0-dim int64 tensor there, for which nobody has waited.
+    """Update the touched parameters in a region tile. Return the number of non-finite weights: an int, or on an
+    accelerator a 0-dim int64 tensor without a synchronization.
 
-    `planes` and `gradients` (fp32, or bf16) are flat over the tile; `scale` multiplies the gradients (the clipping
-    coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch. With
-    `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
-    have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw. `workspace`: of the
-    device, for those that compute there.
+    planes, gradients (fp32 or bf16): flat over the tile. touched: per parameter, True if a gradient arrived; other
+    parameters keep weights and moments, as in torch. scale: factor on the gradients (clipping coefficient).
+    applied_scale: correct an update already made (and counted) with this scale to the result for `scale`. rules:
+    indexed by `Region.rule`. seed: base for random bits in rules. workspace: device memory for rules with device
+    compute.
     """
     if tile.stale is not None:
         planes = {**planes}
@@ -64,22 +64,22 @@ def update_tile(
         else:
             found = rule.correct(states, gradients[span], by, applied_scale)
         encode(state.region, planes, span)
-        num_wrong = found if isinstance(num_wrong, int) and not num_wrong else num_wrong + found  # 0 + is a launch
+        num_wrong = found if isinstance(num_wrong, int) and not num_wrong else num_wrong + found  # 0 + found: a launch
     return num_wrong
 
 
 @dataclass(frozen=True)
 class ZerothOrderStep:
-    """A step of a rule without gradients, as it was measured; all that its update goes by, beside the weights."""
+    """Measured step for a rule without gradients. Together with the weights, these values determine the update."""
 
     step: int
-    """Its number, counted from 1."""
+    """Step number, counted from 1."""
     seed: int
-    """Of its directions."""
+    """Seed for the directions."""
     slopes: tuple[float, ...]
-    """How steep the loss is along each of them."""
+    """Loss slope along each direction."""
     lr: float
-    """The learning rate."""
+    """Learning rate."""
 
 
 def descend_tile(
@@ -92,9 +92,11 @@ def descend_tile(
     infos: Sequence[ParameterInfo],
     estimate: ZerothOrderStep,
 ) -> int | torch.Tensor:
-    """Update the parameters of a tile of a region that took part in a step without gradients; return what `update_tile`
-    does. `planes` are flat over the tile. `thresholds`: of parameters, by their indices, of which some weights were
-    left out.
+    """Update the parameters in a region tile after a step without gradients. Return the number of non-finite weights,
+    like `update_tile`.
+
+    planes: flat over the tile. touched: per parameter, True if the step perturbed the parameter. thresholds: by
+    parameter index, the largest magnitude updated; absent: all weights.
     """
     num_wrong: int | torch.Tensor = 0
     slopes = torch.tensor(estimate.slopes, dtype=torch.float64, device="cpu")
@@ -116,8 +118,8 @@ def descend_tile(
 
 
 def _element(region: Region, tile: Tile, span: slice, position: int) -> int:
-    """Return which element of its parameter the first of a span is, which begins in a piece of the region: what rules
-    draw does not depend on where parameters are cut.
+    """Return the offset in the parameter for the first element of a span beginning in piece `position`. Random bits
+    depend on this offset, so tile borders have no influence on them.
     """
     return region.pieces[position].begin + tile.begin + span.start - region.offsets[position]
 
@@ -128,8 +130,9 @@ _Alike = tuple[int, float, float, int | None]
 def _runs(
     state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo], one_by_one: bool
 ) -> Iterator[tuple[slice, _Alike]]:
-    """Yield the elements of a tile (counted from its beginning) over which neighbouring touched parameters are updated
-    alike, and what these have in common; `one_by_one`, the place of one in its region too.
+    """Yield (slice of the tile, common settings) for each run of adjacent touched parameters with equal settings.
+
+    With `one_by_one`, every parameter is a separate run, and the settings include the position in the region.
     """
     region = state.region
     alike: list[_Alike | None] = [
@@ -146,7 +149,7 @@ def _runs(
 
 
 def total_norm(squares: Iterable[float]) -> float:
-    """Return the square root of the fp64 sum, in order, of the sums of squares of parameters, or of their pieces."""
+    """Return the square root of the fp64 sum, in order, over the squared norms of parameters or parameter pieces."""
     total = 0.0
     for value in squares:
         total += value
@@ -154,9 +157,7 @@ def total_norm(squares: Iterable[float]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return c = min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` defines it; 1 without a
-    limit.
-    """
+    """Return c = min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`; 1 without a limit."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
