@@ -1,12 +1,11 @@
-"""Makes the generated pages of the reference, and the site.
+"""Generate reference pages and the site.
 
-python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md anew
-python docs/make.py --check     # exits with 1 where one of them is stale
-python docs/make.py --picture   # docs/images/first-run.svg as well, from a real run
-python docs/make.py --site      # the site as well, into build/site; needs the extra `docs`
+python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md
+python docs/make.py --check     # exits with 1 if a page is stale
+python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
+python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
-A setting is explained in `offload/config/sections.py`, an option of a command in that command, a call in its docstring,
-and nowhere else.
+Each text has one source: settings in `offload/config/sections.py`, options in the command, calls in the docstring.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ MADE = "<!-- Made by docs/make.py from {}: change it there, and run `make docs`.
 
 SETTINGS = """# Settings
 
-A setting is given as `--section.field VALUE` on the command line, or in a YAML file with the same sections, which
-`--config` reads. The command line wins. `train`, `plan`, `parity` and `bench sweep` take all of them.
+Pass settings as `--section.field VALUE` on the command line, or in a YAML file with the same sections
+(`--config FILE`). The command line overrides the file. `train`, `plan`, `parity` and `bench sweep` take all settings.
 
-A size is `6GiB` or `6G`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with
-the name that is probably meant.
+A size is `6GiB` or `6G`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key raises
+an error with the most similar name.
 
 """
 COMMANDS_INTRO = """# Commands
 
-`offload COMMAND` and `python -m offload.COMMAND` are the same. Each takes `--help` and `--version`.
+`offload COMMAND` and `python -m offload.COMMAND` are the same. Each command takes `--help` and `--version`.
 
 | exit code | meaning |
 |---|---|
-| 0 | fine |
+| 0 | success |
 | 1 | failed, damaged, or different |
 | 2 | bad configuration or input |
-| 3 | does not fit a budget or the memory that there is; nothing was allocated |
-| 130 | interrupted; what could be saved is saved, and the message says where |
+| 3 | does not fit a budget or the available memory; nothing was allocated |
+| 130 | interrupted; states are saved if possible, and the message names the folder |
 
 """
 API = """# Python
 
-What is not on this page is internal, and may change from one version to the next.
+This page lists the public interface. Everything else is internal and may change between versions.
 
 ```python
 from offload import Engine, Placement, Settings, AdamW
@@ -67,25 +66,26 @@ from offload import Engine, Placement, Settings, AdamW
 """
 RULES = """## Update rules
 
-Each is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`. [What they do](update-rules.md).
+An update rule is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`. [Update
+rules](update-rules.md) describes each one.
 
 """
 LIBRARIES = """## In other libraries' loops
 
-[How they are used](libraries.md).
+[Other libraries](libraries.md) explains the use.
 
 """
 ERRORS = """# Errors
 
-A command prints an error as one paragraph: what was given, why it cannot be, with numbers, and the flag to change.
-`--debug` adds the traceback. In Python each is an `OffloadError` from `offload.errors`, and an error of Python's own
-kind as well.
+A command prints an error as one paragraph: the given value, the reason with numbers, and the flag to change. `--debug`
+adds the traceback. In Python each error is an `OffloadError` from `offload.errors`, and also one of Python's built-in
+errors.
 
 """
 
 
 def settings_page() -> str:
-    """Return the page of all settings of `train`."""
+    """Return the page with all settings for `train`."""
     from offload.config.config import Config
     from offload.config.options import shown, value_of
 
@@ -101,7 +101,7 @@ def settings_page() -> str:
 
 
 def commands_page() -> str:
-    """Return the page of all commands, from their help."""
+    """Return the page with all commands, from the help texts."""
     from offload.__main__ import COMMANDS
     from offload.config.config import Config
 
@@ -117,12 +117,12 @@ def commands_page() -> str:
 
 
 def _help(command: str, sections: Any) -> str:
-    """Return a command's help as a block of text, without the boxes of settings, which have a page of their own."""
+    """Return a command's help as a text block, without the boxes for settings (these have their own page)."""
     from offload.__main__ import module_of
 
     name, *words = command.split()
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # of a process that does nothing else
-    told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes are drawn where they can be encoded
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # this process does nothing else
+    told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes need an encoding with box characters
     with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
         module_of(name).main([*words, "--help"])
     told.seek(0)
@@ -134,7 +134,7 @@ def _help(command: str, sections: Any) -> str:
 
 
 def api_page() -> str:
-    """Return the page of the Python interface, from signatures and docstrings."""
+    """Return the page about the Python interface, from signatures and docstrings."""
     import offload
     from offload.engine.methods.result import StepResult
     from offload.integrations import accelerate, transformers
@@ -146,7 +146,7 @@ def api_page() -> str:
     page.append(_class(StepResult))
     page.extend(_class(each) for each in (trainer.Trainer, trainer.TrainResult, callbacks.Callbacks))
     page.extend(_class(each, level=3) for each in (callbacks.TrainState, callbacks.TrainControl))
-    page.append('## Update rules\n\nEach is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`.\n\n')
+    page.append(RULES)
     rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO")
     page.extend(_class(getattr(offload, name), level=3) for name in rules)
     page.append(LIBRARIES)
@@ -157,7 +157,7 @@ def api_page() -> str:
 
 
 def _class(thing: Any, level: int = 2, members: bool = False) -> str:
-    """Return the section of a class or a function."""
+    """Return the section for a class or function."""
     page = [f"{'#' * level} {thing.__name__}\n\n{_signature(thing)}{_prose(inspect.getdoc(thing))}"]
     page.append(_fields(thing))
     if members:
@@ -176,7 +176,7 @@ def _members(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _signature(thing: Any) -> str:
-    """Return the signature, one argument a line where it is long."""
+    """Return the signature; a long one with one argument a line."""
     found = inspect.signature(thing)
     arguments = [
         re.sub(r"'([^']*)'", r"\1", str(each), count=1) for name, each in found.parameters.items() if name != "self"
@@ -187,7 +187,7 @@ def _signature(thing: Any) -> str:
 
 
 def _fields(thing: Any) -> str:
-    """Return the fields of a dataclass that have a line of their own, from its source."""
+    """Return the dataclass fields with a docstring, from the source."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
     except (OSError, TypeError):
@@ -201,7 +201,7 @@ def _fields(thing: Any) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """Return a docstring as Markdown: `name: meaning` lines become a list, indented code a block."""
+    """Return a docstring as Markdown: `name: meaning` lines become a list, indented code a code block."""
     out: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text or ""):
         if paragraph.startswith("    "):
@@ -218,7 +218,7 @@ def _prose(text: str | None) -> str:
 
 
 def errors_page() -> str:
-    """Return the page of errors and exit codes."""
+    """Return the page with errors and exit codes."""
     from offload import errors
 
     page = [MADE.format("offload/errors.py"), ERRORS]
@@ -232,7 +232,7 @@ def errors_page() -> str:
 
 
 def support_page() -> str:
-    """Return what trains in which library's loop, each cell with the test that shows it."""
+    """Return the support tables, each row with its tests."""
     told = yaml.safe_load((ROOT / "docs" / "support.yaml").read_text())
     page = [
         MADE.format("docs/support.yaml and the tests that it names"),
@@ -254,7 +254,7 @@ def support_page() -> str:
 
 
 def _test(named: str) -> str:
-    """Return the name of a test, which has to exist."""
+    """Return the name of a test; exit if the test does not exist."""
     path, _, name = named.partition("::")
     if f"def {name}(" not in (ROOT / "tests" / path).read_text():
         raise SystemExit(f"docs/support.yaml names tests/{named}, which is not there.")
@@ -262,7 +262,7 @@ def _test(named: str) -> str:
 
 
 def _sentences(text: str) -> str:
-    """Return a setting's help with a line for each special value (`none: ...`, `auto: ...`)."""
+    """Return the help for a setting, with a line for each special value (`none: ...`, `auto: ...`)."""
     parts = re.split(r"(?<=\.) (?=(?:[a-z0-9_-]+(?: or [a-z]+)?|[0-9]+): )", text)
     return parts[0] + "".join(f"\n\n- `{part.partition(':')[0]}`:{part.partition(':')[2]}" for part in parts[1:])
 
@@ -277,7 +277,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def picture() -> None:
-    """Write docs/images/first-run.svg: the terminal of a real run."""
+    """Write docs/images/first-run.svg: the terminal in a real run."""
     from rich.console import Console
 
     with tempfile.TemporaryDirectory() as folder:
@@ -293,24 +293,24 @@ def picture() -> None:
             text = Text.assemble((name + colon, "bold cyan"), rest) if is_named else Text(line)
             console.print(text, overflow="ellipsis", no_wrap=True)
     drawn = console.export_svg(title="offload train", unique_id="run")
-    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # they would be fetched
+    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # a browser would fetch these
     (ROOT / "docs" / "images" / "first-run.svg").write_text(drawn)
 
 
 def site(root: Path) -> int:
-    """Build the site of a checkout into its build/site; return the exit code, which is not 0 after any warning."""
+    """Build the site for a checkout into build/site there. Return the exit code: not 0 after any warning."""
     words = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if code := subprocess.run(words, cwd=root).returncode:
         return code
     built = root / "build" / "site"
-    for page in built.rglob("*.html"):  # a page from the disk may not start workers, and nothing is fetched for that
+    for page in built.rglob("*.html"):  # pages on disk may not start workers, and nothing is fetched
         own = os.path.relpath(built / "worker.js", page.parent)
         page.write_text(page.read_text().replace("https://unpkg.com/iframe-worker/shim", own))
     return 0
 
 
 def main(words: list[str]) -> int:
-    """Do what the words say; return the exit code."""
+    """Run the command line; return the exit code."""
     stale = []
     for name, make in PAGES.items():
         path, text = REFERENCE / f"{name}.md", make().rstrip() + "\n"
