@@ -1,7 +1,7 @@
 """Generate reference pages and the site.
 
 python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md
-python docs/make.py --check     # exits with 1 if a page is stale
+python docs/make.py --check     # exits with 1 if a page, or a quote of the source, is stale
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
@@ -276,6 +276,56 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+QUOTE = re.compile(r'(?ms)^```\w+ title="([\w/.]+\.(?:py|cpp|h|inl))(?:::([\w.]+))?"\n(.*?)^```$')
+"""A block of a page that quotes the source: file, class or function (none: the whole file), code."""
+
+
+def stale_quotes(root: Path) -> list[str]:
+    """Return a message for each code block in the pages whose text is not in the source named by its title.
+
+    A block contains whole lines in source order. A line `...` stands for left-out lines. The indentation of the
+    source may be left out.
+    """
+    found = []
+    for page in sorted((root / "docs").rglob("*.md")):
+        for path, name, block in QUOTE.findall(page.read_text()):
+            missing = _missing(_source(root / path, name), block)
+            if missing is not None:
+                title = f"{path}::{name}" if name else path
+                found.append(f"{page.relative_to(root)}: not (or no longer) in {title}: {missing}")
+    return found
+
+
+def _source(path: Path, name: str) -> list[str]:
+    """Return the lines of a class or function (dotted name), or of the whole file. Empty if not found."""
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    if not name:
+        return text.splitlines()
+    node: Any = ast.parse(text)
+    for part in name.split("."):
+        node = next((each for each in getattr(node, "body", ()) if getattr(each, "name", "") == part), None)
+    return [] if node is None else text.splitlines()[node.lineno - 1 : node.end_lineno]
+
+
+def _missing(source: list[str], block: str) -> str | None:
+    """Return the first line of the first passage of a block that is not in the source; None: all are there."""
+    end = 0
+    for passage in re.split(r"(?m)^[ ]*\.\.\.\n", block):
+        lines = textwrap.dedent(passage).splitlines()
+        starts = range(end, len(source) - len(lines) + 1)
+        begin = next((n for n in starts if _dedented(source[n : n + len(lines)]) == lines), None)
+        if begin is None:
+            return lines[0].strip()
+        end = begin + len(lines)
+    return None
+
+
+def _dedented(lines: list[str]) -> list[str]:
+    return textwrap.dedent("\n".join(lines)).splitlines()
+
+
 def picture() -> None:
     """Write docs/images/first-run.svg: the terminal in a real run."""
     from rich.console import Console
@@ -320,11 +370,13 @@ def main(words: list[str]) -> int:
         if "--check" not in words:
             path.write_text(text)
     print(*(f"{'stale' if '--check' in words else 'written'}: {path}" for path in stale), sep="\n")
+    quotes = stale_quotes(ROOT)
+    print(*quotes, sep="\n")
     if "--picture" in words:
         picture()
-    if "--site" in words:
-        return site(ROOT)
-    return 1 if stale and "--check" in words else 0
+    if "--site" in words and (code := site(ROOT)):
+        return code
+    return 1 if quotes or (stale and "--check" in words) else 0
 
 
 if __name__ == "__main__":

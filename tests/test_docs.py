@@ -24,6 +24,7 @@ RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
 RUN_ELSEWHERE = ("index", "trainer")
 """Pages whose commands other tests run: README's own, and the examples."""
 README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
+MAKE: Any = runpy.run_path(str(ROOT / "docs" / "make.py"))
 
 
 def blocks(path: Path, kind: str) -> Iterator[str]:
@@ -49,6 +50,25 @@ def shape(line: str) -> str:
 def test_generated_pages_are_those_of_the_code() -> None:
     found = forks.run(["docs/make.py", "--check"], timeout=MINUTES)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_quoted_code_is_that_of_the_source() -> None:
+    assert "title=" in (ROOT / "docs" / "architecture.md").read_text()
+    assert not MAKE["stale_quotes"](ROOT)
+
+
+def test_a_changed_line_of_the_source_makes_its_quote_stale(tmp_path: Path) -> None:
+    block = "    x = 1\n    ...\n    if x:\n        y = 3\n"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text(f'# Page\n\n```python title="a.py::A.f"\n{block}```\n')
+    source = "class A:\n    def f(self):\n        x = 1\n        z = 2\n        if x:\n            y = 3\n"
+    (tmp_path / "a.py").write_text(source)
+    assert not MAKE["stale_quotes"](tmp_path)
+    for line, changed in (("x = 1", "x = 2"), ("x = 1", "x = 1  # one"), ("if x:", "if y:"), ("y = 3", "y = 4")):
+        (tmp_path / "a.py").write_text(source.replace(line, changed))
+        assert MAKE["stale_quotes"](tmp_path), changed
+    (tmp_path / "a.py").write_text(source.replace("def f", "def g"))
+    assert MAKE["stale_quotes"](tmp_path) == ["docs/page.md: not (or no longer) in a.py::A.f: x = 1"]
 
 
 def test_sizes() -> None:
@@ -79,8 +99,7 @@ def test_the_site_has_no_warning(tmp_path: Path, capfd: Any) -> None:
     copy = tmp_path / "site"
     shutil.copytree(ROOT / "docs", copy / "docs")
     shutil.copy(ROOT / "zensical.toml", copy)
-    make: Any = runpy.run_path(str(ROOT / "docs" / "make.py"))
-    assert make["site"](copy) == 0, capfd.readouterr()
+    assert MAKE["site"](copy) == 0, capfd.readouterr()
     fetched = [
         (page.name, address)
         for page in (copy / "build" / "site").rglob("*.html")
