@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from torch import nn
@@ -48,17 +49,18 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
 def _take(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store, unit by unit, and replace the parameters by stand-ins."""
     # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
-    # taken by then. The ranks take turns as the source, so each file is read once, and the source broadcasts the unit.
+    # taken by then. The ranks take turns at calling `fill`, so each file is read once, and broadcast the weights.
     given, files = dict[nn.Parameter, Source](), state.files
     again = _Again(files) if files is not None else None
     taken: set[int] = set()
     strided: list[str] = []
-    # Experts follow directly after their block, because the same call fills both.
-    for number, unit in enumerate(sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records))):
-        source = number % state.comm.size if fill is not None else 0
-        is_layer = unit.layer == unit.name and not unit.in_records
-        if fill is not None and is_layer and (source == state.comm.rank or files is not None):
-            given.update(fill(unit.name, unit.module) or {})  # may include children taken later
+    # The call for a block also fills the experts, and the call for a cut layer the row blocks, which follow directly.
+    source, turns = 0, itertools.cycle(range(state.comm.size))
+    for unit in sorted(state.units, key=lambda unit: not (unit.whole or unit.in_records)):
+        if fill is not None and unit.layer == unit.name and not unit.in_records:
+            source = next(turns)
+            if source == state.comm.rank or files is not None:
+                given.update(fill(unit.name, unit.module) or {})  # may include children taken later
         for place in unit.places:
             parameter = place.module._parameters[place.key]
             assert parameter is not None

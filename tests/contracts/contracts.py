@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.distributed.joining import open_comm
+from offload.hf.sources import Fill
 from tests.contracts.cases import CASES, Case
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
@@ -85,9 +86,10 @@ class Cell:
     @contextmanager
     def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
         """Open an engine on a new model of the case. Engines of one case share verdicts on passes in one process."""
-        told = {**self.settings, **settings}
+        told, model = {**self.settings, **settings}, build(self.case.make)
         known = _VERDICTS.setdefault((self.name, told["precision"]), {}) if "comm" not in told else {}
-        with Engine(build(self.case.make), placement=self.placement(place), **told) as engine:
+        fill = filling(model) if "comm" in told else None
+        with Engine(model, fill=fill, placement=self.placement(place), **told) as engine:
             steps_of(engine).judging.begin_again(known)
             yield engine
             for passes, numbers in steps_of(engine).judging.judged.items():
@@ -179,7 +181,9 @@ def resumes_as_if_never_stopped(cell: Cell) -> None:
 
 
 def ranks_are_one(cell: Cell) -> None:
-    """Two ranks with uneven shares of a batch are one process on the whole, but for the order of sums."""
+    """Two ranks with uneven shares of a batch are one process on the whole, but for the order of sums. They take turns
+    at reading the weights.
+    """
     rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
     settings = {"precision": "fp32", "max_grad_norm": 0.2, **rule}
     place = "cpu" if cell.clip == "speculative" else cell.place
@@ -188,6 +192,20 @@ def ranks_are_one(cell: Cell) -> None:
     for found in run(2, train_on_rank, num_ranks=2, **job):
         assert found.numbers == pytest.approx(one.numbers, rel=1e-4)
         assert_same(found.weights, one.weights, within=2e-5)
+
+
+def filling(model: nn.Module) -> Fill:
+    """Replace all weights by NaN. Return a function that fills them unit by unit, as one reads a model folder."""
+    values = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    for parameter in values:
+        parameter.data.fill_(torch.nan)
+
+    def fill(_name: str, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter in values:
+                parameter.data.copy_(values.pop(parameter))
+
+    return fill
 
 
 def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
