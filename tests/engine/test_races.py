@@ -342,7 +342,7 @@ QUICK = (
     "an update reads staging before it is filled",
     "the norm is taken before the sums",
 )
-"""The others take seconds each to come about. The quick run has their waits by the tests below."""
+"""The others take seconds each to come about."""
 
 
 @pytest.mark.parametrize(
@@ -437,10 +437,10 @@ def held_up(lane: Any) -> Iterator[None]:
 
 
 def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
-    """Run a test with all waits and, in the long run, as `broken`, by which it is seen to see what is missing: one wait
+    """Run a test with all waits and as `broken`, by which it is seen to see what is missing: one wait
     of a kind of fence, or what the test takes away itself.
     """
-    values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken", marks=pytest.mark.slow)]
+    values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken")]
     return pytest.mark.parametrize("broken", values, indirect=True)
 
 

@@ -12,8 +12,7 @@ import pytest
 from tests.engine import test_races
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import Found, Wait, deep_llama, raced
-from tests.engine.test_ranks import MODES, STAGES, assert_equal, train
-from tests.matrix import quick
+from tests.engine.test_ranks import MODES, assert_equal, train
 
 ALL_ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
 ROWS = (2, 1, 3, 1)
@@ -23,10 +22,10 @@ ROWS = (2, 1, 3, 1)
 @pytest.mark.parametrize(
     ("size", "on_disk", "stage", "mode"),
     [
-        (2 + 2 * ((stage + number) % 2), (stage + number) % 2 == 0, stage, mode)  # four ranks share two cores
-        for stage in STAGES
-        for number, mode in enumerate(MODES)
-        if (stage + number) % 3 == 1
+        (2, True, 0, "deferred"),
+        (4, False, 1, "no clipping"),
+        (2, True, 2, "speculative"),
+        (4, False, 3, "deferred"),
     ],
 )
 def test_delays_that_differ_by_rank_change_no_bit(
@@ -77,10 +76,8 @@ def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> l
     return run(2, raced, runs=[{**DEEP, "prefetch": "auto", **settings, "delays": seed} for seed in seeds], wait=wait)
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(CHANGES, []),  # the quick run has the others, on one rank
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
 def test_without_this_wait_a_result_is_wrong(name: str) -> None:
     """Five seeds, one of which at least shows it: by a wrong bit on any rank, a NaN, or ranks that lose each other."""
     wait, settings = CHANGES[name]
