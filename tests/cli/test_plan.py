@@ -136,11 +136,10 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "fix"),
     [
-        pytest.param(
+        (
             "8b",
             ("--data.sequence_length", "4096", "--train.batch_size", "16"),
             "--train.micro_batch_size 1 --offload.nvme_dir FOLDER",
-            marks=pytest.mark.slow,
         ),
         (
             "1b",
@@ -174,10 +173,9 @@ def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["3"])
-def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str) -> None:
+def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
-    code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", stage)
+    code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", "3")
     assert code == 0
     rates = Hardware.read("rtx-4090").rates
     most_bytes = rates.nvme_write_bytes_per_s * found["step_seconds"]

@@ -17,7 +17,6 @@ from offload import AdamW
 from offload.errors import ConfigError
 from tests.checkpoint.folders import same
 from tests.integrations.plain import CLIP, LR, PLACEMENT, SameBits, assert_same_weights, llama, needs, rows
-from tests.matrix import matrix
 
 needs("accelerate")
 
@@ -178,7 +177,7 @@ def with_adapter() -> Any:
 
 
 @pytest.mark.slow
-@matrix(strength=1, kind=[Hooked, HookedAdapter], precision=["no", "bf16"])
+@pytest.mark.parametrize(("kind", "precision"), [(Hooked, "no"), (HookedAdapter, "bf16")])
 def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, precision: str) -> None:
     """They are given it, and what they save is as it is; what they load is what the engine has loaded."""
     how = {"mixed_precision": precision, **({"model": with_adapter} if kind is HookedAdapter else {})}

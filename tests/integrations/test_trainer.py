@@ -77,9 +77,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "at", [pytest.param(2, id="in an epoch"), pytest.param(3, id="at its end", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "at its end"])
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
     """Bit for bit, with dropout, from a trainer that is made anew, and in one that goes on."""
     how: dict[str, Any] = {

@@ -136,23 +136,6 @@ def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Ru
 
 
 @pytest.mark.slow
-def test_a_typing_error_is_printed_once(run: Run) -> None:
-    first, second = run("plain", "typed", "--train.stpes", "5")
-    assert (first.code, second.code) == (2, 2)
-    assert "did you mean train.steps?" in first.err
-    assert second.err == ""
-
-
-@pytest.mark.slow
-def test_more_ranks_than_rows_are_refused(run: Run, folder: Path) -> None:
-    first, second = run("plain", "few", "--train.batch_size", "1")
-    assert (first.code, second.code) == (2, 2)
-    assert "train.batch_size is 1, and there are 2 ranks" in first.err
-    assert second.err == ""
-    assert not (folder / "few").exists()
-
-
-@pytest.mark.slow
 def test_data_that_rank_0_cannot_prepare_end_all_ranks(run: Run, folder: Path) -> None:
     first, second = run("no data", "nothing")
     assert (first.code, first.err) == (2, "offload: the data are gone\n")
