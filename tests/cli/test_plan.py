@@ -125,14 +125,6 @@ def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach
 
 
 @pytest.mark.slow
-def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.zero_stage", "3")
-    tiers = [told(capsys, *SMALL, *where, "--gpus", n)[1]["tiers"] for n in ("1", "4")]
-    one, four = (sum(found[tier]["bytes"] for tier in ("pinned", "cpu") if tier in found) for found in tiers)
-    assert four == pytest.approx(one / 4, rel=0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "fix"),
     [
@@ -276,12 +268,6 @@ WITHOUT_AUTO = [
     *(f"--offload.{kind}=cpu" for kind in ("parameters", "optimizer", "gradients", "activations", "update")),
     *("--train.recompute=always", "--train.clip=deferred", "--offload.prefetch=1"),
 ]
-
-
-@pytest.mark.slow
-def test_without_auto_nothing_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = told(capsys, *SMALL, *WITHOUT_AUTO)
-    assert found["placement"] is None
 
 
 @pytest.mark.slow

@@ -152,29 +152,6 @@ def test_a_number_that_chooses_a_way_is_recorded(ways: tuple[int, ...], by_name:
     assert len(found) == len(set(ways))
 
 
-@pytest.mark.slow
-def test_one_loss_of_two_forward_calls() -> None:
-    """As DPO has it: two sequences through the same weights, one loss of both; every unit is used twice before its
-    first backward."""
-
-    def loss_of(model: nn.Module) -> Tensor:
-        chosen, rejected = (
-            model(input_ids=tokens(seed)["input_ids"]).logits.log_softmax(-1)[..., 5].mean() for seed in (1, 2)
-        )
-        return -functional.logsigmoid(chosen - rejected)
-
-    engine, reference = pair(mixtral)
-    for step in range(3):
-        loss = loss_of(engine.model)
-        engine.backward(loss)
-        result = engine.update()
-        wanted = loss_of(reference.model)
-        wanted.backward()
-        reference.collect()
-        assert (result.loss.item(), result.grad_norm) == (wanted.item(), reference.update())
-        assert_weights(engine, reference, when=f"step {step}")
-
-
 def test_a_submodule_called_by_itself_starts_a_step_too() -> None:
     """Parameters whose gradient is None after all backward calls are left as they were; no gradient is applied a
     second time."""
@@ -666,21 +643,6 @@ def test_gradients_of_inputs_alone_leave_those_of_weights(recompute: str, by: st
                     reference.collect()
             norms.append(h.norm())
         assert norms[0] == norms[1]
-        assert engine.update().grad_norm == reference.update()
-        assert_weights(engine, reference, when=f"step {step}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["always", "never"])
-def test_units_may_be_called_before_the_model_and_make_its_arguments(recompute: str) -> None:
-    """As with embeddings that a loop looks up itself: the first call, which is recorded, leaves their graph alone."""
-    engine, reference = pair(llama, recompute=recompute)
-    for step in range(2):
-        ids, labels = tokens(step).values()
-        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
-            embedded = model.get_input_embeddings()(ids)
-            backward(model(inputs_embeds=embedded * 1.5, labels=labels).loss)
-        reference.collect()
         assert engine.update().grad_norm == reference.update()
         assert_weights(engine, reference, when=f"step {step}")
 

@@ -36,11 +36,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "nvme": {"parameters": "nvme", "optimizer": "nvme"},
     "files": {"parameters": "files"},
 }
-WAYS: list[dict[str, Any]] = [
-    {"micro_batch_size": 2},
-    {"recompute": "never", "throttle": {"h2d": "1GiB"}},
-    {"prefetch": 1, "debug": 3},
-]
 
 
 def adapted(folder: Path) -> BuiltModel:
@@ -74,24 +69,6 @@ def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict
     )
     engine.close()
     built.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dtype", "way"),
-    list(zip(FORMATS, cycle([torch.bfloat16, torch.float16, torch.float32]), cycle(WAYS), strict=False)),
-)
-def test_an_engine_gives_what_it_gives_over_what_it_is_dequantised_to(
-    kind: str, dtype: torch.dtype, way: dict[str, Any], tmp_path: Path
-) -> None:
-    """In bf16, whatever the dtype of the folder: weights are rounded to that first."""
-    folder = quantized(tmp_path / "base", kind, dtype=dtype)
-    one, other = (engine_of(each, precision="bf16", **way) for each in (adapted(folder), plain_of(folder)))
-    for batch in families.batches(2):
-        found, wanted = (each.step(batch) for each in (one, other))
-        assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
-    its = (dict(each.named_parameters(trained_only=True)) for each in (one, other))
-    assert_same(*its)
 
 
 @pytest.mark.slow

@@ -392,6 +392,55 @@ def stepped(placement: Placement, **more: Any) -> Iterator[Engine]:
     made.close()
 
 
+def of_one_tile(engine: Engine) -> tuple[Any, Any]:
+    """Return a unit with one region, which is one tile, and the state of that."""
+    unit = next(unit for unit in parts_of(engine).units if unit.name.endswith("embed_tokens"))
+    (region,) = unit.regions
+    state = parts_of(engine).store[region]
+    assert len(state.tiles) == 1
+    return unit, state
+
+
+def land(engine: Engine, state: Any, value: float) -> None:
+    """Let gradients of one value land in a new step."""
+    flow, region = parts_of(engine).gradients, state.region
+    flow.begin_step()
+    flow.measures.touched[region.index] = [True] * len(region.parameters)
+    flow.landing.land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
+
+
+def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
+    """Submit an update, from gradients on disk where none are given."""
+    landed = Landed(state.region, gradients, Fence("gradients on disk"))
+    parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
+
+
+def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
+    """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
+    slots = parts_of(engine).slots
+    slots.fetch(slots.cargo_of(unit.regions), 0)
+    return slots.place(unit.regions)[state.region][state.span(0)]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has everything on disk, has made steps, and has nothing on its way."""
+    yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
+
+
+@pytest.fixture
+def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
+    yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
+
+
+@pytest.fixture
+def one(request: pytest.FixtureRequest) -> Engine:
+    """The engine that a test names."""
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
+
+
 _chance_s = 0.02
 
 
@@ -493,85 +542,53 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
 
 @pytest.mark.slow
 @seen("weights", "before_fill")
-def test_an_update_waits_for_the_fetch_that_reads_the_weights(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
-    region, state = unit.regions[0], parts.store[unit.regions[0]]
-    before = stored_weights(engine, region).clone()
-    assert state.gradients is not None
-    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
-    with held_up(parts.lanes.h2d):
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[region]
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-    settle(engine)
-    assert torch.equal(shown.cpu(), before) == (not broken)
-    assert not torch.equal(stored_weights(engine, region), before)
-
-
-@pytest.mark.slow
-@seen("weights", "before_fill")
-def test_states_come_down_once_the_fetch_has_read_the_weights(streaming: Engine, broken: bool) -> None:
-    parts = parts_of(streaming)
-    unit, state = of_one_tile(streaming)
+@pytest.mark.parametrize("one", ["engine", "streaming"], indirect=True)
+def test_an_update_waits_for_the_fetch_that_reads_the_weights(one: Engine, broken: bool) -> None:
+    parts, (unit, state) = parts_of(one), of_one_tile(one)
     index = state.region.parameters[0]
     before = parts.store.values.read(index)
     with held_up(parts.lanes.h2d):
-        shown = brought_up(streaming, unit, state)
-        update(streaming, state, torch.ones(state.region.numel))
-    settle(streaming)
+        shown = brought_up(one, unit, state)
+        update(one, state, torch.ones(state.region.numel))
+    settle(one)
     assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
     assert not torch.equal(parts.store.values.read(index), before)
 
 
 @pytest.mark.slow
-@seen("waiting gradients", "before_fill")
-def test_gradients_land_once_those_before_went_up(streaming: Engine, broken: bool) -> None:
-    parts = parts_of(streaming)
-    _, state = of_one_tile(streaming)
-    assert state.gradients is not None
-    state.gradients.fill_(0.0)
-    with held_up(parts.lanes.update_up):
-        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
-        land(streaming, state, 1.0)
-    settle(streaming)
-    assert bool((state.tiles[0].planes["exp_avg"] == 0).all()) == (not broken)
-    assert bool((state.gradients == 1).all())
-
-
-@pytest.mark.slow
-@seen("weights", "before_read")
-def test_the_host_reads_states_after_their_update(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state, index = parts.store[region], region.parameters[0]
+@pytest.mark.parametrize(
+    ("one", "lane", "broken"),
+    [
+        ("engine", "update", False),
+        ("engine", "update", ("weights", "before_read")),
+        ("on_disk", "update_write", False),
+        ("on_disk", "update_write", ("record", "before_read")),
+    ],
+    indirect=["one", "broken"],
+)
+def test_the_host_reads_states_after_their_update(one: Engine, lane: str, broken: bool) -> None:
+    parts, (_, state) = parts_of(one), of_one_tile(one)
+    index = state.region.parameters[0]
     before = parts.store.values.read(index)
-    assert state.gradients is not None
-    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
-    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update):
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
+    with ThreadPoolExecutor() as reader, held_up(getattr(parts.lanes, lane)):
+        update(one, state, torch.ones(state.region.numel))
         found = reader.submit(parts.store.values.read, index)
-    settle(engine)
+    settle(one)
     assert torch.equal(found.result(), before) == broken
 
 
 @pytest.mark.slow
 @seen("waiting gradients", "before_fill")
-def test_gradients_wait_for_the_update_that_reads_those_before(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state = parts.store[region]
+@pytest.mark.parametrize(("one", "lane"), [("engine", "update"), ("streaming", "update_up")], indirect=["one"])
+def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane: str, broken: bool) -> None:
+    parts, (_, state) = parts_of(one), of_one_tile(one)
     assert state.gradients is not None
     state.gradients.fill_(0.0)
-    landed = Landed(region, state.gradients, state.landing)
-    with held_up(parts.lanes.update):
+    with held_up(getattr(parts.lanes, lane)):
         parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-        parts.gradients.begin_step()
-        parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
-        parts.gradients.landing.land(region, torch.ones(region.numel), Fence("gradient buffer"))
-    settle(engine)
+        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
+        land(one, state, 1.0)
+    settle(one)
     exp_avg = state.tiles[0].planes["exp_avg"]
     assert bool((exp_avg[state.span(0)] == 0).all()) == (not broken)
     assert bool((state.gradients == 1).all())
@@ -597,57 +614,22 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
 
 @pytest.mark.slow
 @seen("activation checkpoints", "before_fill")
-def test_an_activation_waits_for_the_copy_that_reads_its_buffer(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    checkpoints = parts.runner.saved._offload
+@pytest.mark.parametrize(("one", "lane"), [("engine", "returning"), ("on_disk", "activation_read")], indirect=["one"])
+def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane: str, broken: bool) -> None:
+    parts, checkpoints = parts_of(one), parts_of(one).runner.saved._offload
     assert checkpoints is not None
     put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(engine)
-    with held_up(parts.lanes.returning):
+    settle(one)
+    with held_up(getattr(parts.lanes, lane)):
         back, *_ = checkpoints.get(put)
         checkpoints.free(put.data_ptr())
         again = checkpoints.put(torch.full((1000,), 3.0))
         assert again.data_ptr() == put.data_ptr()
-    settle(engine)
+    settle(one)
     assert bool((back == 1).all()) == (not broken)
 
 
 # -- the same of the disk --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has everything on disk, has made steps, and has nothing on its way."""
-    yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
-
-
-@pytest.fixture
-def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
-    yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
-
-
-def of_one_tile(engine: Engine) -> tuple[Any, Any]:
-    """Return a unit with one region, which is one tile, and the state of that."""
-    unit = next(unit for unit in parts_of(engine).units if unit.name.endswith("embed_tokens"))
-    (region,) = unit.regions
-    state = parts_of(engine).store[region]
-    assert len(state.tiles) == 1
-    return unit, state
-
-
-def land(engine: Engine, state: Any, value: float) -> None:
-    """Let gradients of one value land in a new step."""
-    flow, region = parts_of(engine).gradients, state.region
-    flow.begin_step()
-    flow.measures.touched[region.index] = [True] * len(region.parameters)
-    flow.landing.land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
-
-
-def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
-    """Submit an update, from gradients on disk where none are given."""
-    landed = Landed(state.region, gradients, Fence("gradients on disk"))
-    parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
 
 
 class Copy:
@@ -661,13 +643,6 @@ class Copy:
 def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
     if broken:
         patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
-
-
-def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
-    """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
-    slots = parts_of(engine).slots
-    slots.fetch(slots.cargo_of(unit.regions), 0)
-    return slots.place(unit.regions)[state.region][state.span(0)]
 
 
 @pytest.mark.slow
@@ -749,19 +724,6 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
 
 
 @pytest.mark.slow
-@seen("record", "before_read")
-def test_the_host_reads_records_after_their_update_was_written(on_disk: Engine, broken: bool) -> None:
-    parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
-    index = state.region.parameters[0]
-    before = parts.store.values.read(index)
-    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_write):
-        update(on_disk, state, torch.ones(state.region.numel))
-        found = reader.submit(parts.store.values.read, index)
-    settle(on_disk)
-    assert torch.equal(found.result(), before) == broken
-
-
-@pytest.mark.slow
 @seen()
 def test_the_host_waits_for_what_it_reads_from_disk(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -794,55 +756,33 @@ def test_gradients_are_written_once_the_update_has_read_those_before(gradients_o
 
 
 @pytest.mark.slow
-@seen("activation checkpoints", "before_fill")
-def test_an_activation_is_written_once_the_one_before_was_read(on_disk: Engine, broken: bool) -> None:
-    parts, checkpoints = parts_of(on_disk), parts_of(on_disk).runner.saved._offload
-    assert checkpoints is not None
-    put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(on_disk)
-    with held_up(parts.lanes.activation_read):
-        back, *_ = checkpoints.get(put)
-        checkpoints.free(put.data_ptr())
-        again = checkpoints.put(torch.full((1000,), 3.0))
-        assert again.data_ptr() == put.data_ptr()
-    settle(on_disk)
-    assert bool((back == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
 @seen()
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_leave_the_device_once_compute_has_made_them(
-    tier: str, broken: bool, request: pytest.FixtureRequest
-) -> None:
-    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints, made = parts_of(engine).runner.saved._offload, torch.zeros(1000)
+@pytest.mark.parametrize("one", ["engine", "on_disk"], indirect=True)
+def test_activations_leave_the_device_once_compute_has_made_them(one: Engine, broken: bool) -> None:
+    checkpoints, made = parts_of(one).runner.saved._offload, torch.zeros(1000)
     assert checkpoints is not None
-    with computing(engine):
+    with computing(one):
         if broken:
-            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
+            parts_of(one).lanes.mark = lambda: ()  # type: ignore[method-assign]
         put = checkpoints.put(made)
         time.sleep(_chance_s)
         made.fill_(2.0)
     back, *_ = checkpoints.get(put)
-    settle(engine)
+    settle(one)
     assert bool((back == 2).all()) == (not broken)
 
 
 @pytest.mark.slow
 @seen()
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_come_back_once_compute_has_let_go_of_the_memory(
-    tier: str, broken: bool, request: pytest.FixtureRequest
-) -> None:
-    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints = parts_of(engine).runner.saved._offload
+@pytest.mark.parametrize("one", ["engine", "on_disk"], indirect=True)
+def test_activations_come_back_once_compute_has_let_go_of_the_memory(one: Engine, broken: bool) -> None:
+    checkpoints = parts_of(one).runner.saved._offload
     assert checkpoints is not None
     put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(engine)
-    with computing(engine):
+    settle(one)
+    with computing(one):
         if broken:
-            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
+            parts_of(one).lanes.mark = lambda: ()  # type: ignore[method-assign]
         back, *_ = checkpoints.get(put)
         time.sleep(_chance_s)
         back.fill_(2.0)  # what lay there before

@@ -232,17 +232,6 @@ def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> Non
     assert same_bits(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
-@pytest.mark.slow
-def test_adapters_over_a_base_in_blocks_of_rows() -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
-    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    torch.manual_seed(0)
-    model = peft.get_peft_model(build(tied), peft.LoraConfig(**settings)).train()
-    engine, _ = train_both(model, batches(2), placement=small(), within=ROUNDING, head_chunk_bytes=CHUNK_BYTES)
-    assert isinstance(head_of(engine), HeadByRows)
-    engine.close()
-
-
 class ByProduct(nn.Module):
     """Scores with a table that it reads as a matrix."""
 

@@ -399,25 +399,6 @@ def test_small_states_take_the_bytes_that_are_promised(
     assert small
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "moment_bytes"), [("bf16", 2), ("int8", 1 + 4 / 128)])
-def test_a_step_moves_as_many_bytes_fewer_from_and_to_the_disk(
-    width: str, moment_bytes: float, tmp_path: Path, small_bytes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 1 << 20)  # of which little is the rest of a page
-    moved = []
-    for rule in (AdamW(), AdamW(states=width)):
-        model = build(lambda: llama(hidden_size=256, intermediate_size=512))
-        engine = Engine(model, rule, placed("nvme", tmp_path), precision="bf16", max_grad_norm=None)
-        engine.step(tokens(length=4))
-        engine.finish()
-        moved.append(engine.counters.nvme_read_bytes + engine.counters.nvme_write_bytes)
-        small = sum(region.numel for region in parts_of(engine).regions if region.trainable and region.rule == 0)
-        engine.close()
-    fewer = 2 * 2 * (4 - moment_bytes) * small
-    assert moved[0] - moved[1] == pytest.approx(fewer, rel=0.02)
-
-
 def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.states is 'int4'.*; it must be one of fp32, bf16, int8"):
         AdamW(states="int4")

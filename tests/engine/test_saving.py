@@ -213,23 +213,6 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.slow
-def test_a_copy_gives_way_to_that_of_the_next_save(tmp_path: Path) -> None:
-    engine = make("cpu", tmp_path)
-    size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
-    engine.close()
-    engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=3 * size), max_grad_norm=0.2)
-    train(engine, 0)
-    with engine.begin_checkpoint(tmp_path / "one") as one, engine.begin_checkpoint(tmp_path / "other") as other:
-        assert one.is_done
-        one.finish()
-        assert [size for _, name, size in engine.allocations if name == "copy for a checkpoint"]
-        other.finish()
-    assert "copy for a checkpoint" not in [name for _, name, _ in engine.allocations]
-    assert files(tmp_path / "one") == files(tmp_path / "other")
-    engine.close()
-
-
 def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     engine = make("cpu", tmp_path)
     train(engine, 0)

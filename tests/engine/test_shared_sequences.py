@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,6 @@ from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, large
 LENGTH = 12
 LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # of the tiny llama
 NUM_STEPS = 3
-BUDGET = LAYER_BYTES // 3
-"""Of a device that does not hold a large model's embedding."""
 
 
 def plain(seed: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
@@ -138,12 +135,6 @@ def test_losses_norms_and_weights_are_those_of_one_process_on_whole_rows(case: s
         assert found.exchanged == exchanged(2, 3), "a forward, a recompute and a backward"
     if case == "answers alone":
         assert found.exchanged == exchanged(2, 2), "nothing is recomputed"
-
-
-@pytest.mark.slow
-def test_states_on_disk(tmp_path: Path) -> None:
-    on_disk = {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme", "nvme_dir": str(tmp_path)}
-    check(2, llama, plain, placement=on_disk)
 
 
 @pytest.mark.slow

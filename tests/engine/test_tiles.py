@@ -408,17 +408,6 @@ def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_over_a_frozen_base_are_trained_over_tiles() -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
-    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-    torch.manual_seed(0)
-    model = peft.get_peft_model(build(llama), peft.LoraConfig(**settings)).train()
-    engine, _ = train_both(model, long(2), within=2e-6, sequence_tile=7)
-    assert all("mlp" in found for found in modules(engine).values())
-    engine.close()
-
-
-@pytest.mark.slow
 def test_compiled_blocks_and_tiles_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs over tiles is not compiled; a sequence that is no longer than a tile is."""
     monkeypatch.setattr(forwards, "BACKEND", "eager")

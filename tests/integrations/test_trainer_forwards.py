@@ -95,14 +95,6 @@ def test_it_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     assert_same_weights({name: saved[name] for name in weights}, weights)
 
 
-@pytest.mark.slow
-def test_batches_are_cut_by_the_engine(tmp_path: Path) -> None:
-    whole, cut = trainer(tmp_path / "a"), trainer(tmp_path / "b", offload={"micro_batch_size": 2})
-    for each in (whole, cut):
-        each.train()
-    assert logged(cut) == pytest.approx(logged(whole), rel=1e-4)
-
-
 class OwnLoss(OffloadTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from offload import parity
@@ -91,22 +90,6 @@ def test_a_run_is_that_of_plain_pytorch(
     assert found["bit_equal"]
     assert len(found["steps"]) == 3
     assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
-    """And ends as one without tiers."""
-    calm = {"optimizer__schedule": "constant", "train__batch_size": 3, "checkpoint__every": 2}
-    host = {key.replace(".", "__"): value for key, value in HOST.items()}
-    whole, _ = train("whole", train__steps=4, **calm)
-    train("cut", train__steps=2, checkpoint__export=False, **calm, **host)
-    cut, said = train("cut", train__steps=4, checkpoint__export=True, **calm, **host)
-    assert "resumed at step 2" in said
-    assert "logits bit-equal" in said
-    assert losses(cut.dir) == losses(whole.dir)
-    first, second = (transformers.AutoModelForImageTextToText.from_pretrained(result.export) for result in (whole, cut))
-    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
