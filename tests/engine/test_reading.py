@@ -602,26 +602,6 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
     assert engine.step(tokens()).loss.isfinite()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_called", [False, True])
-def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> None:
-    """Some units have given a gradient by then, and others none; nor where a layer by itself is called next."""
-    engine, other = (Engine(build(tied), recompute="always") for _ in range(2))
-    model = engine.model
-    loss, activation = model(**tokens()).loss, model.model.layers[0].mlp.act_fn
-    model.model.layers[0].mlp.act_fn = None
-    with pytest.raises(TypeError):
-        loss.backward()
-    model.model.layers[0].mlp.act_fn = activation
-    if is_called:
-        model.model.norm(model.model.embed_tokens(tokens()["input_ids"]))
-    with pytest.raises(ConfigError, match="nothing to update from"):
-        engine.update()
-    for each in (engine, other):
-        each.model(**tokens(1)).loss.backward()
-    assert engine.update().grad_norm == other.update().grad_norm
-
-
 def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() -> None:
     """Within the model's own code, of the second unit that the caller's loss.backward() computes again."""
 

@@ -25,7 +25,7 @@ from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of, stored_factors, stored_plane
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, trained, wide_llama
+from tests.engine.ranks_child import trained, wide_llama
 from tests.engine.reference import Reference
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -288,30 +288,6 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
             wanted = before[name] * (1 - lr * decay) - lr * mix.sign()
             torch.testing.assert_close(after[name][sure], wanted[sure], rtol=3e-7, atol=1e-9)
             m.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
-    """Both ranks have the same bits at every stage and tier; they are near those of one process, of which a sign may
-    make a whole step of what another order of a sum changes."""
-    runs = [
-        {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": LION, "zero_stage": stage}
-        | {"placement": placement, "folder": str(tmp_path), "max_grad_norm": 0.2}
-        for placement in ({}, PLACES["nvme"])
-    ]
-    (first, on_disk), other = run(2, trained, runs=runs)
-    assert first.results == on_disk.results == other[0].results
-    for found in (on_disk, *other):
-        assert_same(found.weights, first.weights)
-    case = CASES["plain"]
-    reference = Reference(build(case.make), LION, max_grad_norm=0.2)
-    for number in range(3):
-        torch.manual_seed(number)
-        reference.step(case.batch(number, 4), case.loss_fn, case.count)
-    apart = torch.cat([(first.weights[name] - p).abs().flatten() for name, p in reference.masters.items()])
-    assert (apart > 1e-6).double().mean() < 2e-2
-    assert apart.max() <= 3 * 2.1 * LION.lr
 
 
 # -- Moments in fewer bytes --------------------------------------------------------------------------------------------

@@ -300,46 +300,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_a_full_disk_during_a_save(
-    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path, at_once: None
-) -> None:
-    """Full from the first save on until the fifth step."""
-    whole, wanted, _ = run("whole", **{"train.steps": 7})
-    step = Engine.step
-    done: list[int] = []
-
-    def filling(self: Engine, *args: Any, **more: Any) -> Any:
-        result = step(self, *args, **more)
-        done.append(1)
-        if len(done) == 3:
-            fill(disk / "other")
-        if len(done) == 5:
-            (disk / "other").unlink(missing_ok=True)
-        return result
-
-    monkeypatch.setattr(Engine, "step", filling)
-    settings = {"run.dir": str(disk / "run"), "train.steps": 7, "checkpoint.every": 2, "checkpoint.on_error": on_error}
-    if on_error == "stop":
-        with pytest.raises(DiskError, match="ENOSPC"):
-            run("", **settings)
-        assert len(done) == 4
-        assert [path.name for path in (disk / "run/checkpoints").iterdir() if path.is_dir()] == ["step-2"]
-        (disk / "other").unlink()
-    else:
-        result, found, output = run("", **settings)
-        assert output.count("note: step 4 could not be saved, the last one is of step 2") == 1
-        assert steps_of(result.dir) == ["step-7", "step-6", "step-2"]
-        assert learnt(found) == learnt(wanted)
-        shutil.rmtree(result.dir / "hf")
-    result, found, output = run("", **settings)
-    assert ("already at step 7 of 7" in output) == (on_error != "stop")
-    assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
-    assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
-
-
-@pytest.mark.slow
 def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

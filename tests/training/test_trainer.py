@@ -266,23 +266,6 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
     assert "coarse:" not in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "clip"),
-    [
-        ({}, "deferred"),
-        ({"train__clip": "speculative"}, "speculative"),
-        ({"train__clip": "speculative", "train__on_nonfinite": "skip"}, "deferred"),
-        ({"train__clip": "speculative", "train__max_grad_norm": None}, "deferred"),
-    ],
-)
-def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[str, Any], clip: str) -> None:
-    result, lines, _ = run("clipped", **settings, **STREAMED)
-    config = Config.load(result.dir / "config.yaml")
-    assert config.train.clip == clip
-    assert ("coarse" in lines[0]) == (clip == "speculative")
-
-
 @pytest.mark.parametrize(
     ("norm", "clip"), [pytest.param(1e6, "speculative", marks=pytest.mark.slow), (1e-3, "deferred")]
 )
