@@ -256,14 +256,6 @@ def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture
     assert f"placement, by search: {given['placement']}, " in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_where_all_fits_the_device_nothing_is_searched_as_in_train(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model.preset", "small", "--hardware", "h100", "--data.sequence_length", "256", "--gpus", "4")
-    _, found = told(capsys, *words)
-    assert set(found["tiers"]) == {"device"}
-    assert found["placement"] is None
-
-
 WITHOUT_AUTO = [
     *(f"--offload.{kind}=cpu" for kind in ("parameters", "optimizer", "gradients", "activations", "update")),
     *("--train.recompute=always", "--train.clip=deferred", "--offload.prefetch=1"),
