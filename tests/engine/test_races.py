@@ -1,8 +1,8 @@
 """The race rule, checked by breaking it: every kind of wait is taken away once, and then a result must be wrong.
 
 Lanes wait at random and freed buffers are poisoned (`debug`), so that a reader or a writer that comes too early shows.
-The waits that no step of an engine can need on a CPU, because compute is done when it returns, are checked on the
-parts that make them, with a compute that is not done yet.
+Waits that no step of an engine is seen to need are checked on the parts that make them, with a lane that is held up.
+Waits for compute, which is done on a CPU when it returns, are those of tests/accelerator/test_engine.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel
 from offload.tiers.ring import Ring
 from offload.tiers.tile import Tile
 from tests.engine.compare import same_bits, weights
-from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
-from tests.engine.inside import parts_of, stored_plane, stored_weights
+from tests.engine.inside import parts_of, stored_plane
 from tests.engine.test_overlap import deep
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -368,7 +367,7 @@ def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypa
     pytest.fail("a hundred runs went well without it: the delays do not show this wait")
 
 
-# -- waits that no step needs while compute is done when it returns -------------------------------------------
+# -- waits of one part for another ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -459,22 +458,6 @@ def settle(engine: Engine) -> None:
 
 
 @contextmanager
-def computing(engine: Engine) -> Iterator[None]:
-    """Within, what compute was given is not done yet, as on a GPU. Copies get every chance to come too early."""
-    lanes = parts_of(engine).lanes
-    ticket = Ticket("compute")
-    lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
-    yield
-    time.sleep(_chance_s)
-    if own_device().type != "cpu":  # what it was given is in its stream, which a busy machine may not have come to
-        torch.accelerator.current_stream().synchronize()
-    with lanes.lock:
-        ticket.finish()
-    vars(lanes).pop("mark")  # the memory of what comes next may be what compute is still poisoning
-    settle(engine)
-
-
-@contextmanager
 def held_up(lane: Any) -> Iterator[None]:
     """Within, and a little longer, a lane is busy with something else."""
     gate = threading.Event()
@@ -499,45 +482,6 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if request.param and request.param[0]:
         without(*request.param)(monkeypatch)
     return bool(request.param)
-
-
-@pytest.mark.slow
-@seen("slot", "before_fill")
-def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(engine: Engine, broken: bool) -> None:
-    slots, units = parts_of(engine).slots, parts_of(engine).units
-    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
-    slots.fetch(slots.cargo_of(one), 0)
-    settle(engine)
-    shown = slots.place(one)[one[0]]
-    seen: list[bool] = []
-    with computing(engine):
-        slots.used(slots.cargo_of(one), one, parts_of(engine).lanes.mark())
-        slots.fetch(slots.cargo_of(two), 0)
-        time.sleep(_chance_s)
-        seen.append(torch.equal(shown.cpu(), stored_weights(engine, one[0])))
-    assert seen == [not broken]
-    assert torch.equal(shown.cpu(), stored_weights(engine, two[0])), "and comes when it is done"
-
-
-@pytest.mark.slow
-@seen()
-def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
-    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the update follows at once, a slot is stale before the kernels that read it are done."""
-    slots, units = parts_of(engine).slots, parts_of(engine).units
-    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
-    if broken:
-        monkeypatch.setattr(type(slots), "_retire", lambda self, gone: [self._lying.pop(s.cargo) for s in gone])
-    slots.fetch(slots.cargo_of(one), 0)
-    settle(engine)
-    shown = slots.place(one)[one[0]]
-    with computing(engine):
-        slots.invalidate(one)
-        slots.fetch(slots.cargo_of(two), 0)
-        time.sleep(_chance_s)
-        seen = torch.equal(shown.cpu(), stored_weights(engine, one[0]))
-    assert seen != broken
 
 
 @pytest.mark.slow
@@ -595,24 +539,6 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
 
 
 @pytest.mark.slow
-@seen()
-def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state, source = parts.store[region], torch.zeros(region.numel)
-    assert state.gradients is not None
-    with computing(engine):
-        if broken:
-            parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        parts.gradients.landing._bring_down(
-            region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ()
-        )
-        time.sleep(_chance_s)
-        source.fill_(2.0)
-    assert bool((state.gradients == 2).all()) == (not broken)
-
-
-@pytest.mark.slow
 @seen("activation checkpoints", "before_fill")
 @pytest.mark.parametrize(("one", "lane"), [("engine", "returning"), ("on_disk", "activation_read")], indirect=["one"])
 def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane: str, broken: bool) -> None:
@@ -630,19 +556,6 @@ def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane:
 
 
 # -- the same of the disk --------------------------------------------------------------------------------------
-
-
-class Copy:
-    """The event of a copy that is in a GPU's stream and not done yet."""
-
-    def __init__(self) -> None:
-        self._fired = threading.Event()
-        self.synchronize, self.query, self.fire = self._fired.wait, self._fired.is_set, self._fired.set
-
-
-def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
-    if broken:
-        patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
 
 
 @pytest.mark.slow
@@ -753,76 +666,3 @@ def test_gradients_are_written_once_the_update_has_read_those_before(gradients_o
     exp_avg = stored_plane(parts.store, state.region.parameters[0], "exp_avg")
     assert exp_avg is not None
     assert bool((exp_avg == 0).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-@pytest.mark.parametrize("one", ["engine", "on_disk"], indirect=True)
-def test_activations_leave_the_device_once_compute_has_made_them(one: Engine, broken: bool) -> None:
-    checkpoints, made = parts_of(one).runner.saved._offload, torch.zeros(1000)
-    assert checkpoints is not None
-    with computing(one):
-        if broken:
-            parts_of(one).lanes.mark = lambda: ()  # type: ignore[method-assign]
-        put = checkpoints.put(made)
-        time.sleep(_chance_s)
-        made.fill_(2.0)
-    back, *_ = checkpoints.get(put)
-    settle(one)
-    assert bool((back == 2).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-@pytest.mark.parametrize("one", ["engine", "on_disk"], indirect=True)
-def test_activations_come_back_once_compute_has_let_go_of_the_memory(one: Engine, broken: bool) -> None:
-    checkpoints = parts_of(one).runner.saved._offload
-    assert checkpoints is not None
-    put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(one)
-    with computing(one):
-        if broken:
-            parts_of(one).lanes.mark = lambda: ()  # type: ignore[method-assign]
-        back, *_ = checkpoints.get(put)
-        time.sleep(_chance_s)
-        back.fill_(2.0)  # what lay there before
-    assert bool((back == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, state = of_one_tile(on_disk)
-    without_events(broken, monkeypatch)
-    lease, copy = state.tiles[0].land("gradients"), Copy()
-    lease.planes["gradients"].fill_(0.0)
-    lease.done_writing(Ticket("d2h", is_done=True, event=copy))
-    time.sleep(_chance_s)
-    lease.planes["gradients"].fill_(1.0)
-    copy.fire()
-    settle(on_disk)
-    found = stored_plane(parts_of(on_disk).store, state.region.parameters[0], "gradients")
-    assert found is not None
-    assert bool((found == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, state = of_one_tile(on_disk)
-    without_events(broken, monkeypatch)
-    lease, copy = state.tiles[0].fetch(False), Copy()
-    parts_of(on_disk).lanes.wait(lease.reads)
-    shown, before = lease.planes["weights"], lease.planes["weights"].clone()
-    lease.done_reading(Ticket("h2d", is_done=True, event=copy))
-    for tile in parts_of(on_disk).store.states[1].tiles:  # once around the ring
-        tile.fetch(False).done_reading(Ticket("h2d", is_done=True))
-    time.sleep(_chance_s)
-    assert torch.equal(shown.cpu(), before) == (not broken)
-    copy.fire()
-    settle(on_disk)
-    assert not torch.equal(shown.cpu(), before), "and fills it then"
