@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from offload.checkpoint.reader import Reader
 from tests.engine import families
 from tests.engine.compare import train_both
 from tests.engine.reference import count_labels
+from tests.engine.test_frozen_weights import dequantised
 from tests.integrations.plain import (
     assert_same_run,
     assert_same_weights,
@@ -77,6 +79,24 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
     loaded = PeftModel.from_pretrained(llama(), tmp_path / "offloaded", is_trainable=True)
     trained = {n: p.detach() for n, p in plain.model.named_parameters() if p.requires_grad}
     assert_same_weights({n: p.detach() for n, p in loaded.named_parameters() if n in trained}, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
+    base = families.build(lambda: families.llama(hidden_size=64, intermediate_size=96, num_key_value_heads=4))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    own = {"kwargs": {"offload": {"frozen_weights": codec}}}
+    plain = plain_trainer(tmp_path / "plain", dequantised(model, codec), **how)
+    offloaded = offload_trainer(tmp_path / "offloaded", copy.deepcopy(model), OffloadTrainer, **how, **own)
+    resumed = offload_trainer(tmp_path / "offloaded", model, OffloadTrainer, **how, **own)
+    plain.train()
+    offloaded.train()
+    assert_same_run(offloaded, plain)
+    assert offloaded.engine.told_frozen_weights.startswith(f"14 frozen parameters rest in {codec}")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "offloaded" / "checkpoint-2"))
+    assert_same_run(resumed, plain)
 
 
 @pytest.mark.slow
