@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from offload.errors import ConfigError, NonFiniteError, TornError
 from offload.native import kernels
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, cpu_only, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
 from tests.engine.handmade import Log
 from tests.engine.inside import parts_of, steps_of
 from tests.engine.ranks import run
@@ -697,57 +696,6 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -
 
 
 # -- anything ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(7))
-def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Path) -> None:
-    """Of a model, a rule, a placement and looks at the states by chance, the bits of plain MeZO."""
-    draw = random.Random(seed)
-    make, width = draw.choice([llama, gpt2, gemma2, mixtral]), draw.choice(["fp32", "bf16", "alone"])
-    rule = replace(
-        RULE,
-        num_perturbations=draw.choice([1, 1, 2, 3]),
-        magnitude_quantile=draw.choice([1.0, 1.0, 0.5, 0.05]),
-        weight_decay=draw.choice([0.0, 0.1]),
-        layer_fraction=draw.choice([1.0, 0.5]),
-    )
-    place = dict(PLACES[draw.choice([name for name in PLACES if name not in ("nvme", "half", "tight")])])
-    place["update"] = draw.choice(["auto", "cpu"])
-    number = draw.randrange(1000)
-    model = build(make, seed)
-    rule, precision = of(width, rule).values()
-    plain = PlainMeZO(model, rule, precision, seed=number)
-    engine = Engine(model, rule, precision=precision, seed=number, head_chunk_bytes=None, **place)
-    descent, infos, regions = steps_of(engine).method.descent, parts_of(engine).infos, parts_of(engine).regions
-    for step, batch in enumerate(batches(4)):
-        touched = descent.touched(step + 1, number)
-        names = {
-            infos[parameter].name
-            for index, its in touched.items()
-            for parameter, takes_part in zip(regions[index].parameters, its, strict=True)
-            if takes_part
-        }
-        torch.manual_seed(step)
-        wanted = plain.step(batch, taking=names.__contains__)
-        torch.manual_seed(step)
-        result = engine.step(batch)
-        assert result.measured is not None
-        assert list(result.measured.losses) == wanted, f"step {step}"
-        for look in draw.sample(["evaluate", "read", "checkpoint", "parameter"], draw.choice([0, 0, 1, 2])):
-            if look == "evaluate":
-                engine.evaluate(batch)
-            elif look == "read":
-                assert_same(weights(engine), plain.masters)
-            elif look == "parameter":
-                next(engine.model.parameters()).detach().sum()
-            else:
-                engine.save_checkpoint(tmp_path / f"{step}")
-                if draw.random() < 0.5:
-                    engine.step(batch)
-                    engine.load_checkpoint(tmp_path / f"{step}")
-    assert_same(weights(engine), plain.masters)
-    engine.close()
 
 
 def test_an_update_in_a_kept_slot_waits_for_what_goes_down_from_it() -> None:
