@@ -163,7 +163,9 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: 
     host.close()
 
 
-@pytest.mark.parametrize("look", quick(["evaluate", "forward", "state_dict", "checkpoint", "restore"], ["evaluate"]))
+@pytest.mark.parametrize(
+    "look", quick(["evaluate", "forward", "state_dict", "checkpoint", "restore"], ["evaluate", "checkpoint"])
+)
 def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> None:
     slots, host = (Engine(make_model(), RULE, update=update, **PLACES["cpu"]) for update in ("device", "cpu"))
     for batch in batches(2):
