@@ -145,7 +145,6 @@ def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
         assert engine.counters.d2h_bytes == down + num_hit * record.weight_bytes
 
 
-@pytest.mark.slow
 def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
     """A stack has one gradient there, with zeros for such an expert: its moments fade, and its weights decay."""
     model = build(mixture("mixtral"))
