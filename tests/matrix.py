@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-Axes = Mapping[str, Sequence[Any] | Mapping[str, Any]]
-
 
 def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Return parameters for `pytest.mark.parametrize`, of which the quick run has those that are `kept`: the others, by
@@ -58,11 +56,6 @@ def matrix(
 
 def name_of(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value)
-
-
-def all_pairs(axes: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
-    """Return few combinations in which any two values of two axes come together at least once."""
-    return cover(axes, 2, seed)
 
 
 def cover(axes: Mapping[str, Sequence[str]], strength: int, seed: int = 0) -> list[dict[str, str]]:

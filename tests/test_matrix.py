@@ -7,7 +7,6 @@ from itertools import combinations
 import pytest
 from hypothesis import settings
 
-from tests.engine import test_ranks
 from tests.matrix import cover, examples, matrix, meetings, quick
 
 AXES = {"stage": ["0", "1", "2", "3"], "size": ["1", "2", "3"], "tier": ["cpu", "nvme"], "clip": ["on", "off", "late"]}
@@ -36,12 +35,6 @@ def test_the_long_run_has_all_combinations_where_it_is_to_and_the_quick_one_a_co
     for one, other in combinations(range(4), 2):
         met = {(param.id.split("-")[one], param.id.split("-")[other]) for param in quick}
         assert met == {(str(x), str(y)) for x in values[one] for y in values[other]}
-
-
-def test_any_two_settings_of_ranks_meet() -> None:
-    axes = {name: sorted({one[name] for one in test_ranks.COVER}) for name in test_ranks.COVER[0]}
-    met = {some for one in test_ranks.COVER for some in combinations(one.items(), 2)}
-    assert met == meetings(axes, 2)
 
 
 def test_a_long_run_may_be_a_cover_too() -> None:

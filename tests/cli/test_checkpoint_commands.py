@@ -20,7 +20,6 @@ from offload.inference.sampler import Sampled, Sampler
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT
-from tests.matrix import quick
 from tests.zoo.families import families
 
 Call = Callable[..., "tuple[int | None, str]"]
@@ -59,7 +58,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(["export", "verify", "generate"], ["export", "generate"]))
+@pytest.mark.parametrize("name", ["export", "verify", "generate"])
 def test_help_and_a_process_of_its_own(name: str, made: Path, tmp_path: Path) -> None:
     def start(*words: str) -> subprocess.CompletedProcess[str]:
         return forks.run(["-m", f"offload.{name}", *words])

@@ -22,7 +22,6 @@ from offload.distributed.launch import exit_code, launch
 from offload.errors import ConfigError, RankLostError
 from offload.training.trainer import Trainer
 from tests.cli.conftest import EITHER
-from tests.matrix import quick
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., Any]
@@ -152,7 +151,7 @@ def test_two_ranks_train_one_model(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        pytest.param(["--model.path", "nowhere"], 2, ["model.path is nowhere"], marks=pytest.mark.slow),
+        (["--model.path", "nowhere"], 2, ["model.path is nowhere"]),
         (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes"]),
     ],
 )
@@ -191,11 +190,7 @@ def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list
 @no_gpu
 @pytest.mark.parametrize(
     ("number", "to"),
-    [
-        (signal.SIGINT, "launcher"),
-        pytest.param(signal.SIGTERM, "launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "rank 1", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGINT, "launcher"), (signal.SIGTERM, "launcher"), (signal.SIGTERM, "rank 1")],
 )
 def test_a_signal_ends_all_ranks_after_the_step(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals, to: str
@@ -250,7 +245,7 @@ def test_a_second_signal_leaves_at_once(
 
 @pytest.mark.slow
 @no_gpu
-@pytest.mark.parametrize("victim", quick([0, 1], [1]))
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_with_one_message(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], victim: int
 ) -> None:

@@ -152,31 +152,15 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ours"),
-    quick(
-        [
-            *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
-            *[
-                ("num_train_epochs", "train.epochs"),
-                ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
-            ],
-            *[
-                ("max_seq_length", "data.sequence_length"),
-                ("cutoff_len", "data.sequence_length"),
-                ("lora_r", "lora.rank?"),
-                ("bf16", "train.precision"),
-            ],
-            *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
-            *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
-            *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
-        ],
-        [
-            ("learning_rate", "optimizer.lr"),
-            ("bf16", "train.precision"),
-            ("base_model", "model.path"),
-            ("model", "model."),
-            ("num_gpus", "--gpus"),
-        ],
-    ),
+    [
+        *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
+        *[("num_train_epochs", "train.epochs"), ("lora_r", "lora.rank?"), ("bf16", "train.precision")],
+        ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
+        *[("max_seq_length", "data.sequence_length"), ("cutoff_len", "data.sequence_length")],
+        *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
+        *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
+        *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
+    ],
 )
 def test_names_of_other_trainers_suggest_ours(name: str, ours: str, tmp_path: Path) -> None:
     file = tmp_path / "other.yaml"
@@ -206,21 +190,19 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
     ("arguments", "code", "words"),
     [
         (["--model.path", "nowhere"], 2, ["model.path is nowhere", "does not exist"]),
-        slow(["--model.path", "text.txt"], 2, ["model.path", "text.txt", "JSON"]),
-        slow(["--data.sequence_length", "128"], 2, ["data.sequence_length is 128", "64"]),
+        (["--model.path", "text.txt"], 2, ["model.path", "text.txt", "JSON"]),
+        (["--data.sequence_length", "128"], 2, ["data.sequence_length is 128", "64"]),
         (["--data.source", "empty.txt"], 2, ["empty.txt"]),
-        slow(["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
+        (["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
         (["--offload.device_memory", "2KiB"], 3, ["offload.device_memory", "2048 bytes", "embed_tokens", "49152"]),
         (
             ["--offload.throttle", "{h2: 1MiB}"],
             2,
             ["offload.throttle.h2", "mean h2d", "h2d, d2h, collective, network, nvme_read, nvme_write, update"],
         ),
-        slow(["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
-        slow(
-            ["--offload.prefetch", "9", "--offload.device_memory", "200KiB"], 3, ["--offload.prefetch", "204800 bytes"]
-        ),
-        slow(["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),
+        (["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
+        (["--offload.prefetch", "9", "--offload.device_memory", "200KiB"], 3, ["--offload.prefetch", "204800 bytes"]),
+        (["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(

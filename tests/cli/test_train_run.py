@@ -98,36 +98,6 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_lion(train: Train, folder: Path, tiny: list[str]) -> None:
-    lion = [*tiny, "--optimizer.name", "lion", "--run.dir", "lion"]
-    result = train(*lion, "--checkpoint.every", "2")
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in (folder / "lion/metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    text = (folder / "lion/config.yaml").read_text()
-    assert "betas: [0.9, 0.99]  # resolved" in text
-    assert "lr: 0.0001  # resolved" in text
-    plan = json.loads((folder / "lion/plan.json").read_text())
-    names = [each["name"] for tier in plan["tiers"].values() for each in tier["allocations"]]
-    assert "exp avg" in names
-    assert "exp avg sq" not in names
-    result = train(*tiny, "--run.dir", "lion", "--train.steps", "8", "--optimizer.name", "adamw")
-    assert result.returncode == 2
-    assert "optimizer.name is adamw and was lion" in result.stderr.replace("'", "")
-    assert "--optimizer.reset" in result.stderr
-    more = str(len(lines) + 2)
-    lomo = [*tiny, "--run.dir", "lion", "--train.steps", more, "--optimizer.name", "lomo", "--optimizer.reset"]
-    result = train(*lomo, "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
-    assert result.returncode == 0, result.stderr
-    steps = [json.loads(line)["step"] for line in (folder / "lion/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, len(lines) + 3))
-    text = (folder / "lion/config.yaml").read_text()
-    assert "lr: 0.1  # resolved" in text
-    assert "max_grad_norm: null  # resolved" in text
-    assert "exp avg" not in (folder / "lion/plan.json").read_text()
-
-
-@pytest.mark.slow
 def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:
     run = folder / "slow"
     throttle = "{h2d: 4MB, d2h: {bandwidth: 8MB, latency_seconds: 1e-3}}"

@@ -16,6 +16,7 @@ from tests.engine.families import bert, gemma2, gpt2, llama, mamba, mixtral, qwe
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.ranks_child import first_row
 from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted, fake_quantised, sum_by_layer
+from tests.engine.test_parameters import freeze
 from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, tied
 from tests.engine.test_streamed_experts import mixture
 
@@ -53,6 +54,11 @@ class Case:
 def _t5_groups(precision: str) -> Mapping[str, Any]:
     """Each layer sums gradients of the encoder's output; the family keeps one projection in fp32."""
     return {"group": sum_by_layer, "kept": lambda name: name.endswith("DenseReluDense.wo.weight")}
+
+
+def _partly_frozen() -> nn.Module:
+    """Return a model in which the first units and a part of another are frozen."""
+    return freeze(llama(), "embed_tokens", "layers.0.", "q_proj")
 
 
 def _quantised(precision: str) -> Mapping[str, Any]:
@@ -126,4 +132,5 @@ CASES: dict[str, Case] = {
             "ranks_are_one": "tests/engine/test_zeroth_order.py",
         },
     ),
+    "frozen parts": Case(_partly_frozen),
 }

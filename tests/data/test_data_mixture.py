@@ -101,8 +101,15 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [{}, {"group_by_length": True}, {"packing": True}, {"packing": True, "isolated": True}])
-@pytest.mark.parametrize("strategy", ["all_exhausted", "first_exhausted"])
+@pytest.mark.parametrize(
+    ("strategy", "cut"),
+    [
+        ("all_exhausted", {}),
+        ("first_exhausted", {"group_by_length": True}),
+        ("first_exhausted", {"packing": True}),
+        ("all_exhausted", {"packing": True, "isolated": True}),
+    ],
+)
 def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str, cut: dict[str, bool]) -> None:
     dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy, **cut) for _ in range(2))
     steps = [dataset.batch(step) for step in range(40)]

@@ -16,7 +16,6 @@ from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.layout.planes import MASTER
-from offload.layout.regions import Region
 from offload.tiers.store import Store
 from tests.engine.device import own_device
 
@@ -94,12 +93,6 @@ def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:
     """Return the files of `states` or `activations`, which have no names, as paths to open them by."""
     return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(parts_of(engine)._nvme, f"_{kind}")._files]
-
-
-def stored_weights(engine: Engine, region: Region) -> torch.Tensor:
-    """Return the weights of a region that rests in memory, flat, as they are stored."""
-    (part,) = parts_of(engine).store[region].tiles
-    return part.planes["weights"]
 
 
 def unit_names(engine: Engine) -> list[str]:

@@ -249,14 +249,13 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
 
     seeds: of the batches, of which each step takes one; skipping: leave a step out; evaluate: after that step;
     is_counted: what moves, so that nothing that is left over of an accelerator's memory keeps units;
-    spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target; padded: so many of
-    the first rows, and in every other step of the last rows, are.
+    spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target.
     """
     known, found = CASES[case], Found()
     seeds = settings.pop("seeds", range(num_steps))
     evaluate, spike = settings.pop("evaluate", None), settings.pop("spike", (None, None, 1.0))
     is_counted = settings.pop("is_counted", False)
-    unlabelled, padded = settings.pop("unlabelled", None), settings.pop("padded", None)
+    unlabelled = settings.pop("unlabelled", None)
     engine = opened(comm, known, **settings)
     assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
@@ -265,8 +264,6 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
         whole = known.batch(seed, sum(rows))
         if unlabelled is not None:
             whole = without_targets(whole, rows, unlabelled)
-        if padded is not None:
-            whole = with_padding(whole, slice(padded) if step % 2 == 0 else slice(-padded, None))
         if spike[0] is not None:
             engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
         torch.manual_seed(step)
@@ -295,12 +292,6 @@ def without_targets(batch: Batch, rows: Sequence[int], rank: int) -> dict[str, T
     labels = batch["labels"].clone()
     labels[sum(rows[:rank]) : sum(rows[: rank + 1])] = -100
     return {**batch, "labels": labels}
-
-
-def with_padding(batch: Batch, rows: slice) -> dict[str, Tensor]:
-    mask, labels = torch.ones_like(batch["input_ids"]), batch["labels"].clone()
-    mask[rows, -3:], labels[rows, -3:] = 0, -100
-    return {**batch, "labels": labels, "attention_mask": mask}
 
 
 @contextmanager

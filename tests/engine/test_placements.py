@@ -10,38 +10,10 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.errors import ConfigError
-from tests.engine.compare import train_both
 from tests.engine.device import own_device
-from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
+from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.sizes import elements, tier_bytes
-from tests.matrix import matrix
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "device, device": {"parameters": "device", "optimizer": "device"},
-    "device, cpu": {"parameters": "device", "optimizer": "cpu"},
-    "cpu, cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "auto": {"parameters": "auto", "optimizer": "auto"},
-    "auto, small device": {"parameters": "auto", "optimizer": "auto", "device_memory": "256KiB"},
-    "auto, large device": {"parameters": "auto", "optimizer": "auto", "device_memory": "64MiB", "host_memory": "64MiB"},
-}
-
-
-@pytest.mark.slow
-@matrix(strength=1, placement=PLACEMENTS, precision=["fp32", "bf16"], max_grad_norm={"clipped": 1.0, "unclipped": None})
-def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str, max_grad_norm: float | None) -> None:
-    settings = {"placement": Placement(**placement), "precision": precision, "max_grad_norm": max_grad_norm}
-    train_both(build(llama), batches(3), **settings)
-
-
-@pytest.mark.slow
-@matrix(
-    strength=1,
-    placement=["device, device", "device, cpu", "auto, small device"],
-    settings=[{"micro_batch_size": 4}, {"on_nonfinite": "skip"}, {"debug": True}],
-)
-def test_every_placement_is_bit_equal_with_tied_weights_and_dropout(placement: str, settings: dict[str, Any]) -> None:
-    train_both(build(gpt2), batches(2), placement=Placement(**PLACEMENTS[placement]), precision="bf16", **settings)
 
 
 @pytest.mark.parametrize(("budget", "tier"), [(None, "device"), ("64MiB", "device"), ("256KiB", "cpu")])
@@ -136,16 +108,6 @@ def test_device_bytes(precision: str) -> None:
         "resident weights": width * sizes.norm,
         "accumulated gradients": 4 * sizes.norm,
     }
-
-
-@pytest.mark.slow
-@matrix(strength=1, placement=PLACEMENTS, make=[llama, gemma2])
-def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
-    engine = Engine(build(make), placement=Placement(**placement | {"device_memory": None}))
-    engine.step(tokens())
-    assert engine.counters.peak_host_bytes == sum(tier_bytes(engine, "cpu").values())
-    assert engine.counters.peak_device_bytes > sum(tier_bytes(engine, "device").values()), "unit inputs come on top"
-    assert "unit inputs" not in tier_bytes(engine, "device"), "and are gone after the step"
 
 
 @pytest.mark.parametrize(

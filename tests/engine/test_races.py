@@ -1,8 +1,8 @@
 """The race rule, checked by breaking it: every kind of wait is taken away once, and then a result must be wrong.
 
 Lanes wait at random and freed buffers are poisoned (`debug`), so that a reader or a writer that comes too early shows.
-The waits that no step of an engine can need on a CPU, because compute is done when it returns, are checked on the
-parts that make them, with a compute that is not done yet.
+Waits that no step of an engine is seen to need are checked on the parts that make them, with a lane that is held up.
+Waits for compute, which is done on a CPU when it returns, are those of tests/accelerator/test_engine.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel
 from offload.tiers.ring import Ring
 from offload.tiers.tile import Tile
 from tests.engine.compare import same_bits, weights
-from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
-from tests.engine.inside import parts_of, stored_plane, stored_weights
+from tests.engine.inside import parts_of, stored_plane
 from tests.engine.test_overlap import deep
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -342,7 +341,7 @@ QUICK = (
     "an update reads staging before it is filled",
     "the norm is taken before the sums",
 )
-"""The others take seconds each to come about. The quick run has their waits by the tests below."""
+"""The others take seconds each to come about."""
 
 
 @pytest.mark.parametrize(
@@ -368,7 +367,7 @@ def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypa
     pytest.fail("a hundred runs went well without it: the delays do not show this wait")
 
 
-# -- waits that no step needs while compute is done when it returns -------------------------------------------
+# -- waits of one part for another ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -390,241 +389,6 @@ def stepped(placement: Placement, **more: Any) -> Iterator[Engine]:
     settle(made)
     yield made
     made.close()
-
-
-_chance_s = 0.02
-
-
-@pytest.fixture(autouse=True)
-def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all waits it is wrong if ever something comes too early; without one it has to, which a busy machine takes
-    longer for."""
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    monkeypatch.setitem(globals(), "_chance_s", 0.5 if parameters.get("broken") else 0.02)
-
-
-def settle(engine: Engine) -> None:
-    for lane in parts_of(engine).lanes._all:
-        lane.drain()
-    parts_of(engine).lanes.finish()  # what an accelerator's put into their streams
-
-
-@contextmanager
-def computing(engine: Engine) -> Iterator[None]:
-    """Within, what compute was given is not done yet, as on a GPU. Copies get every chance to come too early."""
-    lanes = parts_of(engine).lanes
-    ticket = Ticket("compute")
-    lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
-    yield
-    time.sleep(_chance_s)
-    if own_device().type != "cpu":  # what it was given is in its stream, which a busy machine may not have come to
-        torch.accelerator.current_stream().synchronize()
-    with lanes.lock:
-        ticket.finish()
-    vars(lanes).pop("mark")  # the memory of what comes next may be what compute is still poisoning
-    settle(engine)
-
-
-@contextmanager
-def held_up(lane: Any) -> Iterator[None]:
-    """Within, and a little longer, a lane is busy with something else."""
-    gate = threading.Event()
-    lane.submit(gate.wait)
-    yield
-    time.sleep(_chance_s)
-    gate.set()
-    lane.drain()
-
-
-def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
-    """Run a test with all waits and, in the long run, as `broken`, by which it is seen to see what is missing: one wait
-    of a kind of fence, or what the test takes away itself.
-    """
-    values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken", marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("broken", values, indirect=True)
-
-
-@pytest.fixture
-def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Tell what a test is to see; in time for its own work, with nothing of its engine on the way."""
-    if request.param and request.param[0]:
-        without(*request.param)(monkeypatch)
-    return bool(request.param)
-
-
-@pytest.mark.slow
-@seen("slot", "before_fill")
-def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(engine: Engine, broken: bool) -> None:
-    slots, units = parts_of(engine).slots, parts_of(engine).units
-    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
-    slots.fetch(slots.cargo_of(one), 0)
-    settle(engine)
-    shown = slots.place(one)[one[0]]
-    seen: list[bool] = []
-    with computing(engine):
-        slots.used(slots.cargo_of(one), one, parts_of(engine).lanes.mark())
-        slots.fetch(slots.cargo_of(two), 0)
-        time.sleep(_chance_s)
-        seen.append(torch.equal(shown.cpu(), stored_weights(engine, one[0])))
-    assert seen == [not broken]
-    assert torch.equal(shown.cpu(), stored_weights(engine, two[0])), "and comes when it is done"
-
-
-@pytest.mark.slow
-@seen()
-def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
-    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the update follows at once, a slot is stale before the kernels that read it are done."""
-    slots, units = parts_of(engine).slots, parts_of(engine).units
-    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
-    if broken:
-        monkeypatch.setattr(type(slots), "_retire", lambda self, gone: [self._lying.pop(s.cargo) for s in gone])
-    slots.fetch(slots.cargo_of(one), 0)
-    settle(engine)
-    shown = slots.place(one)[one[0]]
-    with computing(engine):
-        slots.invalidate(one)
-        slots.fetch(slots.cargo_of(two), 0)
-        time.sleep(_chance_s)
-        seen = torch.equal(shown.cpu(), stored_weights(engine, one[0]))
-    assert seen != broken
-
-
-@pytest.mark.slow
-@seen("weights", "before_fill")
-def test_an_update_waits_for_the_fetch_that_reads_the_weights(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
-    region, state = unit.regions[0], parts.store[unit.regions[0]]
-    before = stored_weights(engine, region).clone()
-    assert state.gradients is not None
-    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
-    with held_up(parts.lanes.h2d):
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[region]
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-    settle(engine)
-    assert torch.equal(shown.cpu(), before) == (not broken)
-    assert not torch.equal(stored_weights(engine, region), before)
-
-
-@pytest.mark.slow
-@seen("weights", "before_fill")
-def test_states_come_down_once_the_fetch_has_read_the_weights(streaming: Engine, broken: bool) -> None:
-    parts = parts_of(streaming)
-    unit, state = of_one_tile(streaming)
-    index = state.region.parameters[0]
-    before = parts.store.values.read(index)
-    with held_up(parts.lanes.h2d):
-        shown = brought_up(streaming, unit, state)
-        update(streaming, state, torch.ones(state.region.numel))
-    settle(streaming)
-    assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
-    assert not torch.equal(parts.store.values.read(index), before)
-
-
-@pytest.mark.slow
-@seen("waiting gradients", "before_fill")
-def test_gradients_land_once_those_before_went_up(streaming: Engine, broken: bool) -> None:
-    parts = parts_of(streaming)
-    _, state = of_one_tile(streaming)
-    assert state.gradients is not None
-    state.gradients.fill_(0.0)
-    with held_up(parts.lanes.update_up):
-        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
-        land(streaming, state, 1.0)
-    settle(streaming)
-    assert bool((state.tiles[0].planes["exp_avg"] == 0).all()) == (not broken)
-    assert bool((state.gradients == 1).all())
-
-
-@pytest.mark.slow
-@seen("weights", "before_read")
-def test_the_host_reads_states_after_their_update(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state, index = parts.store[region], region.parameters[0]
-    before = parts.store.values.read(index)
-    assert state.gradients is not None
-    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
-    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update):
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-        found = reader.submit(parts.store.values.read, index)
-    settle(engine)
-    assert torch.equal(found.result(), before) == broken
-
-
-@pytest.mark.slow
-@seen("waiting gradients", "before_fill")
-def test_gradients_wait_for_the_update_that_reads_those_before(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state = parts.store[region]
-    assert state.gradients is not None
-    state.gradients.fill_(0.0)
-    landed = Landed(region, state.gradients, state.landing)
-    with held_up(parts.lanes.update):
-        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-        parts.gradients.begin_step()
-        parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
-        parts.gradients.landing.land(region, torch.ones(region.numel), Fence("gradient buffer"))
-    settle(engine)
-    exp_avg = state.tiles[0].planes["exp_avg"]
-    assert bool((exp_avg[state.span(0)] == 0).all()) == (not broken)
-    assert bool((state.gradients == 1).all())
-
-
-@pytest.mark.slow
-@seen()
-def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    region = next(state.region for state in parts.store.states if state.region.trainable)
-    state, source = parts.store[region], torch.zeros(region.numel)
-    assert state.gradients is not None
-    with computing(engine):
-        if broken:
-            parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        parts.gradients.landing._bring_down(
-            region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ()
-        )
-        time.sleep(_chance_s)
-        source.fill_(2.0)
-    assert bool((state.gradients == 2).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen("activation checkpoints", "before_fill")
-def test_an_activation_waits_for_the_copy_that_reads_its_buffer(engine: Engine, broken: bool) -> None:
-    parts = parts_of(engine)
-    checkpoints = parts.runner.saved._offload
-    assert checkpoints is not None
-    put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(engine)
-    with held_up(parts.lanes.returning):
-        back, *_ = checkpoints.get(put)
-        checkpoints.free(put.data_ptr())
-        again = checkpoints.put(torch.full((1000,), 3.0))
-        assert again.data_ptr() == put.data_ptr()
-    settle(engine)
-    assert bool((back == 1).all()) == (not broken)
-
-
-# -- the same of the disk --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has everything on disk, has made steps, and has nothing on its way."""
-    yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
-
-
-@pytest.fixture
-def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
-    yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
 
 
 def of_one_tile(engine: Engine) -> tuple[Any, Any]:
@@ -650,24 +414,148 @@ def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
 
 
-class Copy:
-    """The event of a copy that is in a GPU's stream and not done yet."""
-
-    def __init__(self) -> None:
-        self._fired = threading.Event()
-        self.synchronize, self.query, self.fire = self._fired.wait, self._fired.is_set, self._fired.set
-
-
-def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
-    if broken:
-        patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
-
-
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
     """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
     slots = parts_of(engine).slots
     slots.fetch(slots.cargo_of(unit.regions), 0)
     return slots.place(unit.regions)[state.region][state.span(0)]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has everything on disk, has made steps, and has nothing on its way."""
+    yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
+
+
+@pytest.fixture
+def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
+    yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
+
+
+@pytest.fixture
+def one(request: pytest.FixtureRequest) -> Engine:
+    """The engine that a test names."""
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
+
+
+_chance_s = 0.02
+
+
+@pytest.fixture(autouse=True)
+def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all waits it is wrong if ever something comes too early; without one it has to, which a busy machine takes
+    longer for."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    monkeypatch.setitem(globals(), "_chance_s", 0.5 if parameters.get("broken") else 0.02)
+
+
+def settle(engine: Engine) -> None:
+    for lane in parts_of(engine).lanes._all:
+        lane.drain()
+    parts_of(engine).lanes.finish()  # what an accelerator's put into their streams
+
+
+@contextmanager
+def held_up(lane: Any) -> Iterator[None]:
+    """Within, and a little longer, a lane is busy with something else."""
+    gate = threading.Event()
+    lane.submit(gate.wait)
+    yield
+    time.sleep(_chance_s)
+    gate.set()
+    lane.drain()
+
+
+def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
+    """Run a test with all waits and as `broken`, by which it is seen to see what is missing: one wait
+    of a kind of fence, or what the test takes away itself.
+    """
+    values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken")]
+    return pytest.mark.parametrize("broken", values, indirect=True)
+
+
+@pytest.fixture
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Tell what a test is to see; in time for its own work, with nothing of its engine on the way."""
+    if request.param and request.param[0]:
+        without(*request.param)(monkeypatch)
+    return bool(request.param)
+
+
+@pytest.mark.slow
+@seen("weights", "before_fill")
+@pytest.mark.parametrize("one", ["engine", "streaming"], indirect=True)
+def test_an_update_waits_for_the_fetch_that_reads_the_weights(one: Engine, broken: bool) -> None:
+    parts, (unit, state) = parts_of(one), of_one_tile(one)
+    index = state.region.parameters[0]
+    before = parts.store.values.read(index)
+    with held_up(parts.lanes.h2d):
+        shown = brought_up(one, unit, state)
+        update(one, state, torch.ones(state.region.numel))
+    settle(one)
+    assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
+    assert not torch.equal(parts.store.values.read(index), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "lane", "broken"),
+    [
+        ("engine", "update", False),
+        ("engine", "update", ("weights", "before_read")),
+        ("on_disk", "update_write", False),
+        ("on_disk", "update_write", ("record", "before_read")),
+    ],
+    indirect=["one", "broken"],
+)
+def test_the_host_reads_states_after_their_update(one: Engine, lane: str, broken: bool) -> None:
+    parts, (_, state) = parts_of(one), of_one_tile(one)
+    index = state.region.parameters[0]
+    before = parts.store.values.read(index)
+    with ThreadPoolExecutor() as reader, held_up(getattr(parts.lanes, lane)):
+        update(one, state, torch.ones(state.region.numel))
+        found = reader.submit(parts.store.values.read, index)
+    settle(one)
+    assert torch.equal(found.result(), before) == broken
+
+
+@pytest.mark.slow
+@seen("waiting gradients", "before_fill")
+@pytest.mark.parametrize(("one", "lane"), [("engine", "update"), ("streaming", "update_up")], indirect=["one"])
+def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane: str, broken: bool) -> None:
+    parts, (_, state) = parts_of(one), of_one_tile(one)
+    assert state.gradients is not None
+    state.gradients.fill_(0.0)
+    with held_up(getattr(parts.lanes, lane)):
+        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
+        land(one, state, 1.0)
+    settle(one)
+    exp_avg = state.tiles[0].planes["exp_avg"]
+    assert bool((exp_avg[state.span(0)] == 0).all()) == (not broken)
+    assert bool((state.gradients == 1).all())
+
+
+@pytest.mark.slow
+@seen("activation checkpoints", "before_fill")
+@pytest.mark.parametrize(("one", "lane"), [("engine", "returning"), ("on_disk", "activation_read")], indirect=["one"])
+def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane: str, broken: bool) -> None:
+    parts, checkpoints = parts_of(one), parts_of(one).runner.saved._offload
+    assert checkpoints is not None
+    put = checkpoints.put(torch.full((1000,), 1.0))
+    settle(one)
+    with held_up(getattr(parts.lanes, lane)):
+        back, *_ = checkpoints.get(put)
+        checkpoints.free(put.data_ptr())
+        again = checkpoints.put(torch.full((1000,), 3.0))
+        assert again.data_ptr() == put.data_ptr()
+    settle(one)
+    assert bool((back == 1).all()) == (not broken)
+
+
+# -- the same of the disk --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -749,19 +637,6 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
 
 
 @pytest.mark.slow
-@seen("record", "before_read")
-def test_the_host_reads_records_after_their_update_was_written(on_disk: Engine, broken: bool) -> None:
-    parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
-    index = state.region.parameters[0]
-    before = parts.store.values.read(index)
-    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_write):
-        update(on_disk, state, torch.ones(state.region.numel))
-        found = reader.submit(parts.store.values.read, index)
-    settle(on_disk)
-    assert torch.equal(found.result(), before) == broken
-
-
-@pytest.mark.slow
 @seen()
 def test_the_host_waits_for_what_it_reads_from_disk(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -791,98 +666,3 @@ def test_gradients_are_written_once_the_update_has_read_those_before(gradients_o
     exp_avg = stored_plane(parts.store, state.region.parameters[0], "exp_avg")
     assert exp_avg is not None
     assert bool((exp_avg == 0).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen("activation checkpoints", "before_fill")
-def test_an_activation_is_written_once_the_one_before_was_read(on_disk: Engine, broken: bool) -> None:
-    parts, checkpoints = parts_of(on_disk), parts_of(on_disk).runner.saved._offload
-    assert checkpoints is not None
-    put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(on_disk)
-    with held_up(parts.lanes.activation_read):
-        back, *_ = checkpoints.get(put)
-        checkpoints.free(put.data_ptr())
-        again = checkpoints.put(torch.full((1000,), 3.0))
-        assert again.data_ptr() == put.data_ptr()
-    settle(on_disk)
-    assert bool((back == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_leave_the_device_once_compute_has_made_them(
-    tier: str, broken: bool, request: pytest.FixtureRequest
-) -> None:
-    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints, made = parts_of(engine).runner.saved._offload, torch.zeros(1000)
-    assert checkpoints is not None
-    with computing(engine):
-        if broken:
-            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
-        put = checkpoints.put(made)
-        time.sleep(_chance_s)
-        made.fill_(2.0)
-    back, *_ = checkpoints.get(put)
-    settle(engine)
-    assert bool((back == 2).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_come_back_once_compute_has_let_go_of_the_memory(
-    tier: str, broken: bool, request: pytest.FixtureRequest
-) -> None:
-    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints = parts_of(engine).runner.saved._offload
-    assert checkpoints is not None
-    put = checkpoints.put(torch.full((1000,), 1.0))
-    settle(engine)
-    with computing(engine):
-        if broken:
-            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
-        back, *_ = checkpoints.get(put)
-        time.sleep(_chance_s)
-        back.fill_(2.0)  # what lay there before
-    assert bool((back == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, state = of_one_tile(on_disk)
-    without_events(broken, monkeypatch)
-    lease, copy = state.tiles[0].land("gradients"), Copy()
-    lease.planes["gradients"].fill_(0.0)
-    lease.done_writing(Ticket("d2h", is_done=True, event=copy))
-    time.sleep(_chance_s)
-    lease.planes["gradients"].fill_(1.0)
-    copy.fire()
-    settle(on_disk)
-    found = stored_plane(parts_of(on_disk).store, state.region.parameters[0], "gradients")
-    assert found is not None
-    assert bool((found == 1).all()) == (not broken)
-
-
-@pytest.mark.slow
-@seen()
-def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, state = of_one_tile(on_disk)
-    without_events(broken, monkeypatch)
-    lease, copy = state.tiles[0].fetch(False), Copy()
-    parts_of(on_disk).lanes.wait(lease.reads)
-    shown, before = lease.planes["weights"], lease.planes["weights"].clone()
-    lease.done_reading(Ticket("h2d", is_done=True, event=copy))
-    for tile in parts_of(on_disk).store.states[1].tiles:  # once around the ring
-        tile.fetch(False).done_reading(Ticket("h2d", is_done=True))
-    time.sleep(_chance_s)
-    assert torch.equal(shown.cpu(), before) == (not broken)
-    copy.fire()
-    settle(on_disk)
-    assert not torch.equal(shown.cpu(), before), "and fills it then"

@@ -16,7 +16,6 @@ import pytest
 from tests.distributed.ranks import Rank
 from tests.engine.ranks import processes, run
 from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
-from tests.matrix import quick
 
 IN_A_UNIT = r"[a-z][a-z -]+ of (unit )?[\w.]*(embed_tokens|layers\.\d|norm|lm_head)"
 """The operation and the unit of an exchange, as they are named."""
@@ -56,18 +55,6 @@ def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: P
     assert only_logs(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_anywhere_in_a_step_ends_all_others(tmp_path: Path) -> None:
-    with processes(tmp_path, 2, "steps", "goes on", "1", str(tmp_path)) as (first, second):
-        in_the_middle([first, second])
-        time.sleep(0.3)
-        first.process.kill()
-        message = lost(second)
-        assert "Rank 0 is lost: its process ended without a word: it was killed" in message
-        assert re.search(r"it was (waiting in|computing since the end of) \w", message), message
-    assert only_logs(tmp_path)
-
-
 @pytest.mark.slow  # in the quick run: tests/distributed/test_watch.py
 def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path) -> None:
     with processes(tmp_path, 2, "steps", "waits", "2", str(tmp_path), QUICK="1") as started:
@@ -87,9 +74,9 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
     ("way", "stage", "code", "message"),
     [
         ("exception", 3, 1, r"Rank 1 .*ValueError: these data are bad"),
-        pytest.param("bare exception", 3, 1, r"Rank 1 .*ValueError: these data are bad", marks=pytest.mark.slow),
-        pytest.param("exit", 3, 3, r"Rank 1 ", marks=pytest.mark.slow),
-        pytest.param("update", 1, 1, r"Rank 1 .*ValueError: these data are bad", marks=pytest.mark.slow),
+        ("bare exception", 3, 1, r"Rank 1 .*ValueError: these data are bad"),
+        ("exit", 3, 3, r"Rank 1 "),
+        ("update", 1, 1, r"Rank 1 .*ValueError: these data are bad"),
     ],
 )
 def test_a_rank_that_fails_in_a_step_ends_all_others(
@@ -138,9 +125,7 @@ NAMED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", quick(NAMED, ("lr", "stage", "frozen", "width", "keys", "no rows", "evaluates", "updates"))
-)
+@pytest.mark.parametrize("way", NAMED)
 def test_what_one_rank_has_otherwise_is_refused_on_all_with_one_message(way: str) -> None:
     """No rank ends by it: they train on afterwards."""
     assert {*OTHER_SETTINGS, *OTHER_BATCHES} < {*NAMED}

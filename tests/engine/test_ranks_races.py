@@ -4,7 +4,6 @@ exchanges is taken away once, and then a result must be wrong."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,37 +11,9 @@ import pytest
 from tests.engine import test_races
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import Found, Wait, deep_llama, raced
-from tests.engine.test_ranks import MODES, STAGES, assert_equal, train
-from tests.matrix import quick
+from tests.engine.test_ranks import assert_equal, train
 
-ALL_ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
 ROWS = (2, 1, 3, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "on_disk", "stage", "mode"),
-    [
-        (2 + 2 * ((stage + number) % 2), (stage + number) % 2 == 0, stage, mode)  # four ranks share two cores
-        for stage in STAGES
-        for number, mode in enumerate(MODES)
-        if (stage + number) % 3 == 1
-    ],
-)
-def test_delays_that_differ_by_rank_change_no_bit(
-    size: int, on_disk: bool, stage: int, mode: str, tmp_path: Path
-) -> None:
-    """Lanes wait at random before every piece of work, on each rank by a seed of its own, and what is freed is
-    poisoned: now one rank is ahead, now another.
-
-    Break: any of the waits below; an order of exchanges that follows what is ready on this rank.
-    """
-    common = {"case": "tied", "rows": ROWS[:size], "num_steps": 3, "zero_stage": stage, **MODES[mode]}
-    placed: dict[str, Any] = {"placement": ALL_ON_DISK, "folder": str(tmp_path)} if on_disk else {}
-    runs = [{**common, **placed, "delays": seed, "prefetch": ahead} for seed, ahead in ((1, "auto"), (2, 1), (3, 0))]
-    serial, *delayed = train(size, {**common, "prefetch": 0}, *runs)
-    for found in delayed:
-        assert_equal(found, serial)
 
 
 # -- without a wait --------------------------------------------------------------------------------------------------
@@ -77,10 +48,8 @@ def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> l
     return run(2, raced, runs=[{**DEEP, "prefetch": "auto", **settings, "delays": seed} for seed in seeds], wait=wait)
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(CHANGES, []),  # the quick run has the others, on one rank
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
 def test_without_this_wait_a_result_is_wrong(name: str) -> None:
     """Five seeds, one of which at least shows it: by a wrong bit on any rank, a NaN, or ranks that lose each other."""
     wait, settings = CHANGES[name]

@@ -19,7 +19,6 @@ from tests.engine.families import build
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, opened, share
-from tests.matrix import matrix
 
 pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
 
@@ -151,7 +150,7 @@ def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]
     return found
 
 
-@matrix(strength=1, case=["tied", "two dtypes"], stage=[0, 1, 3])
+@pytest.mark.parametrize(("case", "stage"), [("tied", 0), ("two dtypes", 1), ("tied", 3)])
 def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_path: Path) -> None:
     """Saved by two on disk, resumed and saved again by three in memory and by one: the same bits of all states.
 

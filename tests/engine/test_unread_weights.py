@@ -5,6 +5,7 @@ and every gradient is plain PyTorch's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from tests.engine.compare import train_both
 from tests.engine.families import build
 from tests.engine.handmade import WIDTH, WORDS, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
-from tests.matrix import matrix, quick
 
 
 class Scaled(nn.Embedding):
@@ -177,7 +177,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 @pytest.mark.slow
-@matrix(strength=1, name=list(MODELS), recompute=["always", "never"])
+@pytest.mark.parametrize(("name", "recompute"), list(zip(MODELS, cycle(["always", "never"]), strict=False)))
 def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
     """Each step has the bits of plain PyTorch, and the bytes of a fetch for each use that needs one.
 
@@ -202,15 +202,6 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
     table, stays = sizes["embedding"], sum(sizes[name] for name in staying)
     wanted = 2 * (streaming + (num_uses - 1) * table) - sizes["head"] - (not reads) * num_uses * table + stays
     assert engine.counters.h2d_bytes == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick(MODELS, ("tied", "own function", "checkpoint")))
-@pytest.mark.parametrize(
-    "settings", [{"prefetch": 2, "max_grad_norm": None}, {"prefetch": 1, "recompute": "auto"}], ids=["at once", "late"]
-)
-def test_other_ways_of_a_step_have_the_same_bits(name: str, settings: dict[str, Any]) -> None:
-    train_both(build(MODELS[name][0]), [words(s) for s in range(5)], loss_fn=cross_entropy, debug=3, **settings)
 
 
 @pytest.mark.slow

@@ -119,22 +119,6 @@ def test_filled_parameters_are_held_by_the_model_alone(folder: Path) -> None:
     assert values() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "mixtral", "zamba", "phi4_multimodal"])
-def test_an_engine_takes_a_folder_over_unit_by_unit(name: str, tmp_path: Path) -> None:
-
-    families()[name].build(dtype=torch.bfloat16).save_pretrained(tmp_path)
-    wanted = families()[name].model_class.from_pretrained(tmp_path, dtype="auto")
-    found, weights = read(type(wanted), tmp_path)
-    engine = Engine(found, precision="bf16", fill=weights.fill)
-    try:
-        taken = dict(engine.named_parameters())
-    finally:
-        engine.close()
-    assert list(taken) == [key for key, _ in wanted.named_parameters()]
-    assert all(same(taken[key], value.detach().float()) for key, value in wanted.named_parameters())
-
-
 def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
     config = llama(tie_word_embeddings=True)
     model = LlamaForCausalLM(config)

@@ -156,21 +156,6 @@ def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None
     assert all(same(state[key], expected[key]) for key in state)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral", "hrm_text", "deepseek_v3"])
-def test_a_dtype_may_be_chosen(name: str, tmp_path: Path) -> None:
-    """An fp32 model in bf16 is what `from_pretrained(dtype=bf16)` and `save_pretrained` make of it."""
-    model = families()[name].build()
-    model.save_pretrained(tmp_path / "given")
-    for dtype in (torch.bfloat16, torch.float32):
-        source = type(model).from_pretrained(tmp_path / "given", dtype=dtype)
-        source.save_pretrained(tmp_path / f"theirs-{dtype}")
-        found = type(model).from_pretrained(tmp_path / "given", dtype=torch.float32)
-        write_model(found, rest(found), tmp_path / f"ours-{dtype}", dtype=dtype)
-        assert contents(tmp_path / f"ours-{dtype}") == contents(tmp_path / f"theirs-{dtype}")
-        assert found.config.dtype == torch.float32
-
-
 def test_each_parameter_is_asked_for_once_in_the_models_order_and_tied_ones_by_the_first_name(tmp_path: Path) -> None:
     model = families()["gemma2"].build()
     order = [name for name, _ in model.named_parameters()]

@@ -101,7 +101,7 @@ def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(["llama", "gemma2", "mixtral"], ["llama", "mixtral"]))
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
     folder, checkpoint = models(name)

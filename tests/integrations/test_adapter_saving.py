@@ -170,7 +170,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("case", quick(CASES, ["a whole head"]))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["trainer", "own loop", "accelerate"])
 def test_each_way_gives_the_bytes_of_a_resident_run(tmp_path: Path, way: str, case: str) -> None:
     found = []
@@ -197,7 +197,7 @@ def saved_by_ranks(folder: str, offloads: bool, zero_stage: int) -> dict[str, by
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", quick([3, 2], [3]))
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_ranks_save_the_bytes_of_ddp(tmp_path: Path, zero_stage: int) -> None:
     mine, wanted = (
         ranks.run(2, saved_by_ranks, folder=str(tmp_path / str(offloads)), offloads=offloads, zero_stage=zero_stage)[0]

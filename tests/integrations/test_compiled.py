@@ -24,7 +24,6 @@ from tests.integrations.plain import (
     offload_trainer,
     rows,
 )
-from tests.matrix import quick
 
 needs("accelerate")
 
@@ -84,7 +83,7 @@ def by_the_factory(folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.compile was taken off")
-@pytest.mark.parametrize("how", quick([told, told_and_given, made_later, by_the_factory], [told]))
+@pytest.mark.parametrize("how", [told, told_and_given, made_later, by_the_factory])
 def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, how: Callable[[Path], Any]) -> None:
     wanted, found = [
         make(tmp_path / make.__name__)
@@ -104,7 +103,7 @@ def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, ho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", quick(["a backend", "a compiled model"], ["a compiled model"]))
+@pytest.mark.parametrize("given", ["a backend", "a compiled model"])
 def test_a_script_that_is_to_compile_has_its_blocks_compiled(given: str) -> None:
     losses, graphs = {}, {}
     for name in ("asked", "engine", "eager"):

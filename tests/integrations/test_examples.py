@@ -43,9 +43,7 @@ def test_there_is_a_test_of_each() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NEEDED]
-)
+@pytest.mark.parametrize("name", NEEDED)
 def test_an_example_runs(tmp_path: Path, name: str) -> None:
     needs(*NEEDED[name])
     process = start(name, tmp_path / "made", *(() if name in AS_WRITTEN else SHORT))

@@ -26,7 +26,6 @@ from tests.integrations.plain import (
     offload_trainer,
     plain_trainer,
 )
-from tests.matrix import quick
 
 needs("accelerate", "peft")
 
@@ -51,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(CASES, ["dora, dropout", "a whole head", "parameters"]))
+@pytest.mark.parametrize("name", CASES)
 def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, name: str) -> None:
     how: dict[str, Any] = {
         "save_strategy": "steps",

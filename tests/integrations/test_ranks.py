@@ -10,7 +10,6 @@ import pytest
 from tests.engine import ranks
 from tests.engine.device import cpu_only
 from tests.integrations.plain import assert_same_weights, needs
-from tests.matrix import quick
 
 needs("accelerate")
 pytestmark = cpu_only("accelerate does not know the simulated accelerator, and ranks share the CPU")
@@ -27,7 +26,7 @@ def assert_same(offloaded: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "own counts"])
+@pytest.mark.parametrize("average", [True, False], ids=["", "own counts"])
 def test_a_run_is_that_of_ddp(tmp_path: Path, average: bool) -> None:
     """Losses, evaluations and weights, in every bit; and resumed in new trainers."""
     assert_same(*both(tmp_path, average_tokens_across_devices=average))
@@ -56,7 +55,7 @@ OVER_RANKS = ("sft nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(OVER_RANKS, ["dpo"]))
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_trl_over_ranks(tmp_path: Path, name: str) -> None:
     """GRPO's ranks generate texts of different lengths."""
     needs("trl")

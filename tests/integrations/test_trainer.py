@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from offload.errors import ConfigError, MissingLibraryError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import OffloadOptimizer, find_own
 from offload.integrations.rules import _NAMED, rule_of_arguments, without_decay
-from offload.optim.rule import UpdateRule
 from tests.integrations.plain import (
     CLIP,
     LR,
@@ -77,9 +75,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "at", [pytest.param(2, id="in an epoch"), pytest.param(3, id="at its end", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "at its end"])
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
     """Bit for bit, with dropout, from a trainer that is made anew, and in one that goes on."""
     how: dict[str, Any] = {
@@ -101,35 +97,6 @@ def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
         return
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
-
-
-@pytest.mark.slow
-def test_evaluation_and_the_best_model_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
-    """The learning rate is so high that the last is not the best."""
-    how: dict[str, Any] = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "kwargs": {"eval_dataset": rows(10, seed=2)},
-    }
-    plain = plain_trainer(tmp_path / "plain", llama(), **how)
-    offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadTrainer, **how)
-    plain.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[1]["lr"] = 0.5
-    assert offloaded.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    for trainer in (plain, offloaded):
-        trainer.train()
-    best = plain.state.best_model_checkpoint
-    assert not best.endswith("-3")
-    assert offloaded.state.best_model_checkpoint == best.replace("plain", "offloaded")
-    assert logged(offloaded, "eval_loss") == logged(plain, "eval_loss")
-    assert offloaded.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert_same_run(offloaded, plain)
-    found, wanted = (trainer.predict(rows(4, seed=3)).predictions for trainer in (offloaded, plain))
-    assert (found == wanted).all()
 
 
 @pytest.mark.slow
@@ -270,33 +237,6 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
         offloaded.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optim", "rule"),
-    [
-        ("sgd", SGD(lr=LR, momentum=0.5, weight_decay=0.1)),
-        ("lion_32bit", Lion(lr=LR, betas=(0.9, 0.999))),
-        ("paged_lion_8bit", Lion(lr=LR, betas=(0.9, 0.999), states="int8")),
-        ("adamw_bnb_8bit", AdamW(lr=LR, states="int8")),
-    ],
-)
-def test_optim_names_a_rule(tmp_path: Path, optim: str, rule: UpdateRule) -> None:
-    """Whose name, learning rate and groups are those of the arguments: as if the rule had been given."""
-    how: dict[str, Any] = {"optim_args": "momentum=0.5" if optim == "sgd" else None}
-    by_name = offload_trainer(tmp_path, llama(), OffloadTrainer, optim=optim, **how)
-    names = [name for name, _ in llama().named_parameters() if "norm" in name]
-    own = replace(rule, weight_decay=0.1, groups=((f"^({'|'.join(names)})$", {"weight_decay": 0.0}),))
-    given = offload_trainer(
-        tmp_path, llama(), OffloadTrainer, kwargs={"offload": {"placement": PLACEMENT, "optimizer": own}}
-    )
-    for trainer in (by_name, given):
-        trainer.train()
-    assert logged(by_name) == logged(given)
-    assert logged(by_name, "learning_rate") == logged(given, "learning_rate")
-    assert_same_weights(*(dict(trainer.engine.named_parameters()) for trainer in (by_name, given)))
-    assert getattr(by_name.engine.optimizer, "states", None) == getattr(rule, "states", None)
-
-
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
 def test_every_name_of_optim_is_a_rule_or_refused(name: str, tmp_path: Path) -> None:
     """A new one of transformers' has to be looked at: see `_NAMED`."""
@@ -385,21 +325,6 @@ def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest
         assert_same_weights(each, {name: wanted[name] for name in each})
         assert set(each) == set(wanted)
     assert len(pushed) == 2
-
-
-@pytest.mark.slow
-def test_a_model_given_back_is_a_plain_one_again(tmp_path: Path) -> None:
-    """And the Trainer opens another engine over it when it trains on."""
-    trainer = offload_trainer(tmp_path, llama(), OffloadTrainer)
-    trainer.train()
-    wanted = dict(trainer.engine.named_parameters())
-    trainer.engine.close(restore=True)
-    trainer.save_model()
-    assert_same_weights({n: p.detach() for n, p in trainer.model.named_parameters()}, wanted)
-    found = load_file(tmp_path / "model.safetensors")
-    assert_same_weights(found, {name: wanted[name] for name in found})
-    trainer.train()
-    assert not trainer.engine.closed
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from offload import Engine, MeZO
@@ -70,37 +69,6 @@ def test_a_run_is_plain_mezo(tmp_path: Path, rule: MeZO) -> None:
     again.replay(line for line in run.state.log_history if "projected_grad" in line)
     assert_same_weights(dict(again.named_parameters()), found)
     again.close()
-
-
-@pytest.mark.slow
-def test_it_evaluates_saves_and_resumes(tmp_path: Path) -> None:
-    """A run that failed goes on from its checkpoint to what the whole run gives; what is saved are its weights."""
-    how: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
-    how |= {"eval_steps": 2, "kwargs": {"eval_dataset": rows(8, seed=2)}}
-    whole = trainer(tmp_path / "whole", **how)
-    whole.train()
-    part = trainer(tmp_path / "part", **{**how, "kwargs": dict(how["kwargs"])})
-    part.fails_at = 3
-    with pytest.raises(KeyError):
-        part.train()
-    part.engine.close()
-    rest = trainer(tmp_path / "part", **{**how, "kwargs": dict(how["kwargs"])})
-    rest.train(resume_from_checkpoint=True)
-    assert len(rest.batches) == 2
-    assert logged(rest, "eval_loss") == logged(whole, "eval_loss")
-    assert logged(rest, "projected_grad") == logged(whole, "projected_grad")
-    weights = dict(whole.engine.named_parameters())
-    assert_same_weights(dict(rest.engine.named_parameters()), weights)
-    saved = load_file(tmp_path / "whole" / "checkpoint-4" / "model.safetensors")
-    assert_same_weights({name: saved[name] for name in weights}, weights)
-
-
-@pytest.mark.slow
-def test_batches_are_cut_by_the_engine(tmp_path: Path) -> None:
-    whole, cut = trainer(tmp_path / "a"), trainer(tmp_path / "b", offload={"micro_batch_size": 2})
-    for each in (whole, cut):
-        each.train()
-    assert logged(cut) == pytest.approx(logged(whole), rel=1e-4)
 
 
 class OwnLoss(OffloadTrainer):

@@ -23,7 +23,6 @@ from tests.integrations.plain import (
     offload_trainer,
     plain_trainer,
 )
-from tests.matrix import quick
 
 needs("accelerate", "datasets", "trl")
 
@@ -132,7 +131,7 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*FEW, "kto"])
 def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
     """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
     how: dict[str, Any] = {
@@ -194,7 +193,7 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(REFERENCES, ["dpo, the adapter off", "grpo, the adapter off"]))
+@pytest.mark.parametrize("name", REFERENCES)
 def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
     """Whose reference is no second model. How far the policy is from it has the plain trainer's bits."""
     needs("peft")

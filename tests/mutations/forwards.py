@@ -37,7 +37,7 @@ enter_as(
 enter_as(
     "losses-of-each-rank-alone",
     replaced(Method, "sum", lambda self, *values: list(values)),
-    "tests/engine/test_ranks.py",
+    "tests/contracts/test_contracts.py",
     fuzzed=True,
 )
 

@@ -24,7 +24,7 @@ from tests.mutations import enter_as, mutation, replaced
 enter_as(
     "micro-batches-weighted-alike",
     replaced(losses, "_scaled", lambda loss, share, _: loss * (0.5 if share != 1.0 else 1.0)),
-    "tests/engine/test_ranks.py",
+    "tests/contracts/test_contracts.py",
     fuzzed=True,
 )
 
@@ -36,7 +36,7 @@ def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "total_norm", lambda squares: total(list(squares)[:-1] if len(squares) > 1 else squares))
 
 
-@mutation("tests/engine/test_placements.py", fuzzed=True)
+@mutation("tests/contracts/test_contracts.py", fuzzed=True)
 def norm_in_single_precision(patch: pytest.MonkeyPatch) -> None:
     def total(squares: Sequence[float]) -> float:
         found = 0.0
@@ -109,7 +109,7 @@ def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientFlow, "land_rest", landed_rest)
 
 
-@mutation("tests/engine/test_placements.py", fuzzed=True)
+@mutation("tests/contracts/test_contracts.py", fuzzed=True)
 def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
     begin = GradientFlow.begin_step
 
@@ -141,7 +141,7 @@ def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None
     patch.setattr(call.Call, "backward", reversed_)
 
 
-@mutation("tests/engine/test_placements.py")
+@mutation("tests/contracts/test_contracts.py")
 def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
     for module in (policies, updates):

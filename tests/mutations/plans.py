@@ -28,7 +28,7 @@ def _by_tier(allocations: Any) -> list[list[Any]]:
     return [[each for each in allocations if each.tier == tier] for tier in {each.tier for each in allocations}]
 
 
-@mutation("tests/engine/test_placements.py", "tests/engine/test_overlap.py")
+@mutation("tests/engine/test_placements.py")
 def bytes_brought_up_ahead_not_counted(patch: pytest.MonkeyPatch) -> None:
     count = Counters.count
 

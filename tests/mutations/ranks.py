@@ -31,7 +31,7 @@ def ranks_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(comm._Chunks, "add_up", lambda self, out, terms: add_up(self, out, list(terms)[::-1]))
 
 
-@mutation("tests/engine/test_ranks.py")
+@mutation("tests/contracts/test_contracts.py")
 def weights_of_other_ranks_stale(patch: pytest.MonkeyPatch) -> None:
     """Each rank gives the others what it gave them the last time."""
     all_gather, given = Ranks.all_gather, dict[Any, torch.Tensor]()
@@ -45,7 +45,7 @@ def weights_of_other_ranks_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ranks, "all_gather", stale)
 
 
-@mutation("tests/engine/test_ranks.py")
+@mutation("tests/contracts/test_contracts.py")
 def norm_of_this_ranks_shard_alone(patch: pytest.MonkeyPatch) -> None:
     """Each rank clips by what it holds."""
     sum_in_order = Ranks.sum_in_order
@@ -56,7 +56,7 @@ def norm_of_this_ranks_shard_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ranks, "sum_in_order", own)
 
 
-@mutation("tests/engine/test_ranks.py")
+@mutation("tests/contracts/test_contracts.py")
 def gradients_of_other_ranks_left_out(patch: pytest.MonkeyPatch) -> None:
     def alone(self: Ranks, shard: torch.Tensor, full: torch.Tensor, what: str, *how: Any, **more: Any) -> None:
         shard.copy_(comm.pieces_of(full, self.size)[self.rank])

@@ -74,7 +74,7 @@ def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "_runs", decayed)
 
 
-@mutation("tests/engine/test_placements.py")
+@mutation("tests/contracts/test_contracts.py")
 def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
     """The masters of weights in bf16 are no more than these."""
     update_tile = tile_updates.update_tile

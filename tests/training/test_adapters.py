@@ -33,7 +33,6 @@ from tests import forks
 from tests.distributed.ranks import free_port
 from tests.forks import ROOT
 from tests.integrations.plain import needs
-from tests.matrix import quick
 from tests.training.conftest import SHAPES
 
 needs("peft")
@@ -147,10 +146,7 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("init", "codec"),
-    quick([("pissa", "exact"), ("pissa_niter_4", "nf4"), ("olora", "exact")], [("pissa_niter_4", "nf4")]),
-)
+@pytest.mark.parametrize(("init", "codec"), [("pissa_niter_4", "nf4"), ("olora", "exact")])
 def test_a_base_lacks_what_its_adapter_begins_as(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str
 ) -> None:
@@ -223,17 +219,12 @@ def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["mixtral"], indirect=True)
-def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
+def test_an_adapter_over_experts_is_loaded_and_merged(run: Any, base: Path, tmp_path: Path) -> None:
     experts = {"lora__rank": 2, "lora__target_modules": ["q_proj"], "lora__target_parameters": ["down_proj"]}
     more = {"model__path": str(base), "checkpoint__every": 2, **experts, **HOST}
-    whole, lines, said = run("whole", train__steps=4, **more)
+    whole, _, said = run("whole", train__steps=4, **more)
     assert "over 4 modules (2 q_proj, 2 experts)" in said
     assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
-    half, again, _ = run("half", train__steps=4, **more)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
-    assert_same(half.export, whole.export)
     merged, wanted = tmp_path / "merged", tmp_path / "wanted"
     assert export_command([str(whole.dir), str(merged), "--merge"]) == 0
     over: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -245,10 +236,7 @@ def test_an_adapter_over_experts_is_resumed_and_merged(run: Any, base: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("codec", "precision"),
-    quick([("nf4", "fp32"), ("nf4", "bf16"), ("int8", "bf16"), ("exact", "bf16")], [("nf4", "bf16")]),
-)
+@pytest.mark.parametrize(("codec", "precision"), [("nf4", "fp32"), ("int8", "bf16"), ("exact", "bf16")])
 def test_it_is_loaded_and_merged_over_what_it_was_trained_on(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, precision: str
 ) -> None:
@@ -375,7 +363,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("init", "codec"), quick([("loftq", "int8"), ("loftq_3", "nf4")], [("loftq_3", "nf4")]))
+@pytest.mark.parametrize(("init", "codec"), [("loftq", "int8"), ("loftq_3", "nf4")])
 def test_an_adapter_begins_as_what_codes_lose_of_its_base(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str
 ) -> None:
@@ -389,13 +377,8 @@ def test_an_adapter_begins_as_what_codes_lose_of_its_base(
         **HOST,
     }
     more |= {"lora__rank": 4, "lora__alpha": 12, "lora__init": init, "lora__target_modules": ["q_proj", "down_proj"]}
-    whole, lines, said = run("whole", **more)
+    _, _, said = run("whole", **more)
     assert "logits bit-equal" in said or "logits equal within" in said
-    shutil.copytree(whole.dir, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
-    half, again, _ = run("half", **more)
-    assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
-    assert_same(half.export, whole.export)
 
     first, _, _ = run("first", **{**more, "optimizer__lr": 0.0, "train__steps": 1, "checkpoint__every": 1})
     with Reader(first.dir / "checkpoints" / "step-1") as reader:

@@ -146,7 +146,7 @@ def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
+@pytest.mark.parametrize("when", ["killed", "stopped"])
 def test_a_resumed_run_stops_after_the_same_step(
     run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

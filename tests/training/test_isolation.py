@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload import SGD, Engine, Placement
 from offload.config.config import Config
 from offload.errors import ConfigError
-from tests.training.conftest import SHAPES
 
 
 @pytest.fixture
@@ -72,34 +68,3 @@ def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> Non
         run("other", "mamba", data__source=chats, data__packing_isolated=True)
     with pytest.raises(ConfigError, match=r"the model is a masked one"):
         run("third", "bert", data__source=chats, data__packing_isolated=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tier", "rows"), [("device", None), ("cpu", 1), ("cpu", None)])
-def test_rows_that_are_apart_train_as_in_plain_pytorch(tier: Any, rows: int | None) -> None:
-    """Bit for bit; in micro-batches up to the order of sums."""
-    config = AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"], use_cache=False)
-    ids = torch.randint(384, (3, 12), generator=torch.Generator().manual_seed(1))
-    positions = torch.tensor([[*range(5), *range(7)], [*range(12)], [*range(2), *range(3), *range(7)]])
-    batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = plain(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    placement = Placement(parameters=tier, optimizer=tier)
-    options: dict[str, Any] = {"placement": placement, "max_grad_norm": None, "micro_batch_size": rows}
-    with Engine(model, optimizer=SGD(lr=0.1), **options) as engine:
-        found = [float(engine.step(batch).loss) for _ in range(2)]
-        weights = dict(engine.named_parameters())
-    if rows is None:
-        assert found == losses
-        assert all(torch.equal(weights[name], each) for name, each in plain.named_parameters())
-    else:
-        assert found == pytest.approx(losses, rel=1e-6)

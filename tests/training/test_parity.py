@@ -73,24 +73,11 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(HOST, marks=pytest.mark.slow),
-        pytest.param(("--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
-        pytest.param(("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST), marks=pytest.mark.slow),
-        pytest.param(("--optimizer.states", "int8", "--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
-        pytest.param(("--optimizer.name", "muon", "--optimizer.lr", "0.01"), marks=pytest.mark.slow),
-        pytest.param(("--optimizer.name", "adafactor", "--train.precision", "bf16"), marks=pytest.mark.slow),
-        pytest.param(
-            ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST), marks=pytest.mark.slow),
+        ("--optimizer.states", "int8", "--train.max_grad_norm", "none", "--train.recompute", "never", *HOST),
+        ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
+        ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),
         pytest.param(("--lora.rank", "4", "--lora.use_dora", "true", "--lora.dropout", "0.1", *HOST), marks=PEFT),
-        pytest.param(("--lora.rank", "4", "--train.precision", "bf16", *DISK), marks=[*PEFT, pytest.mark.slow]),
     ],
     ids=str,
 )
@@ -132,12 +119,11 @@ def test_an_operation_without_a_repeatable_algorithm_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, precision: str) -> None:
+def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path) -> None:
     config = AutoConfig.for_model("mixtral", vocab_size=384, **SHAPES["mixtral"])
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "whole")
     train_bpe(["a number, the next"] * 9, 384).save_pretrained(folder / "whole")
-    code, found = run("--model.path", "whole", "--train.precision", precision, *HOST)
+    code, found = run("--model.path", "whole", "--train.precision", "bf16", *HOST)
     assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
 
 
@@ -170,17 +156,9 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
     ("settings", "reason"),
     [
         (("--train.micro_batch_size", "1"), "micro-batches of 1 rows"),
-        pytest.param(
-            ("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"),
-            "micro-batches of 3 rows",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--train.head_chunk_bytes", "40KiB"), "the head in 5 chunks", marks=pytest.mark.slow),
-        pytest.param(
-            ("--train.clip", "speculative", "--train.max_grad_norm", "0.1"),
-            "speculative clipping",
-            marks=pytest.mark.slow,
-        ),
+        (("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"), "micro-batches of 3 rows"),
+        (("--train.head_chunk_bytes", "40KiB"), "the head in 5 chunks"),
+        (("--train.clip", "speculative", "--train.max_grad_norm", "0.1"), "speculative clipping"),
     ],
 )
 def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings: tuple[str, ...], reason: str) -> None:

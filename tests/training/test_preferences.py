@@ -245,7 +245,7 @@ class Watches:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", quick(("dpo", "reward"), ["dpo"]))
+@pytest.mark.parametrize("method", ["dpo", "reward"])
 def test_a_model_and_pairs_that_are_given_in_python(
     pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -28,14 +28,13 @@ from offload.plan import main as plan_command
 from offload.verify import main as verify_command
 from tests.hf.quantized import quantized
 from tests.integrations.plain import needs
-from tests.matrix import quick
 
 needs("peft")
 
 from peft import PeftModel  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "o_proj"]}
-KINDS = quick(["fp8", "mxfp4", "nf4", "int4"], ["int4"])
+KINDS = ["fp8", "mxfp4", "nf4", "int4"]
 
 
 def base_of(folder: Path, kind: str) -> Path:

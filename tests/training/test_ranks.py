@@ -136,28 +136,28 @@ def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Ru
 
 
 @pytest.mark.slow
-def test_a_typing_error_is_printed_once(run: Run) -> None:
-    first, second = run("plain", "typed", "--train.stpes", "5")
-    assert (first.code, second.code) == (2, 2)
-    assert "did you mean train.steps?" in first.err
-    assert second.err == ""
-
-
-@pytest.mark.slow
-def test_more_ranks_than_rows_are_refused(run: Run, folder: Path) -> None:
-    first, second = run("plain", "few", "--train.batch_size", "1")
-    assert (first.code, second.code) == (2, 2)
-    assert "train.batch_size is 1, and there are 2 ranks" in first.err
-    assert second.err == ""
-    assert not (folder / "few").exists()
-
-
-@pytest.mark.slow
-def test_data_that_rank_0_cannot_prepare_end_all_ranks(run: Run, folder: Path) -> None:
-    first, second = run("no data", "nothing")
-    assert (first.code, first.err) == (2, "offload: the data are gone\n")
-    assert (second.code, second.err) == (2, "")
-    assert not (folder / "nothing").exists()
+@pytest.mark.parametrize(
+    ("way", "code", "rank", "said", "num_steps"),
+    [
+        ("no data", 2, 0, "offload: the data are gone\n", None),
+        ("breaks", 1, 0, "[rank 1] failed: OSError: the disk is gone", 2),
+        ("fails", 1, 1, "offload: [rank 1] failed: RuntimeError: on purpose", None),
+        ("all fail", 1, 0, "offload: failed: RuntimeError: on purpose", None),
+    ],
+)
+def test_what_ends_all_ranks_is_said_by_one(
+    run: Run, folder: Path, way: str, code: int, rank: int, said: str, num_steps: int | None
+) -> None:
+    """Data that rank 0 cannot prepare or rank 1 cannot read, a failure of one rank, and the same failure of both."""
+    ended = run(way, way.replace(" ", "-"))
+    assert [each.code for each in ended] == [code, code]
+    assert said in ended[rank].err
+    assert ended[rank].err.count("\n") == 1
+    assert ended[1 - rank].err == ""
+    if way == "no data":
+        assert not (folder / "no-data").exists()
+    if num_steps is not None:
+        assert len(losses(folder, way)) == num_steps
 
 
 @pytest.mark.slow
@@ -168,34 +168,6 @@ def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: 
     assert "done: 2 steps" in first.out
     assert len(losses(folder, "ended")) == 2
     assert (folder / "ended/hf/config.json").exists()
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_read_its_data_ends_all_with_one_message(run: Run, folder: Path) -> None:
-    first, second = run("breaks", "broken")
-    assert (first.code, second.code) == (1, 1)
-    assert "[rank 1] failed: OSError: the disk is gone" in first.err
-    assert first.err.count("\n") == 1
-    assert second.err == ""
-    assert len(losses(folder, "broken")) == 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_says_why_and_the_others_end(run: Run) -> None:
-    first, second = run("fails", "failed")
-    assert (first.code, second.code) == (1, 1)
-    assert second.err.startswith("offload: [rank 1] failed: RuntimeError: on purpose")
-    assert second.err.count("\n") == 1
-    assert first.err == ""
-
-
-@pytest.mark.slow
-def test_what_all_ranks_fail_with_is_printed_once(run: Run) -> None:
-    first, second = run("all fail", "all-failed")
-    assert (first.code, second.code) == (1, 1)
-    assert first.err.startswith("offload: failed: RuntimeError: on purpose")
-    assert first.err.count("\n") == 1
-    assert second.err == ""
 
 
 @pytest.mark.slow

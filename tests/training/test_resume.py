@@ -28,7 +28,6 @@ from offload.export import main as export_command
 from offload.training import checkpoints, disk_needs, finish
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
-from tests.matrix import quick
 from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -155,7 +154,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", quick(["codegen", "mixtral", "gemma2"], ["mixtral"]))
+@pytest.mark.parametrize("family", ["codegen", "mixtral", "gemma2"])
 def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
     """Its weights are in the checkpoints: nothing is read of the folder but the tokenizer. The export has the names and
     the layout of the folder all the same.
@@ -197,9 +196,7 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", quick(["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"], ("rank-0.bin", "tokenizer.json"))
-)
+@pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"])
 def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, name: str) -> None:
     end_in(6)
     common = {"train.steps": 6, "checkpoint.every": 2}
@@ -300,46 +297,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
     with mounted(tmp_path, 16 << 20) as point:
         yield point
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_a_full_disk_during_a_save(
-    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path, at_once: None
-) -> None:
-    """Full from the first save on until the fifth step."""
-    whole, wanted, _ = run("whole", **{"train.steps": 7})
-    step = Engine.step
-    done: list[int] = []
-
-    def filling(self: Engine, *args: Any, **more: Any) -> Any:
-        result = step(self, *args, **more)
-        done.append(1)
-        if len(done) == 3:
-            fill(disk / "other")
-        if len(done) == 5:
-            (disk / "other").unlink(missing_ok=True)
-        return result
-
-    monkeypatch.setattr(Engine, "step", filling)
-    settings = {"run.dir": str(disk / "run"), "train.steps": 7, "checkpoint.every": 2, "checkpoint.on_error": on_error}
-    if on_error == "stop":
-        with pytest.raises(DiskError, match="ENOSPC"):
-            run("", **settings)
-        assert len(done) == 4
-        assert [path.name for path in (disk / "run/checkpoints").iterdir() if path.is_dir()] == ["step-2"]
-        (disk / "other").unlink()
-    else:
-        result, found, output = run("", **settings)
-        assert output.count("note: step 4 could not be saved, the last one is of step 2") == 1
-        assert steps_of(result.dir) == ["step-7", "step-6", "step-2"]
-        assert learnt(found) == learnt(wanted)
-        shutil.rmtree(result.dir / "hf")
-    result, found, output = run("", **settings)
-    assert ("already at step 7 of 7" in output) == (on_error != "stop")
-    assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
-    assert learnt(found) == learnt(wanted)
-    assert_same_weights(result.dir, whole.dir)
 
 
 @pytest.mark.slow
