@@ -124,7 +124,7 @@ def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WholeNumbers, "decode", shifted)
 
 
-@mutation("tests/engine/test_checkpoints.py::test_bit_equal")
+@mutation("tests/contracts/test_contracts.py")
 def inputs_of_units_lost_on_their_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
     down = OnHost._down
     patch.setattr(OnHost, "_down", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where))
