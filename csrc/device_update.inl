@@ -117,7 +117,8 @@ struct Thread {
 
 }  // namespace
 
-// Numbers have the types of a launch from Python: ints and doubles. Each double is a member of Scalars. `size`, `key` and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
+// Numbers have the types of a launch from Python: ints and doubles. Each double is a member of Scalars. `size`, `key`
+// and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
 template <template <class> class Rule, class Scalars, class Master, States kStates, class Grad>
 __global__ void update(void* master, int16_t* lo, void* moments0, void* moments1, float* scales0, float* scales1,
                        const void* grad, unsigned long long* num_nonfinite, uint32_t size0, uint32_t size1, uint32_t key0,
