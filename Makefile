@@ -1,32 +1,32 @@
-# Everything runs in .venv, which `make setup` makes; the other targets call it when it is missing or out of date.
+# Everything runs in .venv. `make setup` creates it; other targets call setup when .venv is missing or out of date.
 # PYTHON=python3.12 picks the interpreter; ARGS="--train.steps 10" goes to the command of train, test and bench.
 PYTHON ?= python3
 CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# For what takes minutes: pip says what it collects, and how far a download is.
+# For slow installs: pip shows packages and download progress.
 LOUD_PIP := $(PIP:--quiet=)
 READY := $(VENV)/ready
 PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
-# Some tests wait, for processes, links and disks, and each worker takes ten seconds to collect. A file stays with one
-# worker, which makes its fixtures once; files come in their order, so that none of the long ones with few tests is left for the end.
+# Some tests wait for processes, links and disks, and each worker takes ten seconds to collect. A file stays with one
+# worker, so fixtures are made once. Files run in order, so no long file with few tests is left for the end.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
-# The engine's tests, but for those of disks, of processes that end, of the host's memory and of plans, in which the device has no
-# part; ON_DEVICE=tests/engine is all of them.
+# The engine tests that use the device: without tests for disks, ending processes, host memory and plans. ON_DEVICE=tests/engine
+# runs all of them.
 ON_HOST := any_batch batches close_and_export disk_faults early exporting loss_rule memory ownership prepare \
   ranks_departures ranks_faults ranks_memory ranks_saving reading
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
-# Of these what needs no second showing on the simulated device: cases on disk and of checkpoints, which tests/accelerator has
-# with delays on either side, and kinds of models, rules and scripts, whose units move as those of all others.
+# Tests not repeated on the simulated device: disk and checkpoint cases, covered with delays on both sides in tests/accelerator, and
+# model types, update rules and scripts, whose units move like all others.
 SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition families generators_and_buffers handmade judge \
   own_loops parameters recording rules)
-# Where it is set, each worker rewrites all assertions at each start.
+# With this variable, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
-# What pip warns of is shown only where it fails.
+# pip's warnings are shown only after a failure.
 QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
-# An environment over what PYTHON has, also where that is of an environment itself.
+# An environment on top of PYTHON's packages, even where PYTHON is in an environment.
 OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
   $(PYTHON) -c 'import site, sys; print(*site.getsitepackages()[:sys.prefix != sys.base_prefix], sep="\n")' > \
   "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/interpreter.pth"
@@ -65,7 +65,7 @@ help:
 
 setup: $(READY)
 
-# A torch that the interpreter already has is kept, whatever its version: it is the one made for this machine.
+# An installed torch is kept in any version, because it was made for this machine.
 $(PINS): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "offload needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
@@ -77,7 +77,7 @@ $(PINS): constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV) && cp constraints.txt $@; \
 	fi
 
-# Without build isolation, so that C++ edits rebuild in seconds; the build tools are therefore installed by hand.
+# No build isolation, so C++ edits rebuild in seconds. The build tools are therefore installed separately.
 $(READY): pyproject.toml CMakeLists.txt $(PINS)
 	@echo "installing the dependencies ..."
 	@$(LOUD_PIP) install -c $(PINS) torch scikit-build-core nanobind $(QUIETLY)
@@ -95,7 +95,7 @@ build: $(READY)
 	@$(PIP) $(EDITABLE) --no-deps -e . $(QUIETLY)
 
 PLAN_8B := --model.preset 8b --data.sequence_length 4096 --train.batch_size 8 --train.micro_batch_size 4
-# Without arguments, on a machine with a GPU, which the small model does not fill: what one of 8B would do there.
+# Without arguments on a GPU machine: also the plan of an 8B model, because the small model does not fill the GPU.
 train: $(READY)
 	$(BIN)/python -m offload.train $(ARGS)
 ifndef ARGS
@@ -103,7 +103,7 @@ ifndef ARGS
 	  echo; echo "A model of 8B, on this machine:"; $(BIN)/python -m offload.plan $(PLAN_8B) || test $$? -eq 3; }
 endif
 
-# One thread each: that is a twenty-fifth less for tensors of this size; the long run has as many as there are cores.
+# One thread each takes a twenty-fifth less time for small tensors. The long run uses all cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
@@ -118,32 +118,32 @@ test-zoo: $(READY)
 
 accelerator: build/accelerator/libaccelerator.so
 
-# Compiles what has changed, and what another torch needs.
+# Compiles changed sources, and everything for another torch version.
 build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/*) tests/accelerator/build.py
 	@$(BIN)/python -m tests.accelerator.build
 	@touch $@
 
-# In processes of their own: to torch the simulated accelerator is there for good, and all tests would find one. They
-# compile it where it is missing, and are skipped where that cannot be. First what it does itself and races on it, then
-# tests of the engine with it for their device.
+# Separate processes, because torch never unloads the simulated accelerator and all later tests would use it. The tests
+# compile it when missing, and are skipped where that fails. First come tests of the accelerator and races on it, then
+# engine tests with it as the device.
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(filter-out $(SHOWN),$(ON_DEVICE)) $(ARGS)
 
-# Each case of the races with each of the twenty seeds, and the slow side on either end.
+# Each race case with each of the twenty seeds, with either side slow.
 test-accelerator-all: test-accelerator
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(SHOWN) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS:loadfile=load) -m "accelerator and slow" tests/accelerator $(ARGS)
 
-# A machine with a GPU has mostly no network: then what its Python has is used, with the wheels of WHEELS=folder beside
-# it, and where C++ cannot be built, torch's kernels. PART="copies 8b" runs those alone.
+# A GPU machine often has no network. The target then uses the installed packages, the wheels in WHEELS=folder, and torch's
+# kernels where C++ cannot be built. PART="copies 8b" selects parts.
 gpu-check:
 	@test -e $(VENV)/offline -a -z "$(WHEELS)" || \
 	  PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup > /dev/null 2>&1 || \
 	  $(MAKE) --no-print-directory offline
 	@ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
 
-# What a machine with torch and transformers lacks, gathered on one with a network: for make gpu-check WHEELS=wheels there.
+# Collects the packages missing on a machine with torch and transformers, for make gpu-check WHEELS=wheels there.
 wheels: $(READY)
 	@$(PIP) wheel --no-deps -w wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
 	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil && ls wheels
@@ -156,7 +156,7 @@ offline:
 	  echo "WARNING: the C++ kernels could not be built; details: $(VENV)/build.log"
 	@touch $(VENV)/offline
 
-# Variables of tests/bits/__main__.py make torch compute alike on processors with AVX2.
+# Variables in tests/bits/__main__.py give torch equal bits on processors with AVX2.
 bits: $(READY)
 	@$(BIN)/python -m tests.bits $(ARGS)
 
@@ -169,7 +169,7 @@ soak: $(READY)
 fuzz: $(READY)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-# Every mutation in a process that is forked from one that has imported the engine: ten seconds each.
+# Each mutation runs in a process forked after the engine import: ten seconds each.
 mutations: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
@@ -180,8 +180,7 @@ upstream: $(READY)
 docs: $(READY)
 	@$(BIN)/python docs/make.py --site
 
-# zig's compiler knows the symbols of an old glibc, so that one wheel serves every Linux since 2014; nothing of torch or
-# CUDA is in it. TARGET=aarch64 compiles for another processor.
+# zig's compiler targets an old glibc, so one wheel serves every Linux since 2014, without torch and CUDA. TARGET=aarch64 compiles for another processor.
 TARGET ?= $(shell uname -m)
 ZIG := $(CURDIR)/$(BIN)/python -m ziglang
 SUFFIX = .$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-$(TARGET)-linux-gnu.so

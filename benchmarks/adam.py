@@ -1,8 +1,8 @@
-"""Updates on the CPU: our kernels of every rule and width against the memory roofline of their own bytes, and AdamW
-against torch's fused one, DeepSpeed's, and those with 8-bit states of bitsandbytes and torchao.
+"""Updates on the CPU: kernels of all update rules and moment formats against the memory roofline, and AdamW against
+torch's fused AdamW, DeepSpeed, and the 8-bit AdamW in bitsandbytes and torchao.
 
-All contenders run in one process, one after the other, round after round: a ratio is the median over the rounds of the
-quotient of two times that were measured a moment apart, so that a busy machine disturbs both sides alike.
+All contenders run in one process, in rounds. A ratio is the median over rounds of two times measured right after each
+other, so a busy machine disturbs both sides alike.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SUMMARY = "updates on the CPU against the memory roofline, torch, DeepSpeed and 
 STEP = 100
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # the scales of int8, one for 128, are counted below
-RULES = {"adamw": 2, "lion": 1, "sgd": 1, "sgd without momentum": 0}  # with how many moments
-NORM_BYTES = 2  # a parameter, when a bfloat16 gradient is read once more for its norm
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # the int8 scales, one for 128, are counted below
+RULES = {"adamw": 2, "lion": 1, "sgd": 1, "sgd without momentum": 0}  # number of moments
+NORM_BYTES = 2  # a parameter, to read a bfloat16 gradient again for the norm
 
 
 @dataclass
 class Contender:
-    """Something that takes a step: `run(threads)`. Several of one name are variants, of which the fastest counts.
+    """A contender that takes a step: `run(threads)`. Contenders with one name are variants; the fastest counts.
 
-    reference: the name of what it is compared with. bytes_per_parameter: None where passes repeat what others moved.
+    reference: name of the contender to compare with. bytes_per_parameter: None where passes move bytes repeatedly.
     """
 
     name: str
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per contender and number of threads."""
+    """Measure, and return one result for each contender and thread count."""
     n = parse_count(arguments.n)
     threads = arguments.threads or sorted({1, kernels.num_threads()})
     if arguments.reps < 1 or min(threads) < 1:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         for round_number in range(arguments.reps + 1):
             for contender in contenders:
                 if round_number == 0:
-                    contender.run(num_threads)  # page faults, just-in-time builds, threads that start
+                    contender.run(num_threads)  # page faults, just-in-time builds, thread starts
                     contender.seconds, contender.cpu_seconds = [], []
                 else:
                     contender.measure(num_threads)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 
 def parse_count(text: str) -> int:
-    """Return the number that "64Mi" or "1000000" stands for."""
+    """Return the number in a text such as "64Mi" or "1000000"."""
     try:
         count = parse_size(f"{text}B") or 0
     except ConfigError:
@@ -111,7 +111,7 @@ def parse_count(text: str) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What an update moves: its rule, the width of moments, a master of fp32 or split and with gradients in bf16."""
+    """The shape of an update: rule, moment format, fp32 or split master, and bf16 gradients."""
 
     rule: str
     states: str
@@ -124,16 +124,16 @@ class Kind:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Master and moments are read and written, the gradient is read."""
+        """Count master and moments as read and written, the gradient as read."""
         scales = 4 / kernels.BLOCK if self.states == "int8" else 0
         return 2 * (4 + RULES[self.rule] * (MOMENT_BYTES[self.states] + scales)) + (2 if self.is_split else 4)
 
     def moments(self, n: int) -> list[Any]:
-        """Make them, of zeros that are in memory."""
+        """Make moments of resident zeros."""
         import torch
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[self.states]
-        # Ones first: fresh zeros are pages that do not exist yet.
+        # Ones first: fresh zeros have no memory pages yet.
         made = [torch.ones(n, dtype=dtype).zero_() for _ in range(RULES[self.rule])]
         return [(each, torch.zeros(-(-n // kernels.BLOCK))) for each in made] if self.states == "int8" else made
 
@@ -142,13 +142,13 @@ FP32, SPLIT = (Kind("adamw", "fp32", is_split) for is_split in (False, True))
 
 
 def kinds(is_split: bool) -> list[Kind]:
-    """Return all that there are."""
+    """Return all shapes."""
     widths = [("adamw", states) for states in MOMENT_BYTES] + [("lion", states) for states in MOMENT_BYTES]
     return [Kind(*each, is_split) for each in (*widths, ("sgd", "fp32"), ("sgd without momentum", "fp32"))]
 
 
 def rooflines(n: int, is_split: bool) -> list[Contender]:
-    """Make what memory alone allows: the reads and writes of our kernels with one addition for arithmetic."""
+    """Make the memory bound: the reads and writes of our kernels with one addition as arithmetic."""
     import torch
 
     master, gradient = torch.ones(n), torch.ones(n, dtype=torch.bfloat16 if is_split else torch.float32)
@@ -198,9 +198,9 @@ def ours(n: int, is_split: bool) -> list[Contender]:
 
 
 def clipped(n: int, chain: str) -> Contender:
-    """Make the split AdamW after the pass over the gradients that clipping needs.
+    """Make split AdamW behind the gradient pass for clipping.
 
-    chain: the name of the contender that does this in separate passes.
+    chain: name of the contender with separate passes for the same work.
     """
     import torch
 
@@ -217,7 +217,7 @@ def clipped(n: int, chain: str) -> Contender:
 
 
 def with_torch(n: int) -> list[Contender]:
-    """Make torch's fused AdamW, alone and inside the passes that a ZeRO-Offload step makes: an emulation of it."""
+    """Make torch's fused AdamW, alone and inside the emulated passes of a ZeRO-Offload step."""
     import torch
 
     make = partial(torch.optim.AdamW, fused=True)
@@ -225,7 +225,7 @@ def with_torch(n: int) -> list[Contender]:
 
 
 def with_deepspeed(n: int) -> list[Contender]:
-    """Make DeepSpeedCPUAdam, alone and inside the same passes; nothing where DeepSpeed is not installed."""
+    """Make DeepSpeedCPUAdam, alone and inside the same passes; nothing without DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         return []
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -234,7 +234,7 @@ def with_deepspeed(n: int) -> list[Contender]:
 
 
 def with_eight_bits(n: int) -> list[Contender]:
-    """Make AdamW with 8-bit states of bitsandbytes and torchao, on fp32 weights; nothing where they are missing."""
+    """Make bitsandbytes' and torchao's 8-bit AdamW on fp32 weights; nothing where they are missing."""
     import torch
 
     makers: dict[str, Callable[..., Any]] = {}
@@ -260,10 +260,10 @@ def with_eight_bits(n: int) -> list[Contender]:
 
 
 def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Contender]:
-    """Return an optimizer's bare fp32 step, and the bfloat16 steps around it without and with clipping.
+    """Return a bare fp32 optimizer step, and the bfloat16 steps around it without and with clipping.
 
-    The passes are those that DeepSpeed makes on the host for a bfloat16 model: gradients are cast to fp32, their norm
-    is taken, they are scaled, the optimizer steps, the new weights are cast back.
+    The passes are DeepSpeed's host passes for a bfloat16 model: cast gradients to fp32, take the norm, scale, step,
+    cast the weights back.
     """
     import torch
 
@@ -290,10 +290,10 @@ def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Co
 
 
 def summarise(contenders: list[Contender], n: int, threads: int) -> list[Result]:
-    """Return medians, bests and the medians of the ratios of each round; of variants only the fastest.
+    """Return medians, best times and median ratios; for variants only the fastest.
 
-    Rounds in which a contender got less than 0.85 of its threads' time, because others used the machine, are left out
-    of its numbers where at least three remain.
+    A round counts for a contender only if its threads ran for at least 0.85 of the time, as long as three such rounds
+    remain.
     """
     fastest: dict[str, Contender] = {}
     for contender in contenders:
@@ -327,7 +327,7 @@ def _undisturbed(one: Contender, other: Contender, threads: int) -> list[int]:
 
 
 def _median(one: Contender, other: Contender, threads: int, ratio: bool = False) -> float:
-    """Return the median of one's seconds, or of how many times faster than the other it was in the same round."""
+    """Return the median seconds of a contender, or its median speed ratio to the other one in equal rounds."""
     rounds = _undisturbed(one, other, threads)
     if len(rounds) < 3:
         rounds = list(range(len(one.seconds)))

@@ -1,11 +1,10 @@
-"""Steps of an adapter over a streamed base on the CPU device, beside PEFT with everything resident.
+"""Adapter steps over a streamed base on the CPU device, against PEFT with everything resident.
 
 python -m benchmarks.adapter_steps     # ten minutes
 
-A Llama of 33 M parameters with LoRA of rank 16 on all linear layers, as of `offload.bench step`; both contenders begin
-with the same model of PEFT, clip, and use AdamW (torch's fused one in plain PyTorch). The engine has its weights and
-states on the host, and room on the device for a unit and the next one. Blocks of steps take turns, so that a ratio is
-of two that were measured a moment apart.
+The model is the 33 M Llama from `offload.bench step` with LoRA of rank 16 on all linear layers. Both contenders start
+from the same PEFT model, clip, and use AdamW (torch's fused AdamW in plain PyTorch). The engine has weights and states
+on the host, and device memory for two units. Blocks of steps alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ RECOMPUTE, LR = "never", 1e-4
 
 
 def adapted(arguments: argparse.Namespace, precision: str) -> nn.Module:
-    """Return the model with its adapters, which are in fp32 over a base in either precision: PEFT's default."""
+    """Return the model with adapters. By PEFT's default the adapters are in fp32 over a base in either precision."""
     from peft import LoraConfig, get_peft_model
 
     base = step.llama(arguments)

@@ -1,11 +1,11 @@
-"""Adapters over a streamed base: what `offload.plan` foretells, beside everything resident and the ideal schedule.
+"""Adapters over a streamed base: `offload.plan` forecasts against everything resident and the ideal schedule.
 
 python -m benchmarks.adapters > benchmarks/results/adapters.md     # a few minutes
 
-Qwen3-8B with LoRA of rank 16 on all linear layers, in bf16, rows of 4096 tokens, by the described machines
-(`offload/machine/described/`). Forecasts, not measurements. Everything resident: the same settings and micro-batches,
-on a device that has room for all of it. The ideal schedule (`benchmarks/ideal.py`) knows what uses of units and copies
-take, and decodes in no time.
+Qwen3-8B with LoRA of rank 16 on all linear layers, in bf16, rows of 4096 tokens, on the machine specifications in
+`offload/machine/described/`. All values are forecasts. "Everything resident" has equal settings and micro-batches on a
+sufficiently large device. The ideal schedule (`benchmarks/ideal.py`) uses the forecast times of units and copies, with
+free decoding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ time; adapters and their gradients travel in it as units do.
 
 
 def told(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: bool) -> Forecast:
-    """Return the forecast of a change, where everything is resident or the base streams."""
+    """Return the forecast for a change, with everything resident or a streamed base."""
     hardware = Hardware.read(gpu)
     if is_resident:
         hardware = hardware.with_(device_bytes=1 << 40)
@@ -84,12 +84,12 @@ def told(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: 
 
 
 def seconds_of(found: Forecast) -> float:
-    """Return the seconds of a step; infinite where the plan does not fit."""
+    """Return the seconds of a step; infinity where the plan does not fit."""
     return found.timing.step_seconds if found.fits and found.timing is not None else float("inf")
 
 
 def best(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: bool) -> Forecast:
-    """Return the fastest forecast of some micro-batches, eager and compiled."""
+    """Return the fastest forecast over micro-batch sizes, eager and compiled."""
     ways = [
         {"train.micro_batch_size": rows, "train.compile": compiled}
         for rows in MICRO_ROWS
@@ -99,7 +99,7 @@ def best(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: 
 
 
 def ideal_seconds(forecaster: Forecaster, found: Forecast) -> float:
-    """Return what a step takes by the ideal schedule, over what compute and copies take in the forecast."""
+    """Return the step time in the ideal schedule for the forecast compute and copy times."""
     work = forecaster._work(found.config, found.prepared, 1)
     assert not isinstance(work, str)
     step = PlannedStep(found.prepared, work, found.hardware)

@@ -1,6 +1,6 @@
-"""All benchmarks with short settings, in one table: each number with the limit or the rival that it is held against.
+"""All benchmarks with short settings, in one table: each number with its limit or reference.
 
-A benchmark that cannot run here is left out with its reason, and the others go on.
+A benchmark that cannot run is listed with the reason, and the others continue.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PARTS = {
         "--hidden 256 --layers 6 --vocabulary 4096 --sequence 128 --steps 4 --pairs 5",
     ),
 }
-"""The module of each benchmark, and its words, so that it takes a minute at most."""
+"""Module and options of each benchmark, for a run of at most a minute."""
 _FLOPS_PER_PARAMETER = 6
-"""Of a token that is trained on: a multiplication and an addition in the forward, twice as many in the backward. What a
-recomputed forward takes is no useful work, and attention's own products are left out.
+"""Per trained token: a multiplication and an addition in the forward, twice as many in the backward. Recomputed
+forwards and attention products do not count.
 """
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Measured:
-    """Measure one after the other; return all results, each of which says whose it is."""
+    """Run the benchmarks one after the other; return all results, each with the benchmark name."""
     words = {name: short.split() for name, (_, short) in PARTS.items()}
     own = dict(map(_own_words, arguments.words))
     for name in (*arguments.only, *own):
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> Measured:
 
 
 def _own_words(text: str) -> tuple[str, list[str]]:
-    """Return the benchmark and the options that one --words gives. Raises ConfigError."""
+    """Return benchmark and options from one --words. Raises ConfigError."""
     try:
         name, *rest = shlex.split(text)
     except ValueError as error:
@@ -94,7 +94,7 @@ def _measure(name: str, module: Any, words: Sequence[str]) -> list[Result]:
 
 
 def _useful_work(results: Sequence[Result]) -> Iterator[Result]:
-    """Yield for each step what its useful products come to, against the largest product that was measured."""
+    """Yield for each step the useful products a second, against the largest measured product."""
     limits = {result.name: result for result in results if result.details["benchmark"] == "limits"}
     for result in results:
         more = result.details

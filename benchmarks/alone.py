@@ -1,4 +1,4 @@
-"""A benchmark of this folder as a command, with the options and the output of those of `python -m offload.bench`."""
+"""Command for a benchmark in this folder, with the options and output of `python -m offload.bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload import bench
 
 
 def main_of(module: Any) -> Callable[[list[str]], int]:
-    """Return the command of a module with a `SUMMARY`, `add_arguments(parser)` and `run(arguments)`."""
+    """Return the command for a module with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`."""
 
     def main(words: list[str]) -> int:
         name = Path(module.__file__).stem

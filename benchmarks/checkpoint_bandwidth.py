@@ -1,14 +1,15 @@
-"""A checkpoint of about 2 GiB of states, saved and loaded, against fio writing and reading one file of that size.
+"""Saving and loading a checkpoint with about 2 GiB of states, against fio with one file of equal size.
 
 python benchmarks/checkpoint_bandwidth.py --dir FOLDER > benchmarks/results/checkpoint.json     # minutes; needs fio
 
-A save ends when all is on the disk (fsync), as fio's pass does. A load begins with an empty page cache and ends when
-the states are where they belong, on the disk of the nvme tier too: nothing is pending when the clock starts or stops.
-Ours goes past the page cache, as fio does with O_DIRECT; fio is also measured through it. States on the nvme tier are
-read from the disk that a save writes to, and written to the one that a load reads from: there fio also reads one file
-and writes another at once, twice as much in all, and its rate is that of one of them until both are done. All take
-turns on the same disk, round after round; a ratio is the median over the rounds of two rates measured a moment apart.
-A save while training goes on is one into a copy in memory: its rate is that at which training may go on.
+A save ends after fsync, like fio's pass. A load starts with an empty page cache and ends with all states in place, also
+on the nvme tier. No work is pending at the start or end. Checkpoints bypass the page cache, like fio with O_DIRECT; fio
+is also measured through the cache.
+
+With states on nvme, a save also reads from the target disk, and a load also writes to the source disk. There fio reads
+one file and writes another at once: twice the bytes, with the rate of one file until both are done. All contenders
+alternate on one disk; a ratio is the median over rounds of two rates measured right after each other. A save during
+training copies into memory first; its rate counts only the pause in training.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ def main() -> None:
 
 
 def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
-    """Return the rates of an engine whose states are on that tier, and fio's."""
+    """Return save and load rates of an engine with states on this tier, and fio's rates."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     placement = Placement(parameters=tier, optimizer=tier, gradients=tier, nvme_dir=str(folder))
     with closing(Engine(model, placement=placement, precision="bf16")) as engine:
         ids = torch.randint(0, SHAPE["vocab_size"], (1, 32))
-        engine.step({"input_ids": ids, "labels": ids})  # moments that are not zero
+        engine.step({"input_ids": ids, "labels": ids})  # for moments other than zero
         path, other, source = folder / "checkpoint", folder / "file", folder / "source"
         engine.save_checkpoint(path)
         engine.finish()
@@ -75,7 +76,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
         size = num_bytes // CHUNK_BYTES * CHUNK_BYTES
 
         def of_fio(options: list[str], **files: Path) -> float:
-            """Return the rate of one of these files, by direction, all moved at once."""
+            """Return the rate of one file, by direction, with all files moved at once."""
             command = [fio, "--output-format=json", f"--bs={CHUNK_BYTES}", f"--size={size}", "--fallocate=none"]
             command += ["--end_fsync=1", *options]
             for direction, file in files.items():
@@ -91,7 +92,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             return num_bytes / (time.perf_counter() - begin) / 1e9
 
         def stall() -> float:
-            """Save while training could go on; return the rate at which it came to that."""
+            """Save during training; return the rate from the training pause."""
             engine.finish()
             begin = time.perf_counter()
             with engine.begin_checkpoint(path) as saving:
@@ -116,7 +117,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
                 rates[name] = work()
             passes = [("load", lambda: pass_of(engine.load_checkpoint))]
             passes += [(f"{name}: read", lambda more=more: of_fio(more, read=other)) for name, more in FIO.items()]
-            if tier == "nvme":  # what is written is there before, as our records are
+            if tier == "nvme":  # the target exists before, like our records
                 passes.append((f"{BOTH}: read", lambda: of_fio(DIRECT, read=other, write=source)))
             for name, work in turned(passes, number):
                 forget([*path.iterdir(), other])
@@ -129,7 +130,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
 
 
 def forget(paths: list[Path]) -> None:
-    """Take files out of the page cache."""
+    """Drop files from the page cache."""
     for path in paths:
         if path.exists():
             fd = os.open(path, os.O_RDONLY)
@@ -139,7 +140,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def summarise(tier: str, num_bytes: int, rounds: list[dict[str, float]]) -> list[Result]:
-    """Return the medians, and of what is compared also the quartiles of the ratios."""
+    """Return medians, and for compared results also the ratio quartiles."""
     results = []
     for name in rounds[0]:
         rates = [each[name] for each in rounds]

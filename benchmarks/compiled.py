@@ -1,4 +1,4 @@
-"""Compiled blocks: how many graphs, what a block saves, and what a step takes, against eager and plain PyTorch.
+"""Compiled blocks against eager and plain PyTorch: number of graphs, saved bytes and step time.
 
 python -m benchmarks.compiled > benchmarks/results/compiled.json     # about ten minutes
 """
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def batch(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """Return rows of tokens, or of pictures."""
+    """Return rows of tokens or images."""
     source = torch.Generator().manual_seed(seed)
     if family == "vit":
         labels = torch.randint(0, 10, (ROWS,), generator=source)
@@ -65,19 +65,19 @@ def batch(family: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the longest list."""
+    """Return the modules in the longest list."""
     return list(max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len))
 
 
 def saved_bytes(model: nn.Module, family: str) -> int:
-    """Return what autograd saves in a forward, without weights, each storage once."""
+    """Return the bytes autograd saves in a forward, without weights, each storage once."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage  # kept, so that no address comes twice
+            found[storage.data_ptr()] = storage  # kept alive, so no address repeats
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -86,7 +86,7 @@ def saved_bytes(model: nn.Module, family: str) -> int:
 
 
 def measured(family: str) -> list[Result]:
-    """Return what is found of a family."""
+    """Return the results for a family."""
     torch.manual_seed(0)
     model = FAMILIES[family]().train()
     plain, compiled = copy.deepcopy(model), copy.deepcopy(model)
@@ -136,7 +136,7 @@ def measured(family: str) -> list[Result]:
 
 
 def main() -> None:
-    """Print all of it."""
+    """Measure all families and print the results."""
     torch.set_num_threads(1)
     print(Measured([result for family in FAMILIES for result in measured(family)]).document())
 

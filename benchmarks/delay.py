@@ -1,10 +1,10 @@
-"""Steps whose updates come one step late, where AdamW takes twice as long as the passes, against the larger lane.
+"""Steps with updates one step late, with AdamW twice as long as the passes, against the larger lane.
 
 python -m benchmarks.delay > benchmarks/results/delay.json     # a minute
 
-The update lane is throttled so that a step's updates take twice what its passes take without throttle. In time, a step
-takes both; one step late, it takes the larger lane. Engines take turns in blocks of steps; the steps of a block are
-timed once the first updates are under way, as each begins beside the one before.
+The throttled update lane takes twice the time of the unthrottled passes. A normal step takes the sum of both, a delayed
+step the larger lane. Engines alternate in blocks of steps. A block starts after the first updates have begun, because
+each step overlaps the updates of the previous step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     for _ in range(BLOCKS):
         computed.append(seconds(free, batch, STEPS))
         for name, engine in engines.items():
-            engine.step(batch)  # so that the updates of a step like the others are under way
+            engine.step(batch)  # so that regular updates are in flight
             taken[name].append(seconds(engine, batch, STEPS))
             engine.finish()
     largest = max(UPDATE_SHARE * passes, statistics.median(computed))

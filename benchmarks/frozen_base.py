@@ -1,13 +1,15 @@
-"""Adapters over a frozen base of 1.2 G parameters, from the command line: what memory and disk a run takes.
+"""Adapters over a frozen 1.2 G parameter base, from the command line: memory and disk use of a run.
 
 python -m benchmarks.frozen_base --dir FOLDER > benchmarks/results/frozen_base.json     # minutes; 3 GiB of the disk
 
-A Llama of random bf16 weights is written, a shard for each block, and `python -m offload.train` trains a LoRA over it
-on the sources of the standard library, with the device memory of two blocks: once with the base in nf4 in the host's
-memory, of which there are the base's bytes and a tenth (0.516 a weight of the blocks, and 2 of the embeddings, which
-stay as they are); once with the base in its own files, with 256 MiB of the host's memory. On a CPU the device is memory
-of the process too. What Python, torch and transformers take is the most that the same command has resident with a model
-of 0.6 M parameters.
+The benchmark writes a Llama with random bf16 weights, one shard for each block. `python -m offload.train` trains a LoRA
+over this model on the sources of the standard library, with device memory for two blocks:
+
+- with the nf4 base in host memory, in 1.1 times the base bytes (0.516 a block weight, 2 an embedding weight)
+- with the base in the model's own files, in 256 MiB of host memory
+
+On a CPU the device is process memory too. The memory of Python, torch and transformers is the resident peak of the same
+command with a model of 0.6 M parameters.
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ FILES_HOST_BYTES = 256 * MIB
 
 @dataclass
 class Held:
-    """What a run took."""
+    """Memory and disk use of a run."""
 
     command: str
     """The command."""
     resident_bytes: int = 0
-    """The memory that was resident at most."""
+    """Peak resident memory."""
     nameless_bytes: int = 0
-    """What open files have on disk that are in no folder, at most."""
+    """Peak disk space of open files without a name."""
     written_bytes: int = 0
-    """What all that the run has left takes on disk, as du counts it."""
+    """Disk space of all files left by the run, as du counts it."""
     said: list[str] = field(default_factory=list)
-    """The lines that the run has printed."""
+    """Lines printed by the run."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The lines of its metrics."""
+    """Lines of the run's metrics."""
 
 
 def main() -> None:
-    """Make both models, and run each of the two ways over either."""
+    """Make both models, and run both variants on each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="a folder on a disk with room for the model")
     parser.add_argument("--steps", type=int, default=3)
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def measure(folder: Path, shape: Mapping[str, int], files_host_bytes: int, steps: int) -> list[Result]:
-    """Return what each way takes over a model of a shape, beside one of the same over next to nothing."""
+    """Return the results of both variants over a model of this shape, beside runs over a tiny model."""
     model, tiny = make_model(folder / "model", shape), make_model(folder / "tiny", TINY)
     width = shape["hidden_size"]
     num_weights = shape["num_hidden_layers"] * (_matrix_weights(shape) + 2 * width) + (VOCABULARY + 1) * width
@@ -103,12 +105,12 @@ def measure(folder: Path, shape: Mapping[str, int], files_host_bytes: int, steps
 
 
 def unit_bytes(shape: Mapping[str, int]) -> int:
-    """Return the bytes of a block's weights in bf16, with its adapters."""
+    """Return the bytes of a block with adapters in bf16."""
     return 2 * (_matrix_weights(shape) + (2 + 4 * RANK) * shape["hidden_size"])
 
 
 def nf4_bytes(shape: Mapping[str, int]) -> int:
-    """Return what the base takes with the matrices of its blocks in nf4: records of 16,384 weights."""
+    """Return the base bytes with block matrices in nf4: records of 16,384 weights."""
     num_records, others = _matrix_weights(shape) // 16384, 2 * shape["hidden_size"]
     return shape["num_hidden_layers"] * (8456 * num_records + 2 * others) + 2 * VOCABULARY * shape["hidden_size"]
 
@@ -119,7 +121,7 @@ def _matrix_weights(shape: Mapping[str, int]) -> int:
 
 
 def make_model(folder: Path, shape: Mapping[str, int]) -> Path:
-    """Write a Llama of random bf16 weights, of which one shard at a time is in memory, and a tokenizer."""
+    """Write a Llama with random bf16 weights, with one shard in memory at a time, and a tokenizer."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -150,7 +152,7 @@ def make_model(folder: Path, shape: Mapping[str, int]) -> Path:
 
 
 def train(model: Path, flags: Sequence[str], run: Path, steps: int) -> Held:
-    """Train a LoRA over a model in a process of its own, and watch it."""
+    """Train a LoRA over a model in a separate process, and watch the process."""
     words = ["--model.path", str(model), "--data.source", "builtin:stdlib", "--lora.rank", str(RANK)]
     words += ["--train.precision", "bf16", "--train.steps", str(steps), "--train.batch_size", "2", *flags]
     words += ["--data.sequence_length", str(SEQUENCE), "--data.eval_fraction", "0", "--run.dir", str(run)]
@@ -171,7 +173,7 @@ def train(model: Path, flags: Sequence[str], run: Path, steps: int) -> Held:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the most that a process had resident so far; 0 where it has ended."""
+    """Return the peak resident memory of a process so far; 0 after its end."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -180,13 +182,13 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _nameless_bytes(pid: int) -> int:
-    """Return what files take on disk that a process has open and that are in no folder."""
+    """Return the disk space of open files without a name."""
     found = 0
     for link in Path(f"/proc/{pid}/fd").glob("*"):
         try:
             if str(link.readlink()).endswith(" (deleted)"):
                 found += 512 * link.stat().st_blocks
-        except OSError:  # it is closed just now
+        except OSError:  # just closed
             continue
     return found
 

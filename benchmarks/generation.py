@@ -1,10 +1,10 @@
-"""Tokens a second of a model whose weights stream from its files for each token, over throttled links.
+"""Tokens a second with weights streamed from files for each token, over throttled links.
 
 python -m benchmarks.generation > benchmarks/results/generation.json     # a minute
 
-The disk and the link of the device are throttled so that reading and copying all weights once take a given multiple of
-what compute takes without throttle. A pass over a prompt, which makes one token, is compared with two times: the sum of
-its reads, copies and compute, one after the other, and the longest of the three, which no schedule beats.
+Throttles on the disk and the device link make one read and copy of all weights take a given multiple of the unthrottled
+compute time. A prompt pass, which makes one token, is compared with two times: the sum of reads, copies and compute,
+and the longest of the three, the lower bound for every schedule.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from offload.lanes.throttle import Throttle
 LAYERS, WIDTH, PROMPT = 12, 512, 256
 WARM, TOKENS = 2, 9
 SHARES = {"all three alike": (1.0, 1.0), "a slow disk": (3.0, 1.0), "a slow link": (1.0, 3.0), "slow both": (2.0, 1.5)}
-"""The seconds of the disk and of the device's link, as multiples of compute's."""
+"""Seconds of the disk and the device link, as multiples of compute seconds."""
 
 
 def main() -> None:
-    """Print the results as JSON, and a line of each to stderr."""
+    """Print the results as JSON, and a line for each to stderr."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def token_seconds(folder: Path, memory_bytes: int | None, throttle: dict[str, Throttle]) -> tuple[float, int]:
-    """Return the seconds of a token, the median of several, and the bytes of all weights."""
+    """Return the median seconds of a token, and the bytes of all weights."""
     config = configuration(folder)
     model, weights = read_model(model_kind(config).auto, folder, config)
     stream = StreamedModel(model, weights.source, memory_bytes=memory_bytes, accelerator=None, throttle=throttle)

@@ -1,11 +1,11 @@
-"""What only a machine with a real GPU can show, in parts that each end within nine minutes; no network is needed.
+"""Checks that need a real GPU, in parts of at most nine minutes each; no network is needed.
 
 python -m benchmarks.gpu_check [PART ...]      # `make gpu-check PART="tests copies"`; all of them without a name
 
-Each part is a process of its own under a time limit; one that fails ends no other. Results go part by part into
-benchmarks/results/gpu-NAME.json, NAME being the device's. Where there is no GPU, all parts run on the simulated
-accelerator instead, with tiny shapes: that shows that the check itself works, and its figures mean nothing. They go
-into build/gpu-check.json. The exit code is 0 where no part failed.
+Each part is a separate process with a time limit, and a failed part does not end the others. Results go part by part
+into benchmarks/results/gpu-NAME.json, with the device name. Without a GPU all parts run on the simulated accelerator
+with tiny shapes, into build/gpu-check.json. Such a dry run tests the check itself; the figures mean nothing. The exit
+code is 0 if no part failed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from offload.errors import OffloadError
 
 FIRST = ("build", "copies", "updates", "tests", "sync", "run-ahead", "profiled-3b", "8b", "compiled-block")
 PARTS = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")
-"""First what tells most, as a machine may be lent for half an hour."""
+"""The most useful parts first, because a machine may be lent for only half an hour."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SKIPPED = 77
 LIMIT_S, DRY_LIMIT_S = 530, 120
 MARGIN_S = 60
-"""What a part leaves of its limit, to end what it has begun."""
+"""Reserved time at the end of a part, to finish started work."""
 TENTH = 0.1
 MOST_SHOWN = 160
-"""Characters of a note in the table; the file has all."""
+"""Characters of a note in the table; the file has the full text."""
 
 
 def main(words: list[str]) -> int:
-    """Run the parts that are named, and print what became of each."""
+    """Run the named parts, and print the outcome of each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument(
@@ -82,21 +82,21 @@ def main(words: list[str]) -> int:
 
 
 def gpu_name() -> str | None:
-    """Return what torch calls the GPU; None without one."""
+    """Return torch's name of the GPU; None without one."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def torch_found() -> str:
-    """Return the sentence of a dry run."""
+    """Return the sentence for a dry run."""
     import torch
 
     return f"torch {torch.__version__} finds no GPU" if gpu_name() is None else "a dry run was asked for"
 
 
 def slug(name: str) -> str:
-    """Return a name for files: NVIDIA H200 is nvidia-h200."""
+    """Return a file name: NVIDIA H200 is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -104,7 +104,7 @@ def slug(name: str) -> str:
 
 
 def run_part(name: str, words: list[str], limit_s: float, out: Path) -> tuple[str, float, str]:
-    """Run the command of a part in a process group of its own; return what became of it, its seconds and a line."""
+    """Run a part in a separate process group; return outcome, seconds and one line."""
     begin = time.monotonic()
     process = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
     try:
@@ -125,7 +125,7 @@ def run_part(name: str, words: list[str], limit_s: float, out: Path) -> tuple[st
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a part, its own processes included."""
+    """Kill the rest of a part, child processes included."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -137,14 +137,14 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def stored(out: Path) -> dict[str, Any]:
-    """Return what a file of results holds, or an empty one."""
+    """Return the contents of a result file, or an empty result."""
     if out.exists():
         return json.loads(out.read_text())
     return {"machine": {}, "versions": {}, "parts": {}, "results": []}
 
 
 def store(out: Path, part: str, results: list[Result] | None = None, **outcome: Any) -> None:
-    """Write what a part has so far, in the place of what it had; the other parts stay."""
+    """Replace the stored results of a part; other parts stay."""
     found = stored(out)
     found["parts"][part] = found["parts"].get(part, {}) | outcome
     if results is not None:
@@ -159,7 +159,7 @@ def store(out: Path, part: str, results: list[Result] | None = None, **outcome: 
 
 @cache
 def this_machine() -> dict[str, Any]:
-    """Return what the numbers are measured on, and with."""
+    """Return machine and versions."""
     return {"machine": machine() | {"gpu": gpu_name()}, "versions": versions()}
 
 

@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check`, each run by benchmarks/gpu_check.py in a process of its own."""
+"""The parts of `make gpu-check`. benchmarks/gpu_check.py runs each part in a separate process."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from offload.machine.environment import memory
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE, SHORT = 4096, 64
-"""Tokens in a row; in those where speed is not asked for."""
+"""Tokens in a row; the second value is for parts that do not measure speed."""
 DRY_SCALE = 64
-"""Of a dry run's widths, tokens and lengths."""
+"""Divisor of widths, tokens and lengths in a dry run."""
 DRY_WIDTH = 64
-"""At least."""
+"""Minimum width in a dry run."""
 DRY_HOST_BYTES = 6 << 20
-"""Too few for the states of the largest model."""
+"""Too small for the states of the largest model."""
 DRY_TESTS = ("tests/engine/test_against_torch.py",)
 GPU_TESTS = tuple(f"tests/native/test_{name}.py" for name in ("copy", "correct", "fallback"))
-"""Beside the engine's, which ON_DEVICE names."""
+"""Additional to the engine tests in ON_DEVICE."""
 
 LLAMA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,14 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
-"""The shapes of Llama 3.2 and 3.1 and of Qwen2.5, as a Llama."""
+"""Shapes of Llama 3.2, Llama 3.1 and Qwen2.5, as a Llama."""
 TOKENS = (4096, 16384, 131072)
 MICRO_ROWS = 4
 LEAST_LEFT_S = 30
-"""To begin with plain PyTorch."""
+"""Minimum time to start plain PyTorch."""
 FEW_BLOCKS: dict[str, Any] = MODELS["8b"] | {"num_hidden_layers": 6, "vocab_size": 32768}
 AHEAD_BUDGET, DRY_AHEAD_BUDGET = 10 << 30, 8 << 20
-"""Of the device, of which launches that run ahead may keep a share from being free."""
+"""Device budget; launches that run ahead may keep a share of it in use."""
 KERNELS = {
     "copies": "memcpy|memset",
     "attention": "flash|fmha|attention|sdpa",
@@ -76,11 +76,11 @@ KERNELS = {
     "updates": "offload|multi_tensor",
     "others": "",
 }
-"""What kernels are for, by what their names have: the first that is found."""
+"""Purpose of a kernel by parts of its name; the first match counts."""
 MOST_KERNELS, MOST_LETTERS = 24, 80
-"""Kernels that are told by name, and letters of each."""
+"""Number of kernels listed by name, and letters of each."""
 WARM_STEPS = 4
-"""The room that a batch leaves on the device is known, and given away, after the third of its size."""
+"""After the third batch of a size, the engine knows and distributes the leftover device memory."""
 DENSE_FLOPS_PER_S = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -90,18 +90,18 @@ DENSE_FLOPS_PER_S = {
     "L40S": 362e12,
     "4090": 165e12,
 }
-"""In bf16 with fp32 sums, by data sheets."""
+"""In bf16 with fp32 sums, from data sheets."""
 RESIDENT_BYTES = 20
-"""Per parameter of plain PyTorch in bf16: weights, gradients twice, masters, two moments."""
+"""Per parameter of plain PyTorch in bf16: weights, two gradients, masters, two moments."""
 
 
 class SkippedPart(Exception):
-    """A part has nothing to do on this machine, for the reason that it gives."""
+    """A part has nothing to do on this machine; the message has the reason."""
 
 
 @dataclass
 class Check:
-    """Where a part runs, and where its results go. `ends`: by time.monotonic, when it should."""
+    """Device and result file of a part. `ends`: deadline by time.monotonic."""
 
     is_dry: bool
     ends: float
@@ -126,11 +126,11 @@ class Check:
         return self.ends - time.monotonic()
 
     def scaled(self, number: int) -> int:
-        """Return a width, or a number of tokens, as this run has it."""
+        """Return a width or token count, scaled down in a dry run."""
         return max(1, number // DRY_SCALE) if self.is_dry else number
 
     def model(self, **shape: Any) -> tuple[Any, Callable[[str, Any], None]]:
-        """Return a Llama without weights, and what gives a unit its own: random, and by copies, which are fast."""
+        """Return a Llama without weights, and a function that fills a unit with random weights, by fast copies."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from offload.hf.deferred_init import DeferredInit
@@ -155,7 +155,7 @@ class Check:
         return model, fill
 
     def batches(self, tokens: int, vocabulary: int) -> Iterator[dict[str, Any]]:
-        """Return endless batches of so many tokens, in rows of SEQUENCE of them."""
+        """Yield endless batches of `tokens` tokens, in rows of SEQUENCE."""
         length, generator = self.scaled(SEQUENCE), torch.Generator().manual_seed(1)
         ids = [torch.randint(0, vocabulary, (tokens // SEQUENCE, length), generator=generator) for _ in range(2)]
         return itertools.cycle({"input_ids": each, "labels": each} for each in ids)
@@ -165,7 +165,7 @@ class Check:
 
 
 def build(check: Check) -> str:
-    """Say what runs here."""
+    """Report the active kernels."""
     from offload.native import kernels
 
     found = kernels.describe()
@@ -180,7 +180,7 @@ def build(check: Check) -> str:
 
 
 def tests(check: Check) -> str:
-    """Run the engine's tests with the device as theirs."""
+    """Run the engine tests on this device."""
     if importlib.util.find_spec("pytest") is None:
         raise SkippedPart("pytest cannot be imported")
     files = DRY_TESTS if check.is_dry else (*os.environ.get("ON_DEVICE", "tests/engine").split(), *GPU_TESTS)
@@ -201,13 +201,13 @@ def tests(check: Check) -> str:
 
 
 def sanitizer(check: Check) -> str:
-    """Let compute-sanitizer watch a few steps of a tiny model."""
+    """Run a few steps of a tiny model under compute-sanitizer."""
     tool = shutil.which("compute-sanitizer")
     if check.is_dry:
         return f"a dry run of what it would watch: {watched(check)}"
     if tool is None:
         raise SkippedPart("compute-sanitizer is not installed")
-    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or a stray access hits what torch keeps
+    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else a stray access hits memory cached by torch
     if why := refusal([tool, "--tool", "memcheck", "--error-exitcode", "9"], alone, check.left_s):
         raise SkippedPart(f"compute-sanitizer may not be used here: {why}")
     code = "from benchmarks.gpu_parts import *; print(watched(Check(False, 1e9, print)))"
@@ -221,7 +221,7 @@ def sanitizer(check: Check) -> str:
 
 
 def refusal(tool: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str | None:
-    """Return what a tool says where it cannot watch one addition, as containers do not let it; None where it can."""
+    """Return a tool's error where it cannot watch one addition, as in some containers; None where it can."""
     code = "import torch; (torch.ones(1, device='cuda') + 1).item()"
     words = [*tool, sys.executable, "-c", code]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=max(1.0, limit_s), check=False)
@@ -230,7 +230,7 @@ def refusal(tool: Sequence[str], environ: Mapping[str, str], limit_s: float) -> 
 
 
 def watched(check: Check) -> str:
-    """Train a tiny model for a few steps, with copies, activations and updates under way; return what it came to."""
+    """Train a tiny model for a few steps with copies, activations and updates in flight; return a summary."""
     model, fill = check.model(hidden_size=64, intermediate_size=128, num_hidden_layers=3, vocab_size=256)
     batches = check.batches(SEQUENCE, 64)
     with closing(opened(model, fill, placement=Placement(activations="cpu"), prefetch=1)) as engine:
@@ -241,9 +241,9 @@ def watched(check: Check) -> str:
 
 
 def sync(check: Check) -> str:
-    """Let torch refuse every operation that waits for the device within a step; the norm is waited for by an event."""
+    """Make torch refuse every operation that waits for the device in a step; the norm waits by an event."""
     model, fill = check.model(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)
-    # Without a mask transformers itself waits, to see whether rows are packed.
+    # Without a mask, transformers waits to check whether rows are packed.
     mask = {"attention_mask": torch.ones(1, 1, SHORT, SHORT, dtype=torch.bool).tril()}
     batches = check.batches(SEQUENCE, 64)
     with closing(opened(model, fill, prefetch=1)) as engine:
@@ -256,14 +256,14 @@ def sync(check: Check) -> str:
             engine.step(short(next(batches)) | mask)
         except RuntimeError as error:
             module.set_sync_debug_mode("default")
-            raise error.__context__ or error from None  # what failed first, and not what giving up then did
+            raise error.__context__ or error from None  # the first failure, not a later one from the cleanup
         finally:
             module.set_sync_debug_mode("default")
     return "no operation of a step waited for the device"
 
 
 def copies(check: Check) -> str:
-    """Compare the rates of the engine's h2d and d2h lanes with those of plain copies of pinned memory."""
+    """Compare the h2d and d2h lane rates with plain copies of pinned memory."""
     shape = MODELS["8b"] | {"num_hidden_layers": 4, "vocab_size": 1024}
     model, fill = check.model(**shape)
     batches = check.batches(TOKENS[0], 64)
@@ -283,7 +283,7 @@ def copies(check: Check) -> str:
 
 
 def plain_copies(accelerator: Accelerator, num_bytes: int) -> dict[str, float]:
-    """Return bytes per second of a loop of copies of so many bytes each, one direction alone and beside the other."""
+    """Return bytes per second of a copy loop of this size, for each direction alone and for both together."""
     host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
     streams = [accelerator.module.Stream(accelerator.device) for _ in range(2)]
@@ -312,8 +312,9 @@ def plain_copies(accelerator: Accelerator, num_bytes: int) -> dict[str, float]:
 
 
 def updates(check: Check) -> str:
-    """Compare AdamW in one launch with the host's, bit for bit, and time it beside torch's operations, by the widths of
-    its moments. Some of torch's operations round otherwise on a GPU: the share of elements with the same bits is told.
+    """Compare AdamW in one launch with the host kernel, bit for bit, for each moment format. Time both that launch and
+    torch's operations. Some of torch's operations round differently on a GPU, so the part reports the share of elements
+    with equal bits.
     """
     from offload.native import device_update, kernels, torch_fallback
 
@@ -371,8 +372,8 @@ def updates(check: Check) -> str:
 
 
 def ahead(check: Check) -> str:
-    """Compare what a step holds where launches run ahead of the device and where the host waits at each use of a unit:
-    what was freed, and is in use by streams still, is bounded.
+    """Compare the memory of a step where launches run ahead of the device and where the host waits at each unit use.
+    Freed memory still in use by streams is bounded.
     """
     model, fill = check.model(**FEW_BLOCKS)
     batches, device, found = check.batches(TOKENS[1], 64), check.accelerator, {}
@@ -401,8 +402,8 @@ def ahead(check: Check) -> str:
 
 
 def profiled(check: Check) -> str:
-    """Look into a step of the 3b model with torch's profiler: what the device's time goes to, and how much of the step
-    nothing but copies runs. On the simulated one: what operations take of the host's.
+    """Profile a 3b step with torch's profiler: device time by purpose, and the time with copies alone. On the simulated
+    device: host time of operations.
     """
     model, fill = check.model(**MODELS["3b"])
     batches = check.batches(TOKENS[1], 64)
@@ -436,8 +437,8 @@ def profiled(check: Check) -> str:
 def kernel_seconds(
     told: Sequence[tuple[str, float, float]],
 ) -> tuple[dict[str, float], dict[str, float], list[tuple[float, float]]]:
-    """Return the seconds of kernels by what they are for, and by name, and when those ran that are no copies; of each
-    its name, begin and end in microseconds are `told`.
+    """Return kernel seconds by purpose and by name, and the times of all kernels other than copies. `told` has name,
+    begin and end in microseconds for each.
     """
     by_kind, by_name, spans = dict.fromkeys(KERNELS, 0.0), dict[str, float](), []
     for name, begin, end in told:
@@ -450,7 +451,7 @@ def kernel_seconds(
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the time in which one of these spans at least was under way."""
+    """Return the total time covered by at least one span."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -459,9 +460,9 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def compiled(check: Check) -> str:
-    """Time steps of a few blocks of the 8b model as torch.compile makes them, and as they are."""
+    """Time steps of a few 8b blocks, compiled and eager."""
     batches, seconds, losses = check.batches(TOKENS[1], 64), {}, {}
-    backend = "aot_eager" if check.is_dry else forwards.BACKEND  # inductor knows nothing of the simulated one
+    backend = "aot_eager" if check.is_dry else forwards.BACKEND  # inductor does not know the simulated device
     for mode in ("never", "auto"):
         model, fill = check.model(**FEW_BLOCKS)
         settings = {"compile": mode, "micro_batch_size": MICRO_ROWS, "recompute": "always"}
@@ -507,7 +508,7 @@ def small(check: Check) -> str:
 
 
 def size(name: str, check: Check) -> str:
-    """Train a model of a size on batches of 4k, 16k and 131k tokens, placed as the memory of this machine allows."""
+    """Train a model size on batches of 4k, 16k and 131k tokens, placed by available memory."""
     shape, refused = MODELS[name], []
     host_bytes = DRY_HOST_BYTES if check.is_dry else int(memory()["available_bytes"] * 0.95)
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_CHECK_DISK")) as folder:
@@ -544,7 +545,7 @@ def size(name: str, check: Check) -> str:
 
 
 def placements(folder: str, host_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return what is tried in turn, from what most want to what needs least memory."""
+    """Yield placements to try, from most to least memory."""
     host = {"host_memory": host_bytes}
     disk = host | {"nvme_dir": folder, "nvme_memory": int(shutil.disk_usage(folder).free * 0.9)}
     yield "AdamW, states in host memory", {"placement": Placement(**host)}
@@ -553,9 +554,9 @@ def placements(folder: str, host_bytes: int) -> Iterator[tuple[str, dict[str, An
 
 
 def measured(check: Check, engine: Engine, name: str, tokens: int, found: Mapping[str, Any]) -> float | None:
-    """Time steps of so many tokens, as many as there is time for; return tokens per second."""
+    """Time steps of this many tokens while time remains; return tokens per second."""
     batches = check.batches(tokens, engine.model.config.vocab_size)
-    for _ in range(2):  # the first records
+    for _ in range(2):  # the first step records
         begin = time.monotonic()
         engine.step(next(batches))
         engine.finish()
@@ -584,8 +585,8 @@ def measured(check: Check, engine: Engine, name: str, tokens: int, found: Mappin
 
 
 def utilisation(check: Check, engine: Engine, tokens_per_s: float) -> dict[str, float]:
-    """Return the share of the device's peak that the model's own operations are, without what is computed again:
-    six for each parameter that multiplies, and those of causal attention.
+    """Return the model operations as a share of the device peak, without recomputation: six for each multiplying
+    parameter, plus causal attention.
     """
     config = engine.model.config
     multiplying = lanes.num_parameters(engine)
@@ -600,7 +601,7 @@ def utilisation(check: Check, engine: Engine, tokens_per_s: float) -> dict[str, 
 
 
 def product_flops_per_s(check: Check) -> float:
-    """Return the operations per second of a large product of random matrices in bf16."""
+    """Return the operations per second of a large random matrix product in bf16."""
     width = 8192 if not check.is_dry else 64
     left, right = (torch.randn(width, width, device=check.accelerator.device, dtype=torch.bfloat16) for _ in range(2))
     times = []
@@ -615,7 +616,7 @@ def product_flops_per_s(check: Check) -> float:
 
 
 def resident(check: Check, name: str, tokens: int, shape: Mapping[str, Any], rate: float | None) -> None:
-    """Time plain PyTorch with everything on the device, in the same micro-batches, with checkpointing."""
+    """Time plain PyTorch with everything on the device, with equal micro-batches and checkpointing."""
     model, fill = check.model(**shape)
     fill("", model)
     model.gradient_checkpointing_enable()
@@ -650,7 +651,7 @@ def opened(model: Any, fill: Any, **settings: Any) -> Engine:
 
 
 def short(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of rows that are as short as tests have them."""
+    """Return a batch with rows as short as in tests."""
     return {name: value[:, :SHORT] for name, value in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""Graphs that wait on the host, against a recompute and against graphs on the device, where d2h has nothing else to do.
+"""Saved autograd graphs on the host, against recomputation and graphs on the device, with d2h otherwise idle.
 
 python -m benchmarks.graphs > benchmarks/results/graphs.json     # about two minutes
 """
@@ -28,7 +28,7 @@ WAYS = {
 
 
 def engine(recompute: str, graphs: str) -> Engine:
-    """Return an engine whose links are throttled to what is far less than memory moves, and idle most of a step."""
+    """Return an engine with links throttled far below memory speed, idle for most of a step."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
@@ -42,7 +42,7 @@ def engine(recompute: str, graphs: str) -> Engine:
 
 
 def main() -> None:
-    """Take steps of the three in turns, and print the ratios to what holds its graphs on the device."""
+    """Alternate steps of the three engines, and print ratios to graphs on the device."""
     torch.set_num_threads(1)
     batch = {"input_ids": torch.randint(0, 512, (8, 256))}
     batch["labels"] = batch["input_ids"]

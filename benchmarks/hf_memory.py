@@ -1,4 +1,4 @@
-"""The peak memory of taking over a Hugging Face folder of two GiB, and of writing it again.
+"""Peak memory to import and export a Hugging Face folder of two GiB.
 
 python benchmarks/hf_memory.py --dir FOLDER > benchmarks/results/hf_memory.json     # a minute; 21 GiB of the disk
 """
@@ -30,7 +30,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {"cpu": {}, "nvme": NVME}
 
 
 def main() -> None:
-    """Make the folder, and measure each placement in a process of its own."""
+    """Make the folder, and measure each placement in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="on a disk with room for the model twice, and for its states")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -54,7 +54,7 @@ def _result(name: str, value: float) -> Result:
 
 
 def make_source(folder: Path) -> int:
-    """Write a Llama of random bf16 weights, a piece at a time; return how many bytes they are."""
+    """Write a Llama with random bf16 weights in pieces; return the byte count."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,7 +72,7 @@ def make_source(folder: Path) -> int:
 
 
 def measure(placement: str, folder: Path) -> dict[str, float]:
-    """Import and export in this process; return what each of the two held at most."""
+    """Import and export in this process; return the peak of each."""
     from transformers import LlamaForCausalLM  # noqa: F401 - with torch, and what both of them import
 
     from offload import Engine, Placement
@@ -103,7 +103,7 @@ def measure(placement: str, folder: Path) -> dict[str, float]:
 
 
 def _peak() -> int:
-    """Return the most resident memory of this process since the last call."""
+    """Return the peak resident memory of this process since the last call."""
     lines = Path("/proc/self/status").read_text().splitlines()
     Path("/proc/self/clear_refs").write_text("5")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -1,10 +1,10 @@
-"""Layers that are four times as large as the device's budget: a vocabulary of 1,048,576 (2**20) tokens by 1,024, which
-embedding and head share, and a linear layer of 8,192 by 65,536. Both go in blocks of rows.
+"""Layers four times as large as the device budget, in row blocks: a vocabulary of 1,048,576 (2**20) tokens by 1,024,
+shared by embedding and head, and a linear layer of 8,192 by 65,536.
 
 python -m benchmarks.huge_layers > benchmarks/results/huge_layers.json
 
-What the device has of weights, gradients and inputs is held to the budget by the engine's ledger; what operations of a
-step hold beside (`Alive` of plan_memory) is told. Trials before the first step make all logits of 48 tokens.
+The engine ledger holds weights, gradients and inputs within the budget. The results also have the additional peak of
+operations (`Alive` in plan_memory). Trials before the first step make all logits of 48 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK_BYTES = 32 << 20
 
 
 def vocabulary(tokens: int, width: int) -> nn.Module:
-    """Return a model of one small block between an embedding and a head that have one weight."""
+    """Return a model of one small block, with an embedding and a head that share one weight."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width,
@@ -45,7 +45,7 @@ def vocabulary(tokens: int, width: int) -> nn.Module:
 
 
 class Wide(nn.Module):
-    """Scores tokens of 256 by a linear layer of `rows` by `width`, and a mean over it."""
+    """A linear layer of `rows` by `width` over embeddings of 256 tokens, with a mean as loss."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Wide(nn.Module):
 
 
 def train(model: nn.Module, size: int, steps: int, layer_bytes: int) -> dict[str, Any]:
-    """Train so many steps on one batch of tokens below `size`, with a device of a quarter of the layer."""
+    """Train `steps` steps on one batch of tokens below `size`, with a device of a quarter of the layer."""
     placement = Placement(parameters="cpu", optimizer="cpu", device_memory=layer_bytes // 4)
     ids = torch.randint(0, size, (2, 32), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}

@@ -1,21 +1,22 @@
-"""The yardstick of overlap: an ideal list schedule of training steps over measured times, with lanes of zero overhead.
+"""The reference for overlap: an ideal list schedule of training steps over measured times, with lanes without overhead.
 
-Nothing here knows the engine. Four lanes (compute, h2d, d2h, update) do one thing at a time and start at once whatever
-may start:
+This module knows nothing of the engine. Each of four lanes (compute, h2d, d2h, update) does one operation at a time,
+and starts each operation as soon as the rules permit:
 
-- a use needs its unit on the device. A fetch needs room from its start on, for which other units make way in Belady's
-  order (what is needed last goes first), never one that is needed earlier than what is fetched. A unit's weights are
-  dead after its backward, and its next fetch waits for its update;
-- a backward needs a gradient buffer from its start to the end of its landing (d2h); gradients land in order;
-- states that are updated on the device go up (h2d) and come down (d2h) in tiles, each behind the one before it: a tile
-  is updated when it is up, and a unit when its last tile is down;
-- an update needs its landed gradient; in mode `deferred`, and for a correction, also the last one of the step, for the
-  norm. In mode `speculative` a unit is fetched again only when it is known whether it needs a correction;
-- the step ends with one wait of the host: its last gradient has landed before the next step's compute begins. Fetches
-  and updates run on across it.
+- A use needs its unit on the device. A fetch needs room from the start. Other units are evicted in Belady's order (the
+  latest next use first), but never a unit needed earlier than the fetched one. Weights are dead after the unit's
+  backward, and the next fetch waits for the update.
+- A backward needs a gradient buffer from the start until the gradient's D2H copy ends. Gradients are copied in order.
+- States updated on the device are copied in tiles to the device (h2d) and back (d2h), in order. A tile is updated after
+  its h2d copy. A unit is updated after the last d2h tile.
+- An update needs its gradient on the host. In mode `deferred`, and for a correction, the update also needs the last
+  gradient of the step, for the norm. In mode `speculative` a unit is fetched again only after the decision on its
+  correction.
+- A step ends with one host wait: the last gradient arrives before the compute of the next step. Fetches and updates
+  continue across this border.
 
-Greedy schedules have anomalies (Graham 1969, "Bounds on multiprocessing timing anomalies"): `ideal` takes the best of a
-few.
+Greedy schedules have anomalies (Graham 1969, "Bounds on multiprocessing timing anomalies"), so `ideal` takes the best
+of several.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from functools import cached_property, partial
 
 LANES = ("compute", "d2h", "update", "h2d")
 NUM_TILES = 4
-"""Of a unit's states on their way."""
+"""State tiles of a unit in flight."""
 MODES = ("none", "deferred", "speculative")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What moving and updating a unit takes. `size` is its share of the capacity: bytes, or 1 for a slot. `up_s`,
-    `down_s`: of the states and gradients that go to the device for an update or a correction, and of what comes back.
+    """Time to move and update a unit. `size` is the share of the capacity: bytes, or 1 for a slot. `up_s`, `down_s`:
+    seconds to copy states and gradients to the device for an update or a correction, and back.
     """
 
     size: float
@@ -50,7 +51,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Use:
-    """A stretch of compute; `unit` is None where it needs no unit, such as the loss."""
+    """A compute span; `unit` is None for compute without a unit, such as the loss."""
 
     seconds: float
     unit: str | None = None
@@ -59,11 +60,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Work:
-    """A training step: its uses in order, the units, and how much of them the device holds (in the unit of
-    `Unit.size`). A unit's last use is its one backward.
+    """A training step: the uses in order, the units, and the device capacity (in the unit of `Unit.size`). The last use
+    of a unit is its one backward.
 
-    `num_corrected` is for mode `speculative`: of the updates that began before the norm was known, so many are
-    corrected, those that began first.
+    `num_corrected` is for mode `speculative`: the number of corrections. The earliest updates before the norm are
+    corrected.
     """
 
     uses: Sequence[Use]
@@ -75,7 +76,7 @@ class Work:
 
     @property
     def streams(self) -> bool:
-        """True where states go to the device to be updated."""
+        """True where states are copied to the device for the update."""
         return any(unit.up_s or unit.down_s for unit in self.units.values())
 
     def __post_init__(self) -> None:
@@ -92,20 +93,18 @@ class Work:
 
     @cached_property
     def places(self) -> dict[str, list[int]]:
-        """Where in `uses` each unit is used."""
+        """Positions of each unit in `uses`."""
         return {name: [i for i, use in enumerate(self.uses) if use.unit == name] for name in self.units}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a greedy schedule may vary.
+    """The parameters of a greedy schedule.
 
-    lookahead: it fetches for the current use and for this many other units after it.
-    skips: whether it fetches a later unit while an earlier one waits for its update: never, late (when the step's last
-    gradient has landed) or always.
-    updates: until the last gradient has landed it updates as gradients land, by need (in the order of the next step) or
-    not at all (late); then by need.
-    states_first: states that are on their way to and from their update come before weights and gradients.
+    lookahead: number of further units to fetch after the current one. skips: when to fetch a later unit while an
+    earlier one waits for its update: never, late (after the step's last gradient) or always. updates: order before the
+    last gradient: by arrival, by need (the order of the next step), or none (late). After the last gradient: by need.
+    states_first: states in flight for an update have priority over weights and gradients.
     """
 
     lookahead: int
@@ -116,7 +115,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Span:
-    """One operation (forward, backward, fetch, land, update, correct), in seconds since the first step began."""
+    """One operation (forward, backward, fetch, land, update, correct), in seconds since the start of the first step."""
 
     lane: str
     action: str
@@ -128,7 +127,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Ideal:
-    """Seconds of a step, and of it the busy ones of each lane. `spans` has every step run."""
+    """Seconds of a step, and busy seconds of each lane. `spans` has all simulated steps."""
 
     seconds: float
     busy_s: dict[str, float]
@@ -137,8 +136,8 @@ class Ideal:
 
 
 def ideal(work: Work, num_steps: int = 12, *, as_block: bool = False) -> Ideal:
-    """Return the fastest greedy schedule, over every lookahead that the capacity has room for: its steady state, or
-    with `as_block` what `simulate_block` says.
+    """Return the fastest greedy schedule over all lookaheads within the capacity: the steady state, or with `as_block`
+    the result of `simulate_block`.
     """
     run = simulate_block if as_block else simulate
     sizes = itertools.accumulate(sorted(unit.size for unit in work.units.values()))
@@ -150,7 +149,7 @@ def ideal(work: Work, num_steps: int = 12, *, as_block: bool = False) -> Ideal:
 
 
 def serial_seconds(work: Work) -> float:
-    """Return the seconds of a step that does one thing at a time with one slot: the plain sum."""
+    """Return the seconds of a serial step with one slot: the plain sum."""
     fetched = [name for name, _ in itertools.groupby(use.unit for use in work.uses if use.unit is not None)]
     num_corrected = work.num_corrected if work.mode == "speculative" else 0
     corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][:num_corrected]
@@ -163,7 +162,7 @@ def serial_seconds(work: Work) -> float:
 
 
 def simulate(work: Work, policy: Policy, num_steps: int = 12) -> Ideal:
-    """Run `num_steps` steps under one policy; the steady state is the mean of the later half."""
+    """Run `num_steps` steps under one policy; the steady state is the mean of the second half."""
     spans = _Run(work, policy).until(num_steps)
     starts = {span.step: span.begin_s for span in reversed(spans) if span.lane == "compute"}
     num_counted = num_steps // 2
@@ -171,8 +170,8 @@ def simulate(work: Work, policy: Policy, num_steps: int = 12) -> Ideal:
 
 
 def simulate_block(work: Work, policy: Policy, num_steps: int) -> Ideal:
-    """Run `num_steps` steps under one policy, from when all that may be done before the first one is done to when
-    nothing is left to be done of the last one and ahead of the next.
+    """Run `num_steps` steps under one policy. The block starts with all possible work done in advance, and ends when no
+    work is left after the last step and before the next.
     """
     run = _Run(work, policy)
     return _mean(run.spans, run.settle(0), run.settle(num_steps), num_steps, policy)
@@ -185,8 +184,8 @@ def _mean(spans: list[Span], begin_s: float, end_s: float, num_steps: int, polic
     return Ideal((end_s - begin_s) / num_steps, busy, policy, spans)
 
 
-Content = tuple[str, int]  # a unit as it is in a step: its weights, or its gradient
-Tile = tuple[str, Content]  # of a unit's states, and whether it is on its way for an update or a correction
+Content = tuple[str, int]  # a unit in one step: its weights or its gradient
+Tile = tuple[str, Content]  # a state tile of a unit, for an update or a correction
 Started = tuple[str, tuple[str | None, int], float]  # action, content, seconds
 
 
@@ -197,16 +196,16 @@ class _Run:
         self.work, self.policy = work, policy
         self.now_s = 0.0
         self.spans: list[Span] = []
-        self.stop: float = math.inf  # the first step whose compute may not begin
-        self.position = 0  # of the first use that has not ended, counted over all steps
+        self.stop: float = math.inf  # the first step whose compute must not begin
+        self.position = 0  # position of the first unfinished use, over all steps
         self.running: dict[str, Span] = {}  # by lane
         self.held: set[Content] = set()  # weights on the device
-        self.leaving: deque[Content] = deque()  # gradients whose landing has not begun
+        self.leaving: deque[Content] = deque()  # gradients before their D2H copy
         self.num_landed: Counter[int] = Counter()  # by step
-        self.landed: list[Content] = []  # gradients whose update has not begun
-        self.early: list[Content] = []  # updates of this step that began before the norm was known, in this order
+        self.landed: list[Content] = []  # gradients before their update
+        self.early: list[Content] = []  # updates of this step before the norm was known, in order
         self.updated: set[Content] = set()
-        self.owing: list[Content] = []  # a correction
+        self.owing: list[Content] = []  # corrections to do
         self.correcting: set[Content] = set()
         self.rising: deque[Tile] = deque()
         self.up: deque[Tile] = deque()
@@ -235,7 +234,7 @@ class _Run:
         return self.spans
 
     def settle(self, step: int) -> float:
-        """Run until nothing is left that may be done before the compute of `step` begins; return when that is."""
+        """Do all work that is allowed before the compute of `step`; return the end time."""
         self.stop = step
         self._start()
         while self.running:
@@ -304,11 +303,11 @@ class _Run:
         return action, content, seconds / NUM_TILES if self.work.streams else seconds
 
     def _sink(self, action: str, content: Content) -> None:
-        """A tile was updated."""
+        """Note an updated tile."""
         self.sinking.append((action, content))
 
     def _is_down(self, content: Content, finals: Mapping[str, Callable[[Content], None]]) -> None:
-        """A tile has come down: with the last one of them all of the unit was updated, or corrected."""
+        """Note a tile copied back; with the last tile the unit is updated or corrected."""
         tile = self.sinking.popleft()
         self.num_down[tile] += 1
         if self.num_down[tile] == NUM_TILES:
@@ -351,7 +350,7 @@ class _Run:
         return None
 
     def _make_room(self, size: float, position: int) -> bool:
-        """Evict what is next needed after `position`, until `size` fits; nothing where it cannot fit."""
+        """Evict units with the latest next use after `position`, until `size` fits; evict none where it cannot fit."""
         free = self.work.capacity - math.fsum(self.work.units[name].size for name, _ in self.held)
         evicted = []
         for needed, content in sorted(((self._next_use(c), c) for c in self.held), reverse=True):
@@ -364,7 +363,7 @@ class _Run:
         return free >= size
 
     def _next_use(self, content: Content) -> float:
-        """Where the weights are needed next, which for those in use is now; infinity for dead ones."""
+        """Return the next use of the weights: now for weights in use, infinity for dead weights."""
         start = content[1] * len(self.work.uses)
         return next((start + at for at in self.work.places[content[0]] if start + at >= self.position), math.inf)
 
@@ -372,7 +371,7 @@ class _Run:
         return self.num_landed[step] == len(self.work.units)
 
     def _is_final(self, content: Content) -> bool:
-        """True where the weights are those of the next step: updated, and corrected where they must be."""
+        """True for final weights of the next step: updated, and corrected where needed."""
         is_sure = self.work.mode != "speculative" or self._norm_is_known(content[1])
         return is_sure and content in self.updated and content not in self.owing
 

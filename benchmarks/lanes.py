@@ -1,8 +1,8 @@
-"""Steps of an engine on an accelerator, and the ideal schedule of what its own lanes were seen to take in them.
+"""Steps of an engine on an accelerator, and the ideal schedule for its measured lane times.
 
-The ideal (`benchmarks/ideal.py`) knows how long each use of a unit computed and how long each copy and update
-took, what the device has room for, and nothing else of the engine. All are seen on the accelerator's own clock, each at
-its fastest over the steps, so that what the engine itself held up is no part of the ideal.
+The ideal (`benchmarks/ideal.py`) receives the compute time of each unit use, the time of each copy and update, and the
+device capacity. All times come from the accelerator's clock, the fastest over the steps, so delays caused by the engine
+are not in the ideal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NUM_GRADIENT_BUFFERS = 2
 
 @dataclass
 class Block:
-    """Consecutive steps that begin and end with nothing pending, on average.
+    """Consecutive steps with no pending work at the start and end, as averages.
 
-    seconds: of a step. host_seconds: of it, those in which the threads that launch (the one that calls, and autograd's)
-    were busy. device_seconds: in which the device computed, where it tells. spans: of each step.
+    seconds: of a step. host_seconds: busy time of the launching threads (the caller and autograd) in a step.
+    device_seconds: compute time of the device, where known. spans: of each step.
     """
 
     seconds: float
@@ -42,7 +42,7 @@ class Block:
 def run_block(
     engine: Any, batches: Iterable[Any], num_steps: int, device_seconds: Callable[[], float] | None = None
 ) -> Block:
-    """Make so many steps on batches. `device_seconds`: in which the device has computed so far."""
+    """Run `num_steps` steps on batches. `device_seconds` returns the device compute time so far."""
     taken = iter(batches)
     spans: list[list[Any]] = []
     results: list[Any] = []
@@ -50,7 +50,7 @@ def run_block(
     host, device, begin = launching_seconds(), device_seconds() if device_seconds else 0.0, time.perf_counter()
     for _ in range(num_steps):
         results.append(engine.step(next(taken)))
-        spans.append([span for span in engine.spans if span.begin >= begin])  # not of what came before the block
+        spans.append([span for span in engine.spans if span.begin >= begin])  # only spans within the block
     engine.finish()
     seconds = (time.perf_counter() - begin) / num_steps
     exposed = {
@@ -69,12 +69,12 @@ def run_block(
 
 
 def launching_seconds() -> float:
-    """Return the CPU time so far of the threads that launch: the main one, and autograd's."""
+    """Return the CPU time of the launching threads so far: the main thread and autograd's."""
     ticks = 0
     for task in Path("/proc/self/task").iterdir():
         try:
             name, (user, system) = _times((task / "stat").read_text())
-        except FileNotFoundError:  # it has ended
+        except FileNotFoundError:  # the thread has ended
             continue
         if int(task.name) == threading.main_thread().native_id or name.startswith("pt_autograd"):
             ticks += user + system
@@ -95,8 +95,8 @@ def seen_work(
     num_corrected: int = 0,
     compute_s: float | None = None,
 ) -> Work:
-    """Return what the ideal is asked about, from the spans of steps. `sizes`: the bytes of the units that stream.
-    `compute_s`: what all uses take together, where that is known; less than their spans where the host was late.
+    """Return the input of the ideal from the spans of steps. `sizes`: bytes of the streamed units. `compute_s`: total
+    compute, where known; less than the spans where the host was late.
     """
     fastest: dict[tuple[str, str], float] = {}
     for span in itertools.chain.from_iterable(steps):
@@ -124,9 +124,7 @@ def seen_work(
 
 
 def seen_uses(spans: Sequence[Any], streamed: Container[str]) -> list[Use]:
-    """Return the uses of a step in their order. What one unit does at a stretch, as a head that makes logits in chunks,
-    is one use.
-    """
+    """Return the uses of a step in order. Consecutive operations on one unit are one use, such as a head in chunks."""
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.begin)
     uses = []
     for name, same in itertools.groupby(compute, key=lambda span: span.name.partition(" ")[2]):
@@ -138,14 +136,14 @@ def seen_uses(spans: Sequence[Any], streamed: Container[str]) -> list[Use]:
 
 
 def streamed_sizes(engine: Any) -> dict[str, int]:
-    """Return the bytes of weights of each unit of an engine that streams."""
+    """Return the weight bytes of each streamed unit."""
     return {
         unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(engine).units if not unit.resident
     }
 
 
 def best_schedule(engine: Any, blocks: Sequence[Block], compute_s: float | None = None) -> Ideal:
-    """Return the ideal schedule of blocks of equally many steps."""
+    """Return the ideal schedule for blocks with equal step counts."""
     steps = [spans for block in blocks for spans in block.spans]
     corrected = round(statistics.median(block.corrected for block in blocks))
     capacity = parts_of(engine).slots.capacity_bytes
@@ -154,18 +152,18 @@ def best_schedule(engine: Any, blocks: Sequence[Block], compute_s: float | None 
 
 
 def mode_of(engine: Any) -> str:
-    """Return how the engine clips, in the words of the ideal."""
+    """Return the engine's clipping mode in the terms of the ideal."""
     updates = parts_of(engine).updates
     return "deferred" if updates.waits else "speculative" if updates.clip == "speculative" else "none"
 
 
 def num_parameters(engine: Any) -> int:
-    """Return how many parameters an engine has, padding left out."""
+    """Return the parameter count of an engine, without padding."""
     return sum(info.numel for info in parts_of(engine).infos)
 
 
 def described(block: Block, best: Ideal) -> dict[str, Any]:
-    """Return what a block and its ideal came to, for a result."""
+    """Return the results of a block and its ideal."""
     return {
         "step_seconds": block.seconds,
         "ideal_seconds": best.seconds,

@@ -1,4 +1,4 @@
-"""One step of 32,768 tokens over a vocabulary of 262,144 within a device budget of 1 GiB; its logits would take 32 GiB.
+"""One step of 32,768 tokens over a 262,144-token vocabulary in a 1 GiB device budget; the logits would take 32 GiB.
 
 python benchmarks/large_vocabulary.py > benchmarks/results/large_vocabulary.json
 """
@@ -21,7 +21,7 @@ VOCABULARY, ROWS, LENGTH = 262_144, 8, 4096
 
 
 def main() -> None:
-    """Train one step and print what it held."""
+    """Train one step and print the peak memory."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

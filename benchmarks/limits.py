@@ -1,6 +1,6 @@
-"""What this machine can do at most, against which the others are held: matrix products, memory, the link to a GPU.
+"""Upper limits of this machine: matrix products, memory, and the GPU link.
 
-Each is the best of several short measurements, since a limit is what is reached when nobody else is in the way.
+Each limit is the best of several short measurements, because other load only lowers a rate.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from offload.native import kernels
 
 SUMMARY = "what matrix products, memory and links of this machine reach at most"
 HOST_BYTES = 1 << 28
-"""Of memory that is read and written, which caches should not hold."""
+"""Memory to read and write, too large for caches."""
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
-    """Declare no options: a limit is that of the whole machine."""
+    """Declare no options: a limit belongs to the whole machine."""
 
 
 def run(_arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per limit."""
+    """Measure, and return one result for each limit."""
     import torch
 
     from offload.accelerators import device_of, own_accelerator
@@ -45,7 +45,7 @@ def run(_arguments: argparse.Namespace) -> list[Result]:
 
 
 def product_name(precision: str) -> str:
-    """Return the name of the limit of matrix products in a precision."""
+    """Return the name of the product limit for a precision."""
     return f"matrix product, {precision}"
 
 

@@ -1,10 +1,10 @@
-"""The built-in run, its states on the host, with what travels exactly, and in codes: the loss of evaluation that each
-ends with, and the bytes that go up in its last step.
+"""The built-in run with states on the host, with exact and with quantized transfers: the final evaluation loss, and the
+bytes copied to the device in the last step.
 
 python benchmarks/links.py link_weights > benchmarks/results/link_weights.json         # two minutes a run, six
 python benchmarks/links.py link_gradients --seeds 0 > benchmarks/results/link_gradients.json     # two replicas; three
 
-A difference is that to the exact run of the same seed, whose weights and batches begin alike.
+Differences are against the exact run with the same seed, and thus equal initial weights and batches.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Steps on one row of 1,048,576 tokens (2**20) within a budget, MLPs and norms over tiles of the sequence; and what
-tiles save on a row of an eighth of the length, where the step is made whole as well.
+"""Steps on one row of 1,048,576 tokens (2**20) within a budget, with MLPs and norms in sequence tiles; and the saving
+on a row of an eighth of the length, against a step without tiles.
 
 python benchmarks/long_sequences.py > benchmarks/results/long_sequences.json
 
-A Mistral of two blocks whose attention sees the 128 tokens up to each: attention to all of a million takes days on a
-CPU. The attention is a function that is registered with transformers; nothing else of the model is its own. The peak is
-of all that operations hold at once (`Alive` of plan_memory), with what the engine's ledger has of the device.
+The model is a Mistral with two blocks and an attention window of 128 tokens; full attention over a million tokens takes
+days on a CPU. Only the attention function, registered with transformers, is special. The peak is the total of all
+operations (`Alive` in plan_memory) and the device part of the engine ledger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TILE, WINDOW = 4096, 128
 def attend(
     _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, scaling: float, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend from [rows, heads, tokens, size] to the `WINDOW` tokens up to each, in blocks of so many."""
+    """Attend from [rows, heads, tokens, size] to the last `WINDOW` tokens, in blocks."""
     rows, heads, tokens, size = query.shape
     shared = heads != key.shape[1]
     if tokens <= WINDOW:
@@ -72,7 +72,7 @@ AttentionInterface.register("windows", attend)
 
 
 def model(tokens: int) -> MistralForCausalLM:
-    """Return a model with 120,000 weights in its blocks."""
+    """Return a model with 120,000 weights in the blocks."""
     torch.manual_seed(0)
     config = MistralConfig(
         hidden_size=64,
@@ -88,7 +88,7 @@ def model(tokens: int) -> MistralForCausalLM:
 
 
 def batch(tokens: int) -> dict[str, torch.Tensor]:
-    """Return a row in which each token follows from the one before."""
+    """Return a row in which each token follows from the previous token."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     noise = torch.randint(0, 4, (tokens,), generator=torch.Generator().manual_seed(0))
     ids[0] = (noise.cumsum(0) * 7) % 512
@@ -96,7 +96,7 @@ def batch(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def train(tokens: int, tile: int | str, steps: int, budget_bytes: int | None) -> dict[str, Any]:
-    """Train so many steps; return losses, norms, the seconds of the last step, and the most that was held at once."""
+    """Train `steps` steps; return losses, norms, the seconds of the last step, and peak memory."""
     placement = Placement(parameters="cpu", optimizer="cpu", device_memory=budget_bytes)
     options = {"recompute": "always", "head_chunk_bytes": 16 << 20, "sequence_tile": tile}
     row = batch(tokens)

@@ -1,11 +1,11 @@
-"""Runs over two machines, which are network namespaces with a slow link between them (tests/cluster/network.py),
-against their own plans: what a step takes, and the bytes that it sends to the other machine.
+"""Runs over two machines against their own plans: step time, and bytes sent to the other machine. The machines are
+network namespaces with a slow link between them (tests/cluster/network.py).
 
 python -m benchmarks.machines > benchmarks/results/machines.json     # a quarter of an hour; as root, for `ip netns`
 
-A run measures its network as it begins, and writes what it then plans. Bytes are told by the engine's own counter, and
-by the interface: those of a longer run less those of a shorter one, with the headers of frames. On as few cores as
-ranks share here, what ranks compute is told for a machine of their own: the link is so slow that this hardly matters.
+A run measures the network at the start and writes its plan. Bytes are counted by the engine, and by the interface: a
+longer run minus a shorter one, frame headers included. All ranks share few cores here, but plans assume separate
+machines. The link is so slow that this hardly matters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.forks import MINUTES, ROOT
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 STEPS = (4, 16)
-"""Of a run; the first ones of a run are not timed."""
+"""Steps of the short and the long run; the first steps are not timed."""
 WARM_STEPS = 4
 ZERO = ["--offload.replicas", "1"]
 CASES: Mapping[str, tuple[int, Sequence[str]]] = {
@@ -42,7 +42,7 @@ CASES: Mapping[str, tuple[int, Sequence[str]]] = {
     "one copy over all, stage 3": (1, [*ZERO, "--offload.zero_stage", "3"]),
     "one copy over four ranks, stage 3": (2, [*ZERO, "--offload.zero_stage", "3"]),
 }
-"""What a machine has of ranks, and the settings."""
+"""Ranks on each machine, and the settings."""
 
 
 def main() -> None:
@@ -69,11 +69,11 @@ def main() -> None:
 
 
 def trained(ranks: int, words: Sequence[str], link: str, steps: int) -> dict[str, Any]:
-    """Return what a run plans, takes and sends."""
+    """Return the plan, the seconds and the sent bytes of a run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [*settings(folder, SHAPE), *words, "--train.steps", str(steps), "--run.dir", "run"]
-        for number in range(2):  # so that a plan knows how fast it computes
+        for number in range(2):  # so that a plan knows the compute rate
             env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             env["XDG_CACHE_HOME"] = str(folder / f"cache-{number}")
             told = forks.run(["-m", "offload.plan", *words], env=env, timeout=MINUTES)
@@ -93,7 +93,7 @@ def trained(ranks: int, words: Sequence[str], link: str, steps: int) -> dict[str
 
 
 def sent_by(machines: Network, number: int) -> int:
-    """Return the bytes that a machine has sent, with the headers of frames."""
+    """Return the bytes sent by a machine, frame headers included."""
     told = subprocess.run(
         ["ip", "-n", machines.name(number), "-s", "-j", "link", "show", "eth0"], capture_output=True, check=True
     )

@@ -1,9 +1,9 @@
-"""What an engine adds to plain PyTorch for each unit and step where kernels take no time: calls of Python functions,
-and of C functions from Python; kernels, copies and events; and the CPU time that its own code takes. On the simulated
-accelerator, whose work is done by threads that are not counted.
+"""Host cost of an engine beyond plain PyTorch, for each unit and step, with kernels that take no time: calls of Python
+functions and of C functions from Python; kernels, copies and events; and CPU time of the engine code. The simulated
+accelerator works on threads that are not counted.
 
-Every figure is a slope: what a step of DEEP layers has more than one of SHALLOW, by layer. Plain PyTorch has the same
-model on the device and runs the same passes: forward and backward, and for a recompute another forward without a graph.
+Every figure is a slope: the difference between a step of DEEP and SHALLOW layers, by layer. Plain PyTorch has the same
+model on the device and runs equal passes: forward, backward, and with recomputation another forward without a graph.
 
 OMP_NUM_THREADS=1 python -m benchmarks.overhead > benchmarks/results/overhead.json
 """
@@ -39,19 +39,19 @@ from tests.engine.inside import parts_of
 
 SHALLOW, DEEP = 8, 24
 NUM_STEPS = 31
-CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, and those of the placement
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # engine settings, and placement settings
     "recompute": ({}, {}),
     "kept graphs": ({"recompute": "never"}, {}),
     "activations on the host": ({}, {"activations": "cpu"}),
     "two micro-batches": ({"micro_batch_size": 1}, {}),
 }
 COMPUTE = ("main", "autograd")
-"""The threads that a model's own code runs in."""
+"""The threads that run model code."""
 COUNTERS = ("launches", "copies", "waits", "operation_waits", "pageable_copies")
 
 
 def model_of(num_layers: int) -> nn.Module:
-    """Return a Llama in bf16: small, and of sizes that are aligned, as those of large ones are."""
+    """Return a small Llama in bf16 with aligned sizes, like large models."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 128}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=num_layers, use_cache=False)).bfloat16().train()
@@ -65,8 +65,8 @@ def batch() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
-    """Yield a step of an engine whose units stream, with all that it leaves to its lanes. It has taken the memory that
-    is left over, which it does once a step has needed no more than those before.
+    """Yield a step of an engine with streamed units, lane work included. The engine has already taken the leftover
+    memory, which happens after a step without a new peak.
     """
     settings, placement = CASES[case]
     engine = Engine(
@@ -117,17 +117,17 @@ def plain_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
 
 
 class Calls:
-    """Counts the calls of every thread that Python began since `begin`, of autograd's, and of this one."""
+    """Counts the calls on autograd's thread, on this thread, and on all threads started by Python since `begin`."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.python: Counter[tuple[str, str]] = Counter()
-        """(thread, function) -> times that it was called, or that a generator went on."""
+        """Calls by (thread, function), resumed generators included."""
         self.c: Counter[tuple[str, str]] = Counter()
         self._is_on = False
 
     def begin(self) -> None:
-        """To be called before the engine's threads start."""
+        """Call before the engine's threads start."""
         threading.setprofile(self._note)
         in_autograd(lambda: sys.setprofile(self._note))
         sys.setprofile(self._note)
@@ -142,7 +142,7 @@ class Calls:
         self.python.clear()
         self.c.clear()
         gc.collect()
-        gc.disable()  # engines that were left before have finalizers
+        gc.disable()  # finalizers of earlier engines
         self._is_on = True
         try:
             run()
@@ -165,7 +165,7 @@ _autograd: list[int] = []
 
 
 def in_autograd(run: Callable[[], object]) -> None:
-    """Call something in the thread in which autograd runs the backward of the device."""
+    """Call a function on the autograd thread of the device."""
 
     def hook(_gradient: torch.Tensor) -> None:
         _autograd[:] = [threading.get_ident()]
@@ -186,13 +186,13 @@ def thread_name(ident: int) -> str:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Return the CPU time of each of Python's threads so far."""
+    """Return the CPU time of each Python thread so far."""
     idents = {thread_name(ident): ident for ident in (*_autograd, *threading._active)}  # type: ignore[attr-defined]
     return {name: time.clock_gettime(time.pthread_getcpuclockid(ident)) for name, ident in idents.items()}
 
 
 def counts_of(sim: Any, steps: Callable[..., Any], case: str, num_layers: int) -> tuple[dict[str, float], Calls]:
-    """Return what one step in its steady state counts."""
+    """Return the counts of one step in the steady state."""
     calls = Calls()
     calls.begin()
     try:
@@ -215,12 +215,12 @@ def counts_of(sim: Any, steps: Callable[..., Any], case: str, num_layers: int) -
 
 
 def slope(deep: Mapping[str, float], shallow: Mapping[str, float]) -> dict[str, float]:
-    """Return what each layer adds."""
+    """Return the increase for each layer."""
     return {name: (deep[name] - shallow.get(name, 0)) / (DEEP - SHALLOW) for name in deep}
 
 
 def added_counts(sim: Any, case: str) -> dict[str, float]:
-    """Return what the engine counts beyond plain PyTorch for each unit and step."""
+    """Return the engine's counts beyond plain PyTorch for each unit and step."""
     ours, plain = (
         slope(*(counts_of(sim, steps, case, depth)[0] for depth in (DEEP, SHALLOW)))
         for steps in (engine_steps, plain_steps)
@@ -229,8 +229,8 @@ def added_counts(sim: Any, case: str) -> dict[str, float]:
 
 
 class OwnTime:
-    """Sums the CPU time of the engine's own code in the threads of compute: a unit's forward and backward without the
-    module's code, and without autograd's.
+    """Sums the CPU time of the engine code on the compute threads: a unit's forward and backward without module code
+    and without autograd code.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class OwnTime:
         return timed
 
     def _switch(self) -> None:
-        """Count the time since the last call for whose it was."""
+        """Add the time since the last switch to its owner."""
         thread, now = self._thread, time.thread_time()
         if not hasattr(thread, "owners"):
             thread.owners, thread.since = [False], now
@@ -264,7 +264,7 @@ class OwnTime:
 
 
 def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
-    """Return CPU milliseconds for each unit and step: medians of steps in which nothing is computed."""
+    """Return CPU milliseconds for each unit and step: medians of steps without compute."""
     found: dict[int, dict[str, float]] = {}
     for depth in (DEEP, SHALLOW):
         with engine_steps(case, depth) as step:
@@ -283,7 +283,7 @@ def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
 
 
 def show_calls(sim: Any, case: str, kind: str) -> None:
-    """Print where the calls of an engine's step come from, by function, for each layer."""
+    """Print the calls of an engine step by function, for each layer."""
     (_, deep), (_, shallow), (_, p_deep), (_, p_shallow) = (
         counts_of(sim, steps, case, depth) for steps in (engine_steps, plain_steps) for depth in (DEEP, SHALLOW)
     )

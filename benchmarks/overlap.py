@@ -1,9 +1,9 @@
-"""A training step whose lanes are throttled, against an ideal schedule on the same lanes and against serial execution.
+"""A training step on throttled lanes, against an ideal schedule on equal lanes and against serial execution.
 
-h2d, d2h and update are throttled so that each of them takes a given share of the step's compute. The compute is what an
-engine without throttle and prefetch measures, in turns with the throttled one, so that a busy machine slows down both.
-The ideal knows the throttle, the sizes and the measured seconds of every use, and nothing of the engine. Both are
-those of a block of steps that begins and ends with nothing pending (`offload/benches/blocks.py`).
+Throttles make h2d, d2h and update each take a given share of the step's compute. An engine without throttle and
+prefetch measures the compute, in turns with the throttled engine, so a busy machine slows both. The ideal knows the
+throttles, the sizes and the measured seconds of every use, and nothing of the engine. Times are those of step blocks
+with no pending work at the start and end (`offload/benches/blocks.py`).
 
     python -m benchmarks.overlap --json > benchmarks/results/overlap.json     # about twelve minutes
 """
@@ -28,22 +28,22 @@ from offload.config.command_line import run_command
 
 SUMMARY = "a training step whose lanes are throttled, on one thread, against an ideal schedule"
 SIZES = {"hidden": 256, "layers": 16, "vocabulary": 512, "sequence": 128, "batch": 4}
-PAIRS = 3  # of a few steps of the baseline, and a block of the throttled engine
+PAIRS = 3  # rounds: a few baseline steps, and a block of the throttled engine
 RATIOS = (0.25, 0.5, 1.0, 2.0)
 MAX_OVER_IDEAL = 1.08
 MAX_OVER_LARGEST_LANE = 1.10
 
-LEARNING_RATE = 1e-8  # so small that the norm of the gradients, and what is corrected for it, stays the same
-STATE_BYTES = 24  # per parameter: master weights and two moments, read and written; half of it goes up, and down
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # per parameter, up as weights and down as a gradient
+LEARNING_RATE = 1e-8  # small, so that the gradient norm and the corrections stay constant
+STATE_BYTES = 24  # per parameter: master and two moments, read and written; half is copied each way
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # per parameter: the weight copied to the device, and the gradient copied back
 NUM_GRADIENT_BUFFERS = 2
-RESIDENT_SHARE = 16  # a unit smaller than the largest one divided by this stays on the device
-UNTHROTTLED = dict.fromkeys(("h2d", "d2h", "update"), 10**15)  # bytes per second: threads, but no waiting
+RESIDENT_SHARE = 16  # a unit below the largest unit divided by this stays on the device
+UNTHROTTLED = dict.fromkeys(("h2d", "d2h", "update"), 10**15)  # bytes per second: lanes on threads, without waits
 
-NUM_BASELINE_STEPS = 2  # in a round, after one that is dropped
-NUM_WARM_STEPS = 3  # of the throttled engine, before its first block
-NUM_SERIAL_STEPS = 2  # after one that is dropped
-MAX_SERIAL_S = 10.0  # a serial step that would take longer is the plain sum of its parts, not measured
+NUM_BASELINE_STEPS = 2  # in a round, after one dropped step
+NUM_WARM_STEPS = 3  # steps of the throttled engine before the first block
+NUM_SERIAL_STEPS = 2  # after one dropped step
+MAX_SERIAL_S = 10.0  # a longer serial step is not measured, but summed from its parts
 
 Make = Callable[..., Any]  # keyword arguments of Engine -> an engine
 Clock = Callable[[], float]
@@ -51,10 +51,9 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Case:
-    """One row: how busy the lanes are (seconds of each over seconds of compute), and how gradients are clipped.
+    """One row: lane load (lane seconds over compute seconds), and the clipping mode.
 
-    max_grad_norm: as a share of the norm that the baseline measures; None for no clipping, inf where no clipping is
-    ever needed.
+    max_grad_norm: as a share of the baseline norm; None for no clipping, inf for clipping that never applies.
     """
 
     ratio: float
@@ -63,14 +62,14 @@ class Case:
     max_grad_norm: float | None
 
     def settings(self, norm: float) -> dict[str, Any]:
-        """Return the engine's arguments, where gradients have this norm."""
+        """Return the engine arguments for gradients with this norm."""
         if self.max_grad_norm is None:
             return {"max_grad_norm": None}
         return {"clip": self.mode, "max_grad_norm": min(self.max_grad_norm * norm, 1e9)}
 
 
 def cases(ratios: Iterable[float]) -> list[Case]:
-    """Return the rows: gradients that are clipped to a half, as early in training, and some that never are."""
+    """Return the rows: gradients clipped to a half, as early in training, and gradients that are never clipped."""
     kinds = (
         ("no clipping", "none", None),
         ("deferred", "deferred", 0.5),
@@ -81,7 +80,7 @@ def cases(ratios: Iterable[float]) -> list[Case]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a step, of which the first of --precision counts, and those of this benchmark."""
+    """Declare the step options (the first --precision counts), and those of this benchmark."""
     step.add_arguments(parser)
     parser.set_defaults(**SIZES, pairs=PAIRS, threads=1)
     parser.add_argument(
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per ratio and clip mode."""
+    """Measure, and return one result for each ratio and clipping mode."""
     from offload.engine.engine import Engine
     from offload.optim.adamw import AdamW
     from offload.tiers.placement import Placement
@@ -141,7 +140,7 @@ def _shown(result: Result) -> Result:
 
 @dataclass
 class Steps:
-    """What consecutive steps of one engine gave. `seconds`: of a step, one number for each block."""
+    """Results of consecutive steps of one engine. `seconds`: of a step, one number for each block."""
 
     seconds: list[float] = field(default_factory=list)
     uses: list[list[Use]] = field(default_factory=list)
@@ -152,9 +151,9 @@ class Steps:
 
 
 class Bench:
-    """Engines in turns: the baseline (serial, no throttle), which lives for the whole benchmark, and one per row.
+    """Alternating engines: the baseline (serial, no throttle), which stays open, and one engine for each row.
 
-    `make(**settings)` makes an engine; `batches` are what steps run on, over and over.
+    `make(**settings)` makes an engine; `batches` are used in a cycle.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class Bench:
         self._moved["update"] = STATE_BYTES * sum(self._num_parameters.values())
 
     def close(self) -> None:
-        """Close the engine that is left."""
+        """Close the open engine."""
         self._baseline.close()
 
     def row(self, case: Case, threads: int = 1) -> Result:
@@ -275,8 +274,8 @@ class Bench:
 
 
 def num_parameters(model: Any, spans: Iterable[Any]) -> dict[str, int]:
-    """Return how many parameters each unit that streams has, by its name in the spans of a step; small units stay on
-    the device.
+    """Return the parameter count of each streamed unit, by its name in the step's spans; small units stay on the
+    device.
     """
     names = dict.fromkeys(span.name.partition(" ")[2] for span in spans if span.lane == "compute")
     modules = dict(model.named_modules())
@@ -285,11 +284,11 @@ def num_parameters(model: Any, spans: Iterable[Any]) -> dict[str, int]:
 
 
 def compute_uses(spans: Iterable[Any], streamed: Iterable[str]) -> list[Use]:
-    """Return the compute of a serial step as uses: each forward and backward, and before all but the first of them
-    what lies between (the model's own code, the loss).
+    """Return the compute of a serial step as uses: each forward and backward, and the code between them (the model's
+    own code, the loss).
 
-    What other lanes did meanwhile, inline on the compute thread, is not compute. What the host does before the first
-    and after the last use is none either.
+    Inline work of other lanes on the compute thread is not compute. Host work before the first use and after the last
+    use does not count either.
     """
     spans, known = sorted(spans, key=lambda span: span.begin), set(streamed)
     others = [span for span in spans if span.lane != "compute"]
@@ -312,7 +311,7 @@ def compute_uses(spans: Iterable[Any], streamed: Iterable[str]) -> list[Use]:
 
 
 def median_uses(steps: Sequence[Sequence[Use]]) -> list[Use]:
-    """Return the uses of a step, each with its median seconds over the steps."""
+    """Return the uses of a step, each with the median seconds over the steps."""
     return [
         Use(statistics.median(use.seconds for use in same), same[0].unit, same[0].is_backward)
         for same in zip(*steps, strict=True)
@@ -320,18 +319,18 @@ def median_uses(steps: Sequence[Sequence[Use]]) -> list[Use]:
 
 
 def bandwidths(moved: Mapping[str, int], seconds: float) -> dict[str, int]:
-    """Return at how many bytes per second each lane takes `seconds` for what it moves in a step."""
+    """Return the bandwidth at which each lane takes `seconds` for the bytes of a step."""
     return {lane: max(1, round(num_bytes / seconds)) for lane, num_bytes in moved.items()}
 
 
 def capacity_bytes(sizes: Sequence[int], num_slots: int) -> int:
-    """Return what the device has for streaming: the largest sum of so many consecutive units."""
+    """Return the device capacity for streaming: the largest sum of `num_slots` consecutive units."""
     return max(sum(sizes[i : i + num_slots]) for i in range(max(1, len(sizes) - num_slots + 1)))
 
 
 def assemble(case: Case, measured: Steps, work: Work, serial_s: float | None, num_steps: int) -> Result:
-    """Make a row, of blocks of `num_steps` steps. `serial_s` is what a serial step was measured to take; None stands
-    for the plain sum.
+    """Make a row from blocks of `num_steps` steps. `serial_s` is the measured time of a serial step; None uses the sum
+    of the parts.
     """
     best: Ideal = ideal(work, num_steps, as_block=True)
     seconds = statistics.median(measured.seconds)

@@ -1,11 +1,11 @@
-"""The placement that the search chooses against all that there are, measured on three throttled machines.
+"""The placement chosen by the search against all possible placements, measured on three throttled machines.
 
 python -m benchmarks.placement_search > benchmarks/results/placement_search.json     # five minutes
 
-A machine is a throttle and budgets. On each of them every placement that fits runs as an engine of its own: where
-parameters, optimizer states and unit inputs are, whether graphs are kept, and where updates run. All engines of a
-machine are open at once, and blocks of their steps take turns; the fastest block of each counts. The search knows the
-throttle, the budgets, and the compute that one engine without throttle measures.
+A machine is a throttle with budgets. Every placement that fits runs as a separate engine. Placements differ in the
+tiers of parameters, optimizer states and unit inputs, in saved graphs, and in the place of updates. All engines of a
+machine are open at once, and blocks of steps alternate; the fastest block counts. The search knows the throttle, the
+budgets, and the compute measured in one engine without throttle.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MOST_OVER_BEST = 1.05
 WARM_STEPS, BLOCK_STEPS = 4, 3
 CASE = Case("placement", width=96, depth=5)
 KEPT_BYTES = 9 * CASE.width * ROWS * LENGTH * 4
-"""Of a block's graph, beside its input: what its norm, its hidden layer and its activation function leave."""
+"""The graph of a block without the input: tensors saved by the norm, the hidden layer and the activation function."""
 MiB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second of its links, and budgets."""
+    """Link bandwidths in bytes per second, and budgets."""
 
     name: str
     throttle: Mapping[str, float]
@@ -64,7 +64,7 @@ MACHINES = (
 
 
 def wanted(machine: Machine, folder: str) -> Settings:
-    """Return settings that leave the placement open."""
+    """Return settings with an open placement."""
     placement = Placement(
         parameters="auto",
         optimizer="auto",
@@ -77,7 +77,7 @@ def wanted(machine: Machine, folder: str) -> Settings:
 
 
 def hardware(machine: Machine) -> Hardware:
-    """Return the machine as a search sees it; what is not throttled is as fast as this one, about."""
+    """Return the machine for the search; unthrottled rates are about those of this machine."""
     rate = {"nvme_read": None, "nvme_write": None, **machine.throttle}
     rates = Rates(
         h2d_bytes_per_s=rate["h2d"],
@@ -94,14 +94,14 @@ def hardware(machine: Machine) -> Hardware:
 
 
 def work() -> Workload:
-    """Return the work of a step, as an engine without throttle measures it."""
+    """Return the work of a step, measured in an engine without throttle."""
     found = work_of(CASE, compute_of(CASE))
     calls = [replace(call, saved_bytes=KEPT_BYTES if call.saved_bytes else 0) for call in found.calls]
     return replace(found, calls=tuple(calls))
 
 
 def measured(estimates: list[Placed], num_rounds: int) -> list[float | None]:
-    """Return the seconds of a step of each; None where an engine says that it does not fit after all."""
+    """Return the step seconds of each; None where an engine does not fit after all."""
     steps = itertools.cycle(batches(2))
     seconds: list[float | None] = [None] * len(estimates)
     with ExitStack() as opened:
@@ -117,7 +117,7 @@ def measured(estimates: list[Placed], num_rounds: int) -> list[float | None]:
             engines.append((number, engine))
         for _ in range(num_rounds):
             for number, engine in engines:
-                engine.step(next(steps), loss_of)  # what others left in the caches
+                engine.step(next(steps), loss_of)  # refill the caches after other engines
                 taken = block_seconds(engine, steps, BLOCK_STEPS)
                 engine.finish()
                 before = seconds[number]
@@ -126,7 +126,7 @@ def measured(estimates: list[Placed], num_rounds: int) -> list[float | None]:
 
 
 def shown(settings: Settings) -> str:
-    """Return what was decided, in words."""
+    """Return the chosen settings in words."""
     its = settings.placement
     tiers = f"parameters {its.parameters}, optimizer {its.optimizer}, inputs {its.activations}"
     return f"{tiers}, recompute {settings.recompute}, update {settings.update}"
@@ -140,7 +140,7 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
     every = [placer.evaluate(each) for each in placements(settings, limited=True)]
     chosen = search(every)
     assert chosen is not None, "nothing fits"
-    # Several settings may mean the same to an engine (inputs wait nowhere where graphs are kept): one of them runs.
+    # Different settings may mean the same (saved graphs need no place for inputs): only one of them runs.
     different = {id(each.timing): each for each in reversed(every) if each.fits}
     different.pop(id(chosen.timing), None)
     fitting = [*different.values(), chosen]

@@ -1,8 +1,8 @@
-"""What a plan tells against what engines then hold and take: the table in benchmarks/results/plan.md.
+"""Plans against engines: forecast and measured memory and step times, for the table in benchmarks/results/plan.md.
 
 python -m benchmarks.plan_against_actual     # a quarter of an hour; writes benchmarks/results/plan.json and plan.md
 
-Bytes are compared by benchmarks/plan_memory.py, step times by benchmarks/step_times.py, everything on one thread.
+benchmarks/plan_memory.py compares bytes, benchmarks/step_times.py compares step times, all on one thread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from offload.native import kernels
 
 RESULTS = Path(__file__).parent / "results"
 MOST_ALLOCATED, MOST_HELD, MOST_TIME, MOST_MEDIAN_TIME = 0.02, 0.1, 0.2, 0.1
-"""By which part may be told too much or too little: of an allocation, of what waits and operations hold, of a step on
-throttled links, and of these steps in the median."""
+"""Bounds for the relative error: of an allocation, of memory that waits or is held by operations, of a step on
+throttled links, and of the median step.
+"""
 _OF_MEMORY = {"worst_ratio": MOST_ALLOCATED, "waiting_ratio": MOST_HELD, "operations_ratio": MOST_HELD}
 _Row = Mapping[str, Any]
 
 
 def run(only: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compare all configurations, or those in whose names one of these parts is."""
+    """Compare all configurations, or those with one of these parts in the name."""
 
     def each(cases: Sequence[Any], compare: Callable[[Any], dict[str, Any]], name: Callable[[Any], str]) -> list[_Row]:
         rows: list[_Row] = []
@@ -57,7 +58,7 @@ def run(only: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def document(found: _Row) -> str:
-    """Return what was found as Markdown."""
+    """Return the results as Markdown."""
     return "\n".join(
         [
             "# Plans against engines",
@@ -81,7 +82,7 @@ def document(found: _Row) -> str:
 
 
 def beyond(found: _Row) -> list[str]:
-    """Return what was told worse than is promised."""
+    """Return the forecasts beyond the bounds."""
     told = [
         f"{row['case']}: {key.removesuffix('_ratio')} {row[key]:.3f}"
         for row in found["memory"]

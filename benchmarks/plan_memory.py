@@ -1,9 +1,9 @@
-"""What a plan tells of memory, against what engines then hold, over families, sizes, tiers and settings: a part of
+"""Forecast memory against engine memory, over families, sizes, tiers and settings: a part of
 benchmarks/plan_against_actual.py.
 
-Three comparisons for each configuration: what the engine allocates, by name (the worst name counts); the inputs and
-graphs that wait for a backward; and all that a step's operations hold at once, these included, seen by a dispatch mode
-over a real step, which knows nothing of the plan's own.
+There are three comparisons for each configuration: the engine's allocations by name (the worst name counts), the inputs
+and graphs that wait for a backward, and the peak of all operations in a step, waiting tensors included. A dispatch mode
+observes the peak in a real step, independent of the plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from offload.tiers.placement import Placement
 
 HERE = Hardware("here", "cpu", 1, None, 1 << 40, 1 << 40, None, False, Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0))
 NUM_STEPS = 3
-"""The first recomputes everything, and shows what there is room to keep."""
+"""The first step recomputes everything, and shows the room for saved graphs."""
 
 _GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ _KINDS = {"bert": "masked", "t5": "seq2seq"}
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. Fields have the names of settings; `rows` are of all ranks."""
+    """A configuration. Fields have the names of settings; `rows` is the total over ranks."""
 
     family: str = "llama"
     size: str = "1M"
@@ -191,7 +191,7 @@ CASES = [
 
 
 class Alive(TorchDispatchMode):
-    """The memory of tensors that operations of this thread have made and somebody still holds."""
+    """The memory of live tensors made by operations on this thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Alive(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, num_bytes: int) -> None:
         try:
             storage = tensor.untyped_storage()
-        except NotImplementedError:  # a parameter at rest
+        except NotImplementedError:  # an offloaded parameter
             return
         key = storage._cdata
         if key in self._known:
@@ -229,7 +229,7 @@ class Alive(TorchDispatchMode):
 
 @contextmanager
 def seeing_threads(model: nn.Module, alive: Alive) -> Iterator[None]:
-    """Within, forwards of other threads are seen as well, one of which goes on at a time: passes side by side."""
+    """Observe forwards on other threads too; side-by-side passes run one at a time."""
     own = threading.get_ident()
 
     def enter(*_: object) -> None:
@@ -252,7 +252,9 @@ def seeing_threads(model: nn.Module, alive: Alive) -> Iterator[None]:
 
 @dataclass
 class Held:
-    """What an engine held at most: by tier and name, in its first step; of what waits in any; by its operations."""
+    """Peak memory of an engine: by tier and name in the first step, waiting memory in any step, and memory of
+    operations.
+    """
 
     allocations: dict[tuple[str, str], int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
@@ -261,7 +263,7 @@ class Held:
 
 @contextmanager
 def watched(held: dict[tuple[str, str], int]) -> Iterator[None]:
-    """Within, note the most that any ledger holds by tier and name."""
+    """Record the peak of every ledger by tier and name."""
     reserve = Ledger.reserve
 
     def noted(self: Ledger, name: str, num_bytes: int, fix: str = "") -> None:
@@ -277,7 +279,7 @@ def watched(held: dict[tuple[str, str], int]) -> Iterator[None]:
 
 
 def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
-    """Make a few steps; return what was held."""
+    """Run a few steps; return the held memory."""
     torch.manual_seed(0)
     peaks: dict[tuple[str, str], int] = {}
     rank = 0 if comm is None else comm.rank
@@ -297,7 +299,7 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
 
 
 def planned(case: Case, folder: str) -> Held:
-    """Tell what will be held."""
+    """Return the forecast memory."""
     with torch.device("meta"):
         model = case.model()
     prepared = prepare(model, case.settings(folder), ImaginedRanks(case.ranks), DescribedMachine(HERE, case.ranks))
@@ -311,7 +313,7 @@ def planned(case: Case, folder: str) -> Held:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Return the ratios of what was told to what was held."""
+    """Return the ratios of forecast to held memory."""
     with tempfile.TemporaryDirectory() as folder:
         told = planned(case, folder)
         was = actual(case, folder) if case.ranks == 1 else _over_ranks(case, folder)
@@ -344,7 +346,7 @@ def _over_ranks(case: Case, folder: str) -> Held:
 
 
 def _rank(rank: int, case: Case, folder: str, path: str) -> None:
-    """One process of several; the first one tells."""
+    """Run one of several ranks; the first one reports."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Plans of well-known models on GPUs and hosts of several sizes.
+"""Plans for well-known models on GPUs and hosts of several sizes.
 
 python benchmarks/plan_models.py > docs/plans.md
 
-The configurations are written by hand from the config.json that is published with each model; nothing is downloaded.
+The configurations are copied by hand from the published config.json files; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}
 
 
 def cell(found: Forecast) -> str:
-    """Return what is said of one plan."""
+    """Return the table cell of one plan."""
     if not found.fits or found.timing is None:
         return "does not fit"
     held = {tier: found.memory.total(tier) for tier in _NAMES}
@@ -94,7 +94,7 @@ def cell(found: Forecast) -> str:
 
 
 def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
-    """Return what is said of a plan, or of the nearest that fits."""
+    """Return the table cell of a plan, or of the nearest plan that fits."""
     found = place(forecaster, forecaster.tell(config, hardware))
     change = {} if found.fits else find_fix(forecaster, found)
     if not change:

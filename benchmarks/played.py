@@ -1,19 +1,18 @@
-"""Steps of an engine on a played H200 and a played RTX 4090 against their ideal schedules.
+"""Steps of an engine on a simulated H200 and a simulated RTX 4090, against the ideal schedules.
 
 chrt -r 1 python -m benchmarks.played > benchmarks/results/played.json     # a quarter of an hour; --help for less
 
-The simulated accelerator (`tests/accelerator/`) gives each kernel, copy and launch the time of a device by its FLOPs
-and bytes. Shapes are those of Llama 3.1 8B with fewer layers and everything else, lengths and batches included, smaller
-by SHRUNK, and the device's rates are smaller to match, so that kernels and copies take the seconds of the large shapes.
-Nothing is stretched: the main thread, Python and the engine's threads take the time that they take on this machine.
-AdamW is the only other thing whose time is played, by the throttle of its lane: 24 bytes a parameter at the rate of the
-host's memory.
+The simulated accelerator (`tests/accelerator/`) gives each kernel, copy and launch the time on a real device, from
+FLOPs and bytes. Shapes are those of Llama 3.1 8B with fewer layers. All sizes, lengths and batches included, are
+divided by SHRUNK, and the device rates are divided to match. Kernels and copies therefore take the seconds of the large
+shapes. The main thread, Python and the engine threads run in real time. AdamW is simulated too, by the throttle of its
+lane: 24 bytes a parameter at the host memory rate.
 
-What is played sleeps most of the time, and is late where other processes hold a core when it wakes: chrt lets it go
-before them. It needs a tenth of a core.
+The simulation sleeps most of the time, and is late when other processes hold a core at wake-up. chrt gives it priority;
+it needs a tenth of a core.
 
-The device has room for four blocks, so that most weights go up twice in a step. The ideal schedule knows what the
-copies, updates and uses of units took on the device, at their fastest, their sum being what the device was busy.
+The device has room for four blocks, so most weights are copied twice in a step. The ideal schedule uses the fastest
+measured times of copies, updates and unit uses; the sum of uses is the busy time of the device.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Played:
-    """A device, the bytes per second of its host's memory as AdamW reaches them, and where unit inputs wait when a step
-    has many tokens.
-    """
+    """A device, the bytes per second that AdamW reaches in host memory, and the tier of unit inputs for large steps."""
 
     cost: Cost
     update_bytes_per_s: float
@@ -71,7 +68,7 @@ DEVICES = {
 
 @dataclass
 class Case:
-    """A device, tokens in a step and a way of clipping; its engine, and what it gave."""
+    """A device, tokens in a step and a clipping mode, with the engine and the results."""
 
     device: str
     tokens: int
@@ -84,7 +81,7 @@ class Case:
 
 
 def main() -> None:
-    """Measure all cases, in turns, and print them."""
+    """Measure all cases in turns, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.played", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12, help="of the model (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each case, in turns (default %(default)s)")
@@ -114,7 +111,7 @@ def main() -> None:
 
 
 def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int) -> Case:
-    """Return a case whose engine has taken its first steps, on a device that takes no time."""
+    """Return a case whose engine has run its first steps, on a device without delays."""
     played, rows = DEVICES[device], tokens // SEQUENCE
     placement = {"activations": played.activations if rows > MICRO_ROWS else "device"}
     throttle = {"update": {"bandwidth": played.update_bytes_per_s / SHRUNK**2}}
@@ -127,7 +124,7 @@ def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int)
     def make(**more: Any) -> Engine:
         return Engine(
             model(num_layers),
-            optimizer=AdamW(lr=1e-8),  # the norm stays as it is, and with it what is corrected
+            optimizer=AdamW(lr=1e-8),  # keeps the norm and the corrections constant
             placement=Placement(**placement, **more),
             precision="bf16",
             prefetch=AHEAD,
@@ -135,7 +132,7 @@ def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int)
             **settings,
         )
 
-    with closing(make()) as probe:  # room is given away after the third step
+    with closing(make()) as probe:  # leftover memory is distributed after the third step
         norm = [probe.step(next(batches)).grad_norm for _ in range(2)][-1]
         device_bytes = probe.counters.peak_device_bytes
     if settings.get("clip") is not None:
@@ -147,7 +144,7 @@ def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int)
 
 
 def model(num_layers: int) -> Any:
-    """Return the Llama, shrunk."""
+    """Return the shrunk Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -155,7 +152,7 @@ def model(num_layers: int) -> Any:
         hidden_size=HIDDEN // SHRUNK,
         intermediate_size=INNER // SHRUNK,
         num_hidden_layers=num_layers,
-        num_attention_heads=8,  # a quarter: smaller by SHRUNK they would be none
+        num_attention_heads=8,  # a quarter: division by SHRUNK would give none
         num_key_value_heads=2,
         vocab_size=VOCABULARY // SHRUNK,
         max_position_embeddings=SEQUENCE,
@@ -182,7 +179,7 @@ def run(control: Control, case: Case) -> None:
 
 
 def result(case: Case, num_layers: int) -> Result:
-    """Return what a case came to."""
+    """Return the result of a case."""
     compute_s = statistics.median(block.device_seconds or 0.0 for block in case.blocks)
     best = lanes.best_schedule(case.engine, case.blocks, compute_s)
     seconds = [block.seconds for block in case.blocks]

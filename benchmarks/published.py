@@ -1,9 +1,10 @@
-"""Tokens a second that other projects publish, and what `offload.plan` foretells for the same model, GPU and batch.
+"""Tokens a second published by other projects, and the `offload.plan` forecast for the same model, GPU and batch.
 
 python -m benchmarks.published > benchmarks/results/published.md     # minutes
 
-Ours are forecasts by the figures in `offload/machine/described/`, each with its source there; theirs were measured by
-them. Of micro-batches of 8, 4, 2 and 1 rows the fastest that fits is told, eager and with compiled blocks.
+Our values are forecasts from the machine specifications in `offload/machine/described/`, which name their sources. The
+other projects measured theirs. The forecast is for the fastest fitting micro-batch of 8, 4, 2 and 1 rows, eager and
+with compiled blocks.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Row:
-    """Something published."""
+    """A published figure."""
 
     who: str
-    """The project, and where the figure comes from."""
+    """The project, and the source of the figure."""
     model: str
     """The model, a key of SHAPES."""
     gpu: str
     """The GPU, as described."""
     host_gib: int
-    """The memory of the host that is planned for, in GiB."""
+    """Host memory in GiB for the plan."""
     tokens: int
-    """The tokens of a step."""
+    """Tokens of a step."""
     tokens_per_second: int | None
-    """What is published; None where that is with other tokens."""
+    """The published value; None where it is for other token counts."""
 
 
 ROWS = (
@@ -95,7 +96,7 @@ which some wait on the host, are what goes beyond. 14B at 131,072 tokens would h
 
 
 def cell(found: Forecast | None) -> str:
-    """Return what is said of a plan."""
+    """Return the table cell of a plan."""
     if found is None or found.timing is None:
         return "does not fit"
     rows, timing = found.config.train.micro_batch_size, found.timing
@@ -103,7 +104,7 @@ def cell(found: Forecast | None) -> str:
 
 
 def best(forecaster: Forecaster, row: Row, compiled: str) -> Forecast | None:
-    """Return the fastest plan that fits; None without one."""
+    """Return the fastest fitting plan; None without one."""
     hardware, found = Hardware.read(row.gpu).with_(host_bytes=row.host_gib << 30), []
     rows = row.tokens // SEQUENCE
     for micro_rows in (size for size in MICRO_ROWS if size <= rows):

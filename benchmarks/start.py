@@ -1,14 +1,15 @@
-"""From the command to the first step: `python -m offload.train` against a script of plain PyTorch.
+"""Time from the command to the first step: `python -m offload.train` against a plain PyTorch script.
 
 python benchmarks/start.py --pairs 7 > benchmarks/results/start.json     # about two minutes
 
-Each is a fresh process, in turns, on a folder with a Llama's config.json and a byte-level tokenizer, and on one file
-of text. Each makes the model with random weights, tokenizes the text anew (ours finds no cache of tokens) and does one
-step: forward, backward, clip, AdamW. A time is from the start of the process to the line that it prints with that
-step's loss; what comes after that line is not timed. Ours streams its states through a device budget that does not
-hold them, and writes a run folder. It imports without Python's garbage collector, which any script could do: so the
-script is also timed with that. No contender's OpenMP threads spin, as ours never do: on a busy machine that would
-slow down the others alone. Rows and random weights differ, and so the losses, a little.
+Fresh processes alternate, on a folder with a Llama's config.json and a byte-level tokenizer, and on one text file. Each
+makes the model with random weights, tokenizes the text (without a token cache) and does one step: forward, backward,
+clip, AdamW. The time runs from the process start to the output line with the loss of this step; later work is not
+timed. Ours streams the states through a smaller device budget, and writes a run folder.
+
+Ours imports without Python's garbage collector, as any script could, so the script is also timed in this way. OpenMP
+threads do not spin in any contender, because ours never do, and spinning would slow the others on a busy machine. Rows
+and random weights differ, so losses differ a little.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SHAPE = {
 }
 ROWS, SEQUENCE = 8, 256
 TEXT_BYTES = 200_000
-DEVICE_MEMORY = "12MiB"  # of 20 MB of states
-FIRST_STEP = "step 1"  # how the line of the first step begins, ours and the script's
+DEVICE_MEMORY = "12MiB"  # for 20 MB of states
+FIRST_STEP = "step 1"  # the start of the first step's line, in both
 OURS, SCRIPT, UNCOLLECTED = "offload", "plain PyTorch", "plain PyTorch, imported without the garbage collector"
 
 PLAIN = """
@@ -69,7 +70,7 @@ print(f"step 1  loss {loss.item():.4f}", flush=True)
 
 @dataclass(frozen=True)
 class Started:
-    """Seconds from the start of a process to its first line, and to that of its first step; and the step's loss."""
+    """Seconds from the process start to the first line and to the first step's line, and the loss of the step."""
 
     first_line_s: float
     first_step_s: float
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Write the model's folder, the text and the script of plain PyTorch."""
+    """Write the model folder, the text and the plain PyTorch script."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -111,7 +112,7 @@ def prepare(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
     (folder / "plain.py").write_text(PLAIN)
-    without, made = "import gc\n\ngc.disable()\n", "model.train()\n"  # the model's module is imported when it is made
+    without, made = "import gc\n\ngc.disable()\n", "model.train()\n"  # the model class is imported at construction
     (folder / "uncollected.py").write_text(without + PLAIN.replace(made, f"{made}gc.freeze()\ngc.enable()\n"))
 
 
@@ -138,9 +139,9 @@ def commands(folder: Path, number: int) -> dict[str, list[str]]:
 
 
 def started(command: list[str], cache: Path) -> Started:
-    """Run a command to its end, without any data in its cache."""
+    """Run a command to its end, without cached data."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
-    lines: list[tuple[float, str]] = []  # each with the time at which it came
+    lines: list[tuple[float, str]] = []  # each with its time
     begin = time.perf_counter()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -152,8 +153,8 @@ def started(command: list[str], cache: Path) -> Started:
 
 
 def summarise(rounds: list[dict[str, Started]], loads: list[float]) -> list[Result]:
-    """Return the medians of the seconds, and of what ours is compared with also medians and quartiles of the ratios,
-    round by round: above 1, ours takes longer. `loads`: of the machine, when each round began.
+    """Return median seconds, and for contenders compared with ours the medians and quartiles of the ratios, round by
+    round; above 1, ours takes longer. `loads`: machine load at the start of each round.
     """
     results = []
     for name in (SCRIPT, UNCOLLECTED):

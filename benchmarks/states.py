@@ -1,10 +1,9 @@
-"""The built-in run with moments in fp32, bf16 and int8, and with fp32 and another rounding: the loss of evaluation that
-each ends with.
+"""The built-in run with moments in fp32, bf16 and int8, and with fp32 and another rounding: the final evaluation loss.
 
 python benchmarks/states.py --seeds 0 1 2 > benchmarks/results/states.json     # two minutes a run, twelve of them
 
-A difference is that to the run with fp32 moments of the same seed, whose weights and batches begin alike. How far apart
-runs end that nothing but rounding tells apart, the last shows: its eps is larger by a millionth.
+Differences are against the fp32 run with the same seed, and thus equal initial weights and batches. The last variant
+has an eps larger by a millionth. It shows the distance between runs that differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def last_line(words: Sequence[str], seed: int, steps: int) -> dict[str, Any]:
-    """Return the last line of a run's metrics that has a loss of evaluation."""
+    """Return the last metrics line with an evaluation loss."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "offload.train", *words, "--run.seed", str(seed), "--train.steps", str(steps)]
         command += ["--run.dir", folder]

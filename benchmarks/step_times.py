@@ -1,11 +1,10 @@
-"""Steps of an engine against what is forecast of them, on throttled lanes and without throttle: a part of
+"""Forecast step times against an engine, on throttled lanes and without throttle: a part of
 benchmarks/plan_against_actual.py.
 
-With a throttle each configuration is measured in two engines of its own: one without throttle, whose uses of units say
-what compute takes, each at its fastest; and one whose links are throttled so that each of them is busy for so many
-seconds in a step as the configuration says. What is forecast knows the first one's compute, the throttle and the plan.
-Without throttle it knows what `plan` would know: the shapes, and the rates of this machine as `offload.machine.probe`
-measures them. Blocks of steps are timed; the fastest counts, since what else the machine does only adds to it.
+With a throttle, each configuration runs in two engines. The first has no throttle and measures the compute of each unit
+use, at its fastest. The second has throttled links, each busy for the configured seconds in a step. The forecast
+receives the compute, the throttle and the plan. Without a throttle, the forecast uses the shapes and the rates from
+`offload.machine.probe`, like `plan`. The fastest block of steps counts, because other load only adds time.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 
-WARM_STEPS = 5  # an engine gives away the device memory that is left after the third step
+WARM_STEPS = 5  # an engine distributes leftover device memory after the third step
 LINKS = ("h2d", "d2h", "update", "nvme_read", "nvme_write")
 FREE = 1e15
 RATES = Rates(FREE, FREE, 2 * FREE, {"fp32": 1.0, "bf16": 1.0}, FREE, FREE, 0.0, FREE, FREE)
-"""A machine whose device makes one floating point operation in a second, so that these are seconds, and whose links are
-as fast as they are throttled."""
+"""A machine with one floating point operation a second, so that work is in seconds, and with unlimited links below the
+throttle.
+"""
 MACHINE = Hardware("throttled", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: an engine's settings and placement; for how long each link is to be busy in a step, at least;
-    whether gradients are clipped; the model's width and depth; whether the matrices of blocks are frozen.
+    """A configuration: engine settings and placement, minimum busy seconds of each link in a step, clipping, width and
+    depth of the model, and whether block matrices are frozen.
     """
 
     name: str
@@ -55,23 +55,23 @@ class Case:
     is_frozen: bool = False
 
     def model(self) -> Stack:
-        """Return the model, always the same."""
+        """Return the model, always with equal weights."""
         torch.manual_seed(0)
         return self.prepared(Stack(self.width, self.depth))
 
     def prepared(self, model: Stack) -> Stack:
-        """Freeze what is to be frozen."""
+        """Freeze the frozen parameters."""
         for parameter in model.blocks.parameters():
             parameter.requires_grad_(not self.is_frozen or parameter.dim() < 2)
         return model
 
     def engine_settings(self, throttle: Mapping[str, float] | None, **more: Any) -> Settings:
-        """Return an engine's settings."""
+        """Return the engine settings."""
         its = {"optimizer": AdamW(lr=1e-8), "clip": "deferred", **self.settings, **more}
         return Settings(throttle=throttle, placement=Placement(**self.placement), **its)
 
     def throttle(self) -> dict[str, float]:
-        """Return bytes per second with which each link is busy for `lane_s`."""
+        """Return the bandwidths at which each link is busy for `lane_s`."""
         regions = planned(self.model(), self.engine_settings(dict.fromkeys(LINKS, FREE))).structure.regions
         weights = sum(region.weight_bytes for region in regions)
         update = sum(region.update_bytes(region.numel) for region in regions)
@@ -122,14 +122,14 @@ CASES = (
 
 
 class Told(Stack):
-    """The model with its loss, as a forecast runs it on `meta`."""
+    """The model with the loss, for a forecast on `meta`."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return loss_of(super().forward(input_ids), {"x": labels})
 
 
 def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
-    """Measure steps of a case, and forecast them. `hardware`: this machine, for steps without throttle."""
+    """Measure and forecast the steps of a case. `hardware`: this machine, for steps without throttle."""
     if "nvme" in case.placement.values():
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
@@ -145,7 +145,7 @@ def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) 
 
 
 def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
-    """Measure steps of a case without throttle, and forecast them by shapes and the machine's rates alone."""
+    """Measure the steps of a case without throttle, and forecast them from shapes and machine rates alone."""
     settings = case.engine_settings(None)
     with torch.device("meta"):
         model = case.prepared(Told(case.width, case.depth))
@@ -156,7 +156,7 @@ def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dic
 
 
 def _measured(case: Case, settings: Settings, num_blocks: int, num_steps: int = 3) -> float:
-    """Return the seconds of a step of an engine."""
+    """Return the seconds of an engine's step."""
     steps = itertools.cycle(batches(2))
     with closing(Engine(case.model(), settings=settings)) as engine:
         for _ in range(WARM_STEPS):
@@ -175,7 +175,7 @@ def _row(timing: Timing, seconds: float) -> dict[str, Any]:
 
 
 def block_seconds(engine: Engine, steps: Iterator[Any], num_steps: int) -> float:
-    """Return the seconds of a step, in a row of some."""
+    """Return the seconds of a step, averaged over consecutive steps."""
     begin = time.perf_counter()
     for _ in range(num_steps):
         engine.step(next(steps), loss_of)
@@ -183,7 +183,7 @@ def block_seconds(engine: Engine, steps: Iterator[Any], num_steps: int) -> float
 
 
 def compute_of(case: Case) -> list[Use]:
-    """Return the uses of a step with their compute, each at its fastest, of an engine without lanes."""
+    """Return the uses of a step with the fastest compute time of each, from an engine without lanes."""
     plain = replace(case, placement={})
     steps, found = itertools.cycle(batches(2)), []
     none = {"max_grad_norm": None, "delay": 0, "clip": "auto", "update": "cpu", "optimizer": AdamW(lr=1e-8)}
@@ -199,7 +199,7 @@ def compute_of(case: Case) -> list[Use]:
 
 
 def work_of(case: Case, uses: Sequence[Use]) -> Workload:
-    """Return the work of a step: each use of a unit, and before it what lay between it and the one before."""
+    """Return the work of a step: each unit use, and the compute between it and the previous use."""
     parts = ROWS // case.settings.get("micro_batch_size", ROWS)
     recomputes = case.settings.get("recompute", "always") == "always"
     input_bytes = ROWS // parts * LENGTH * case.width * (2 if case.settings.get("precision") == "bf16" else 4)

@@ -1,17 +1,17 @@
-"""Text to tokens on disk: how fast beside `tokenizers` itself, and in how much memory.
+"""Text to tokens on disk: speed against `tokenizers` itself, and memory.
 
 python benchmarks/tokenization.py > benchmarks/results/tokenization.json     # about half an hour on two cores
 
-Both get the same texts and the same tokenizer, a byte-level BPE of 16,384 tokens, and as many threads. Ours reads a
-file, tokenizes, writes the store and brings it to the disk; `tokenizers` has all texts in memory, and its ids end as
-Python lists, by `encode_batch` and by the faster `encode_batch_fast`, which ours uses where no answer has to be found.
-They take turns in one process. A ratio is the reference's seconds over ours. Processor seconds are told as well: they
-say more on a machine that others use.
+Both sides have equal texts, threads and tokenizer, a byte-level BPE with 16,384 tokens. Ours reads a file, tokenizes,
+writes the store and syncs it to disk. `tokenizers` has all texts in memory and returns Python lists, by `encode_batch`
+and by the faster `encode_batch_fast`. Ours uses the latter where no answer has to be located. Both alternate in one
+process. A ratio is the reference seconds divided by ours. The results also have processor seconds, more reliable on a
+shared machine.
 
-Of conversations, whose template Python renders, one process is the reference for as many as there are cores, which
-first have to start.
+For conversations, rendered by a Python template, the comparison is one process against one for each core, start-up
+included.
 
-Memory is the largest resident size of a process that does nothing but build the dataset of a large file.
+Memory is the peak resident size of a process that only builds the dataset of a large file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from offload.machine.cores import usable_cores
 
 VOCABULARY = 16384
 BATCH_CHARS = 2 << 20
-"""Of the texts that `tokenizers` is given at once: as many as ours gives it."""
+"""Characters in one `tokenizers` batch, equal to ours."""
 FORMATS = ("text", "parquet")
 TURN_CHARS = 600
 OURS, REFERENCES = "offload", ("encode_batch", "encode_batch_fast")
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def drawn(megabytes: int) -> list[str]:
-    """Return so much text, drawn from the sources of Python's standard library."""
+    """Return this much text, sampled from the sources of Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(root.glob("*.py"))]
     draw, texts, num_bytes = random.Random(0), [], 0
@@ -89,7 +89,7 @@ def drawn(megabytes: int) -> list[str]:
 
 
 def write(folder: Path, megabytes: int) -> dict[str, Path]:
-    """Write files of so much text; return them by format."""
+    """Write files with this much text; return them by format."""
     import pyarrow
     import pyarrow.parquet
 
@@ -97,12 +97,12 @@ def write(folder: Path, megabytes: int) -> dict[str, Path]:
     folder.mkdir()
     found = {"text": folder / "text.txt", "parquet": folder / "rows.parquet"}
     found["text"].write_text("\n".join(texts), encoding="utf-8")
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), found["parquet"])  # one row group, as by default
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), found["parquet"])  # one row group, the default
     return found
 
 
 def write_chats(path: Path, megabytes: int) -> Path:
-    """Write conversations of so much text, of two to ten turns."""
+    """Write this much text as conversations of two to ten turns."""
     with path.open("w", encoding="utf-8") as stream:
         for text in drawn(megabytes):
             turns = [text[at : at + TURN_CHARS] for at in range(0, len(text) - TURN_CHARS, TURN_CHARS)]
@@ -112,14 +112,14 @@ def write_chats(path: Path, megabytes: int) -> Path:
 
 
 def train_tokenizer(folder: Path, text: Path) -> None:
-    """Train a tokenizer on a text, and save it."""
+    """Train a tokenizer on a text and save it."""
     from offload.data.tokenizer import train_bpe
 
     train_bpe(text.read_text(encoding="utf-8").splitlines(keepends=True), VOCABULARY).save_pretrained(folder)
 
 
 def beside_tokenizers(name: str, path: Path, folder: Path, pairs: int) -> list[Result]:
-    """Return how fast a file becomes tokens, beside each call of `tokenizers` on the texts in it."""
+    """Return the tokenizing speed for a file, against each `tokenizers` call on the same texts."""
     from transformers import AutoTokenizer
 
     batches, num_bytes = texts_of(path)
@@ -133,7 +133,7 @@ def beside_tokenizers(name: str, path: Path, folder: Path, pairs: int) -> list[R
 
 
 def beside_one_process(path: Path, folder: Path, pairs: int) -> list[Result]:
-    """Return how fast conversations become tokens by as many processes as there are cores, beside one."""
+    """Return the tokenizing speed for conversations with one process for each core, against a single process."""
     from transformers import AutoTokenizer
 
     tokenizer, num_workers = AutoTokenizer.from_pretrained(str(folder / "tokenizer")), len(usable_cores())
@@ -145,7 +145,7 @@ def beside_one_process(path: Path, folder: Path, pairs: int) -> list[Result]:
 
 
 def rates(name: str, ways: dict[str, Callable[[], object]], num_bytes: int, pairs: int) -> list[Result]:
-    """Return how fast ours is, beside each of the other ways."""
+    """Return our speed against each other method."""
     rounds = []
     for number in range(pairs + 1):
         rounds.append({way: timed(call) for way, call in turned(list(ways.items()), number)})
@@ -168,7 +168,7 @@ def rates(name: str, ways: dict[str, Callable[[], object]], num_bytes: int, pair
 
 
 def texts_of(path: Path) -> tuple[list[list[str]], int]:
-    """Return the texts that a file's records are, in batches, and how many bytes they have."""
+    """Return the texts in a file's records, in batches, and their total bytes."""
     from dataclasses import replace
 
     from offload.data.formats import Text, detect_format, read_records
@@ -189,12 +189,12 @@ def texts_of(path: Path) -> tuple[list[list[str]], int]:
 
 
 def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[int]]:
-    """Return the ids of all texts, by a call of `tokenizers`."""
+    """Return the ids of all texts from a `tokenizers` call."""
     return [each.ids for batch in batches for each in encode(batch, add_special_tokens=False)]
 
 
 def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
-    """Make the tokens of a file, with nothing in the cache."""
+    """Tokenize a file with an empty cache."""
     from offload.data.prepare import Found, Preparation
     from offload.data.sources import Source
 
@@ -205,14 +205,14 @@ def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those of all its threads and processes on a processor."""
+    """Return the wall seconds of a call, and the processor seconds of all its threads and processes."""
     begin, work = time.perf_counter(), sum(os.times()[:4])
     call()
     return time.perf_counter() - begin, sum(os.times()[:4]) - work
 
 
 def peaks(files: dict[str, Path], folder: Path) -> list[Result]:
-    """Return the largest resident size of processes that make the tokens of a file each, side by side."""
+    """Return the peak resident sizes of processes that tokenize one file each, side by side."""
     children = {}
     for name, path in files.items():
         words = [str(path), str(folder / "tokenizer"), str(VOCABULARY), str(folder / f"cache-large-{name}")]

@@ -1,13 +1,15 @@
-"""A step of MeZO against two plain forward passes and its update, and against the ideal schedule on played links.
+"""A MeZO step against two plain forward passes and the update, and against the ideal schedule on simulated links.
 
 python -m benchmarks.zeroth_order > benchmarks/results/zeroth_order.json     # two minutes
 
-`fits`: a model that stays on the device, against plain PyTorch that runs it twice without gradients and moves its
-weights by the same kernel, with few tokens a step, where a unit's Python and making directions are a sixth of it, and
-with as many as ZO2 has; both in processes whose allocator gives no pages back: else it decides by chance who has to
-ask for some in each step. `streamed`: the links each carry, in the time of both passes, what a step moves over them;
-the ideal step takes the largest of what passes, h2d and d2h take alone, and its first fetch. Contenders take turns in
-blocks of steps; a ratio is the median over the rounds of two times measured a moment apart.
+`fits`: a model that stays on the device. Plain PyTorch runs it twice without gradients and updates the weights by the
+same kernel. There are few tokens a step, with a sixth of the time in Python and in making directions, or as many tokens
+as in ZO2. Both run in processes with an allocator that returns no pages; otherwise a random contender pays for new
+pages in each step.
+
+`streamed`: the throttle of each link makes the copies of a step take the time of both passes. The ideal step takes the
+largest of passes, h2d and d2h, plus the first fetch. Contenders alternate in blocks of steps; a ratio is the median
+over rounds of two times measured right after each other.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.engine.inside import parts_of
 
 LAYERS, WIDTH = 8, 256
 FEW, MANY = (4, 64), (8, 256)
-"""Rows and tokens of each."""
+"""Rows and tokens of the small and the large batch."""
 STEPS, ROUNDS = 2, 5
 RULE = MeZO(lr=1e-6, eps=1e-3)
 
@@ -51,7 +53,7 @@ def make_batch(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
 
 
 class Plain:
-    """Two forwards and the update; or, as MeZO is written, with weights that are perturbed before each."""
+    """Two forwards and the update; or, as in the original MeZO, with weights perturbed before each forward."""
 
     def __init__(self, batch: dict[str, Any], perturbs: bool) -> None:
         self._model, self._batch, self._perturbs, self._step = make_model().train(), batch, perturbs, 0
@@ -77,7 +79,7 @@ class Plain:
 
 
 def rounds(steps: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return the seconds of a step of each contender, round after round."""
+    """Return the step seconds of each contender, by round."""
     for step in steps.values():
         for _ in range(3):
             step()

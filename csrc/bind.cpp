@@ -40,9 +40,9 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
-// The kernel of an update rule. `states` is a number of States; `moments` are addresses, each followed by that of its
-// scales where they are int8; `scalars` are the members of Scalars in their order; key, step and element are what
-// moments are rounded with.
+// The kernel of an update rule. `states` is a value of States; `moments` are addresses, each followed by the address of
+// the scales for int8; `scalars` are the members of Scalars in order; key, step and element seed the rounding of
+// moments.
 template <class Scalars, int64_t (*kKernel)(const UpdateArrays&, const Scalars&, Execution)>
 int64_t py_update(Address master, Address lo, int states, const std::vector<Address>& moments, Address grad,
                   bool grad_is_bf16, int64_t n, const std::vector<double>& scalars, uint64_t key, uint32_t step,
@@ -149,8 +149,8 @@ double py_sum_squares(Address x, bool x_is_bf16, int64_t n, int threads, int isa
   return sum;
 }
 
-// Called for every parameter of a model, most of them small: those keep the GIL, since to have it back while another
-// thread wants it takes longer than they do.
+// Called for every model parameter. Small ones keep the GIL, because regaining the GIL from another thread takes longer
+// than the call.
 double py_copy_sum_squares(Address x, Address out, bool is_bf16, int64_t n, int threads, int isa) {
   std::optional<WithoutGil> no_gil;
   if (n >= kFew) no_gil.emplace();

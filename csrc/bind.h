@@ -1,4 +1,4 @@
-// What the files of the Python module share.
+// Shared parts of the Python module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,7 +6,7 @@
 
 namespace offload {
 
-// The GIL is free while a kernel runs: the lanes and the data loader go on meanwhile.
+// The GIL is free while a kernel runs, so the lanes and the data loader continue.
 // A daemon thread that wants it back while the interpreter shuts down is ended by Python before 3.14 with pthread_exit,
 // whose unwinding would abort the process at nanobind's noexcept frames. It sleeps until the exit instead, as in 3.14.
 struct WithoutGil {

@@ -1,5 +1,5 @@
-// Weights in records of codes and scales, decoded and encoded. A record is copied before its weights are written, which
-// may lie over it.
+// Encoding and decoding of weights in records of codes and scales. A record is copied before the weights are written,
+// because they may overlap the record.
 
 inline void store_as(float* p, Wide::Vec x) { Wide::store(p, x); }
 inline void store_as(uint16_t* p, Wide::Vec x) { Wide::store_bf16(p, x); }
@@ -55,13 +55,13 @@ void decode_nf4_range(const uint8_t* records, const Nf4Tables& tables, T* out, i
   }
 }
 
-// Writes the record of 128 numbers: whole ones of kBits, and the scale. With `error` what the record stands for is
-// taken off, and the rest written there in bf16; where the scale is not finite it is 0.
+// Writes the record of 128 numbers: whole ones of kBits, and the scale. With `error` the decoded record is
+// subtracted, and the rest is written there in bf16; 0 where the scale is not finite.
 template <int kBits>
 inline void encode_block(const float* from, uint8_t* record, uint16_t* error) {
   constexpr int kMost = (1 << (kBits - 1)) - 1;
-  // What is added to a small number rounds it to a whole one, ties to even, which its lowest byte then is; of four bits
-  // that is 8 more than the number.
+  // The added constant rounds a small number to an integer, ties to even, in the lowest byte. With four bits the byte
+  // is 8 more than the number.
   const auto rounds = Wide::set(kBits == 4 ? 0x1.8p23f + 8 : 0x1.8p23f);
   const float scale = most_of<kInt8Block>(from) / kMost;
   const auto divisor = Wide::set(at_least(scale, kLeastScale));
@@ -89,7 +89,7 @@ inline void encode_block(const float* from, uint8_t* record, uint16_t* error) {
   memcpy(record + kInt8Block * kBits / 8, &scale, sizeof scale);
 }
 
-// Behind the last of the n weights are zeros; load(lane, i) gives those from i on.
+// Zeros follow the n weights; load(lane, i) loads from i on.
 template <class Load>
 void encode_int8_blocks(const Load& load, int64_t n, uint8_t* records, int64_t begin, int64_t end) {
   for (int64_t k = begin; k < end; ++k) {

@@ -1,4 +1,4 @@
-// What this processor and this process may use.
+// Instruction sets and cores available to this process.
 #pragma once
 
 namespace offload {

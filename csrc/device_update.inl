@@ -1,7 +1,7 @@
-// The update rules as kernels of a GPU: those of OFFLOAD_KERNEL, one of the host's files of rules, over a lane whose
-// operations are intrinsics that round by themselves and that no compiler fuses. So the host's expressions are these, and
-// its bits too. A GPU's runtime compiler compiles this (offload/native/device_update.py), and for tests g++ does
-// (tests/accelerator/rtc.h); neither has more of a standard library than the sized integers.
+// The update rules as GPU kernels: OFFLOAD_KERNEL is one of the host's rule files. The lane operations are intrinsics
+// with separate rounding, never fused by a compiler, so the host's expressions give the host's bits. The GPU's run-time
+// compiler compiles this file (offload/native/device_update.py), and g++ does for tests (tests/accelerator/rtc.h). Both
+// have only the sized integers of the standard library.
 #include "kernels.h"
 
 #define OFFLOAD_INLINE
@@ -117,8 +117,8 @@ struct Thread {
 
 }  // namespace
 
-// Numbers come as whoever launches a kernel from Python can give them: ints, and doubles, of which each is a member of
-// Scalars. `size`, `key` and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
+// Numbers have the types of a launch from Python: ints and doubles. Each double is a member of Scalars. `size`, `key`
+// and `element` are two halves each, the lower one first. Adds to `num_nonfinite`.
 template <template <class> class Rule, class Scalars, class Master, States kStates, class Grad>
 __global__ void update(void* master, int16_t* lo, void* moments0, void* moments1, float* scales0, float* scales1,
                        const void* grad, unsigned long long* num_nonfinite, uint32_t size0, uint32_t size1, uint32_t key0,

@@ -25,7 +25,7 @@ OFFLOAD_INLINE inline typename Lane::Vec normal(typename Lane::Int word) {
   return Lane::mul(whole, Lane::set(kDirectionScale));
 }
 
-// Weights as the device uses them: what is told from their magnitude has to be the same there and on the host.
+// Weights as the device uses them: decisions by magnitude must be equal on device and host.
 template <class Lane>
 inline typename Lane::Vec load_used(const float* p) { return Lane::load(p); }
 template <class Lane>
@@ -66,8 +66,8 @@ void perturb_range(const PerturbArrays<T>& a, const Directions& d, float eps, in
   }
 }
 
-// Takes the step against the sum of directions, each times its coefficient, and returns how many of the new weights are
-// not finite. Used is what of the Master the device uses: all of it, or the upper half.
+// Takes the step against the weighted sum of directions, and returns the number of non-finite new weights. Used is the
+// part of the Master on the device: all, or the upper half.
 template <class Master, class Used>
 int64_t descend_range(Master master, const Used* used, const Directions& d, const DescendScalars& s, int64_t begin,
                       int64_t end) {
@@ -99,7 +99,7 @@ int64_t descend_range(Master master, const Used* used, const Directions& d, cons
   return num_nonfinite;
 }
 
-// How the weights of a parameter are kept. open() comes before 64 of them are stored; store() returns what was.
+// The storage of a parameter's weights. open() precedes the store of 64 weights; store() returns the stored value.
 struct WholeWeights {
   float* p;
   void open(const Keys&, int64_t) const {}
@@ -125,7 +125,7 @@ struct SplitWeights {
   }
 };
 
-// In bf16 alone, rounded up or down at random: what a step adds is mostly less than the distance of two such numbers.
+// In bf16 alone, with stochastic rounding: a step is mostly smaller than the distance of two bf16 numbers.
 struct ShortWeights {
   uint16_t* p;
   Draws draws;

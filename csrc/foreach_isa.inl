@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-// For what keeps its vectors in registers only where it is part of the loop around it.
+// For functions that keep vectors in registers only when inlined into the surrounding loop.
 #define OFFLOAD_INLINE __attribute__((always_inline))
 #define OFFLOAD_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-// What both engines share: requests, their blocks, and how they end.
+// Shared by both engines: requests, blocks and completion.
 #include "io_engine.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// The reads and writes of an update with next to no arithmetic: what memory alone allows. kAhead is how many elements
+// The reads and writes of an update with almost no arithmetic: the memory bound. kAhead is how many elements
 // ahead of the loop it prefetches, 0 for leaving that to the hardware.
 
 template <int64_t kAhead>
@@ -24,7 +24,7 @@ inline void look(const char* p, int64_t bytes, int64_t i, int64_t count, typenam
   }
 }
 
-// Returns something that depends on what was read, so that the reads are made.
+// Returns a value that depends on the reads, so the compiler keeps them.
 template <int64_t kAhead>
 int64_t roofline_range(const RooflineArrays& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = 64;  // a cache line of the smallest elements

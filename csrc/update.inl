@@ -1,5 +1,5 @@
-// What the kernels of update rules share: the master weights, the gradients, how far ahead memory is asked for, and the
-// one pass over all of them. A rule is a class of a Lane, made from its scalars, that has kNumMoments and turns a weight
+// Shared parts of the update kernels: master weights, gradients, the prefetch distance, and the single pass over all of
+// them. A rule is a class of a Lane, made from its scalars, that has kNumMoments and turns a weight
 // and its moments into new ones: Vec operator()(Vec weight, Vec* moments, Vec gradient).
 
 // Far enough ahead to keep memory busy while a block is computed, near enough to be still in the L1 cache when its turn
@@ -88,7 +88,7 @@ int64_t update_range(const Scalars& scalars, const Master master, const Moments&
   return num_nonfinite;
 }
 
-// Calls body(master, gradient) with what a rule's arrays are.
+// Calls body(master, gradient) with the types of the rule's arrays.
 template <class Body>
 int64_t with_arrays(const UpdateArrays& a, const Body& body) {
   const auto run = [&](const auto& master) {

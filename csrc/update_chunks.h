@@ -1,4 +1,4 @@
-// What the entry points of update rules share: how their arrays are cut over threads.
+// Shared by the update entry points: the division of arrays over threads.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace offload {
 constexpr int64_t kUpdateChunk = 1 << 16;  // 1.6 MiB of AdamW's states: long enough to hide the hand-over, short enough
                                            // to share
 
-// Calls update(begin, end) for each chunk of [0, n); returns the sum of what it returns, weights that are not finite.
+// Calls update(begin, end) for each chunk of [0, n); returns the sum of the results, the count of non-finite weights.
 template <class Update>
 int64_t update_chunks(int64_t n, int threads, const Update& update) {
   std::atomic<int64_t> num_nonfinite{0};

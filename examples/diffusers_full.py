@@ -1,8 +1,9 @@
-"""Full fine-tuning of a diffusion transformer as diffusers' scripts do it, over accelerate: flow matching of Flux.
+"""Full fine-tuning of a Flux transformer by flow matching, like a diffusers script over accelerate.
+
 python examples/diffusers_full.py [--model FOLDER_OF_A_FLUX_TRANSFORMER --bf16 --device-memory 20GiB]
 
-Of a script of diffusers two lines change: OffloadAccelerator(..., offload=...) in place of Accelerator(...), and the
-engine's export in place of save_pretrained.
+Two lines of a diffusers script change: OffloadAccelerator(..., offload=...) replaces Accelerator(...), and the engine's
+export replaces save_pretrained.
 """
 
 from pathlib import Path
@@ -43,7 +44,7 @@ scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_
 
 
 def encoded(number: int) -> dict[str, torch.Tensor]:
-    """Stand for an image and a text that were encoded beforehand."""
+    """Return an image and a text in encoded form."""
     generator = torch.Generator().manual_seed(number)
     shapes = {"latents": (16, config.in_channels), "text": (8, config.joint_attention_dim)}
     shapes["pooled"] = (config.pooled_projection_dim,)
@@ -81,7 +82,7 @@ while step < flags.steps:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-accelerator.engine.export(flags.output, replace=True)  # streams; then by the names that diffusers knows
+accelerator.engine.export(flags.output, replace=True)  # a streamed export, with the names of diffusers
 (Path(flags.output) / "model.safetensors").rename(Path(flags.output) / "diffusion_pytorch_model.safetensors")
 transformer.save_config(flags.output)
 print(f"saved to {flags.output}")

@@ -1,4 +1,4 @@
-"""A loop of one's own, over the engine alone: python examples/own_loop.py [--model MODEL ...]"""
+"""An own training loop over the engine: python examples/own_loop.py [--model MODEL ...]"""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""A LoRA adapter over a frozen base that streams: python examples/peft_lora.py [--model MODEL ...]
+"""A LoRA adapter over a frozen streamed base: python examples/peft_lora.py [--model MODEL ...]
 
-The base costs the host its weights alone; the adapter is saved as PEFT saves it.
+The base needs host memory for its weights alone. The adapter is saved in PEFT's format.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""What the examples share: a model, a tokenizer and texts of toy size, made here, so that they run without a network;
-and the flags with which they take real ones.
+"""Common parts of the examples: a tiny model, tokenizer and texts, made without a network, and the flags to use real
+ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload import Placement
 
 
 def parse(description: str, **defaults: Any) -> argparse.Namespace:
-    """Read the flags that all examples have."""
+    """Read the flags common to all examples."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or hub name; empty: a toy of random weights")
     parser.add_argument("--output", default=f"runs/{Path(sys.argv[0]).stem}", help="folder for what is trained")
@@ -36,7 +36,7 @@ def parse(description: str, **defaults: Any) -> argparse.Namespace:
 
 
 def placement(flags: argparse.Namespace) -> Placement:
-    """Return where states rest: in host memory, and on disk, if there is a folder, what that does not hold."""
+    """Return the placement of states: host memory, and with a folder the rest on disk."""
     device_memory = flags.device_memory or (None if flags.model else "4MiB")
     where = "auto" if flags.nvme_dir else "cpu"
     return Placement(
@@ -68,7 +68,7 @@ def tokenizer(flags: argparse.Namespace) -> Any:
 
 
 def model(flags: argparse.Namespace) -> Any:
-    """Return the model that is trained: a real one in its own dtype, on the host."""
+    """Return the model to train: a real model in its own dtype, on the host."""
     if flags.model:
         return AutoModelForCausalLM.from_pretrained(flags.model, dtype="auto")
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def model(flags: argparse.Namespace) -> Any:
 
 
 def arguments(flags: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return what every trainer's arguments have in common."""
+    """Return the common trainer arguments."""
     return {
         "output_dir": flags.output,
         "max_steps": flags.steps,

@@ -25,4 +25,4 @@ print(f"eval loss {trainer.evaluate()['eval_loss']:.4f} on rank {trainer.engine.
 trainer.save_model()
 if trainer.engine.rank == 0:
     print(f"saved to {flags.output}")
-trainer.engine.close()  # of several ranks all are done
+trainer.engine.close()  # all ranks are done

@@ -1,7 +1,7 @@
-"""Direct preference optimisation with TRL, with a reference model: python examples/trl_dpo.py [--model MODEL ...]
+"""Direct preference optimization with TRL and a reference model: python examples/trl_dpo.py [--model MODEL ...]
 
-The reference is a second model, whole on the device. Where it does not fit, let TRL compute its log probabilities
-beforehand (precompute_ref_log_probs), or train an adapter, whose base is the reference.
+The reference is a second model, completely on the device. Where it does not fit, precompute its log-probabilities in
+TRL (precompute_ref_log_probs), or train an adapter with the base as reference.
 """
 
 import trl

@@ -1,6 +1,6 @@
-"""GRPO with TRL, where the model generates and rewards judge: python examples/trl_grpo.py [--model MODEL ...]
+"""GRPO with TRL, with generation by the model and a reward function: python examples/trl_grpo.py [--model MODEL ...]
 
-Every token that is generated streams the weights once, unless they stay on the device: give it memory, or many prompts
+Each generated token streams the weights once, unless they stay on the device. Use more device memory, or many prompts
 at once.
 """
 
@@ -16,7 +16,7 @@ class GRPO(OffloadMixin, trl.GRPOTrainer):
 
 
 def letters(completions: list[str], **_: object) -> list[float]:
-    """Reward text of letters."""
+    """Reward text made of letters."""
     return [sum(each.isalpha() for each in completion) / max(1, len(completion)) for completion in completions]
 
 

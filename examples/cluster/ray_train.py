@@ -1,6 +1,7 @@
-"""offload.train on a Ray cluster: python examples/cluster/ray_train.py --workers 2 [--gpu] --run.dir /shared/run ...
+"""Run offload.train on a Ray cluster: python examples/cluster/ray_train.py --workers 2 [--gpu] --run.dir /shared/run
+...
 
-What follows are settings of offload.train. A run that Ray starts again goes on from its newest checkpoint.
+The other arguments are settings of offload.train. A run restarted by Ray resumes from the newest checkpoint.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from offload.train import main
 
 
 def train(config: dict[str, list[str]]) -> None:
-    main(config["words"])  # over the process group that Ray has made, and on the device that it gave
+    main(config["words"])  # with Ray's process group and device
 
 
 parser = argparse.ArgumentParser(description=__doc__)
