@@ -8,14 +8,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
 from offload.engine.units import cut_experts
-from tests.engine.families import bert, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
+from offload.layout import codecs
+from offload.planning import device_updates
+from tests.engine.families import bert, build, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.ranks_child import first_row
 from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted, fake_quantised, sum_by_layer
+from tests.engine.test_frozen_weights import adapted, dequantised
 from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, tied
 from tests.engine.test_streamed_experts import mixture
 
@@ -30,6 +34,7 @@ class Case:
     reference: keywords of `train_both` for plain PyTorch with the same approximation, None where a test of the feature
         has a reference of its own.
     within: distance from plain PyTorch, as a share of the scale of a layer; None for equal bits.
+    saves: keywords of `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
     """
 
@@ -41,6 +46,7 @@ class Case:
     count: Callable[[Batch], int] = count_shifted
     reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
     within: float | None = None
+    saves: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
@@ -57,6 +63,10 @@ def _t5_groups(precision: str) -> Mapping[str, Any]:
 
 def _quantised(precision: str) -> Mapping[str, Any]:
     return {"shown": partial(fake_quantised, precision=precision)}
+
+
+def _decoded(precision: str) -> Mapping[str, Any]:
+    return {"plain": dequantised(build(adapted), "nf4", torch.bfloat16 if precision == "bf16" else torch.float32)}
 
 
 _ORDER = "a sign, a code or a whole matrix makes another step of the last bits of a sum, which ranks add otherwise"
@@ -126,4 +136,12 @@ CASES: dict[str, Case] = {
             "ranks_are_one": "tests/engine/test_zeroth_order.py",
         },
     ),
+    "nf4 below what trains": Case(
+        adapted,
+        {"frozen_weights": "nf4"},
+        reference=_decoded,
+        saves={"trained_only": True},
+        patches=((codecs, "PIECE_NUMEL", 16384),),
+    ),
+    "updates on the device": Case(settings={"update": "device"}, patches=((device_updates, "_LARGEST_TILE", 2048),)),
 }
