@@ -77,7 +77,7 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "place"), zip(CASES, list(PLACES) * 3, strict=True))
+@pytest.mark.parametrize(("name", "place"), list(zip(CASES, list(PLACES) * 3, strict=True)))
 def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, tmp_path: Path) -> None:
     """The head runs in chunks beneath an adapter, too: logits are as large as those of a model without one."""
     adapter = adaptation(tmp_path, CASES[name])
