@@ -351,19 +351,6 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "is_frozen"), [("text", False), ("pictures", True)])
-def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
-    text = [on_device(text_alone(seed, 4)) for seed in range(3)]
-    mixed = [made("LLaVA", seed) for seed in range(3)]
-    batches = [batch for pair in zip(text, mixed, strict=True) for batch in (pair if first == "text" else pair[::-1])]
-    model = build(llava)
-    if is_frozen:
-        model.model.vision_tower.requires_grad_(False)
-    train_both(model, batches)
-    in_parts("LLaVA", 3, batches[:4])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LLaVA", "T5"])
 def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
     """A vision tower's hidden states are on a list that is a context variable."""
@@ -475,20 +462,6 @@ def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, 
         else value
         for key, value in batch.items()
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "micro_batch_size"), [("Whisper", None), ("denoiser", 1)])
-def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size: int | None) -> None:
-    found = run(2, trained, name=name, rows=(3, 2), micro_batch_size=micro_batch_size)
-    kind = KINDS[name]
-    reference = Reference(build(kind.make), PROPORTIONAL)
-    for step in range(2):
-        loss, norm = reference.step(made(name, step, 5), kind.loss_fn)
-        for steps, _ in found:
-            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
-    for _, values in found:
-        assert_same(values, reference.masters, ROUNDING)
 
 
 @pytest.mark.slow

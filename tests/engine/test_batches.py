@@ -102,19 +102,6 @@ def test_a_loss_function_may_use_what_the_model_does_not_take() -> None:
     assert all(torch.isfinite(engine.step(batch, loss_fn=weighted).loss) for batch in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["padding", "positions"])
-def test_other_inputs_of_the_model(kind: str) -> None:
-    rows = batches(3)
-    for batch in rows:
-        if kind == "padding":
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            batch["attention_mask"][2, :4] = 0
-        else:
-            batch["position_ids"] = torch.arange(10).flip(0).expand(4, 10).contiguous()
-    train_both(build(llama), rows)
-
-
 def test_batches_may_change_their_shape() -> None:
     """Recorded on the first one, a step must do for any other."""
     train_both(build(gemma2), [tokens(0, 4, 10), tokens(1, 1, 16), tokens(2, 7, 3), tokens(3, 4, 20)])

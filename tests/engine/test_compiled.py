@@ -139,18 +139,6 @@ class Breaks(Block):
         return super().forward(h) * (1.0 if float(h.detach().sum()) < 1e9 else 0.5)
 
 
-class Counts(Block):
-    """Reads a number that is another one in each use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_uses = 0
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        self.num_uses += 1
-        return super().forward(h) + 0.0 * self.num_uses
-
-
 def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="compile is auto, and Breaks"):
         train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
@@ -191,16 +179,6 @@ def test_a_block_that_checkpoints_itself_is_compiled() -> None:
         recompute="never",
     )
     assert engine.compiled_classes
-
-
-@pytest.mark.slow
-def test_what_a_block_counts_is_counted_once_a_forward() -> None:
-    model = Stack(Counts)
-    batches = [words(seed) for seed in range(3)]
-    _, reference = train_both(
-        model, batches, loss_fn=cross_entropy, group=lambda model: compile_modules(model.blocks), compile="auto"
-    )
-    assert [b.num_uses for b in model.blocks] == [b.num_uses for b in reference.model.blocks] == [3] * 3
 
 
 @pytest.mark.slow

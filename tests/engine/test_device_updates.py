@@ -264,16 +264,6 @@ def test_small_models_are_updated_where_they_rest() -> None:
         assert engine.updates_on == "cpu"
 
 
-@pytest.mark.slow
-def test_what_goes_up_and_down_is_shown() -> None:
-    with Engine(build(llama), update="device", debug=1) as engine:
-        train(engine, 2)
-        engine.finish()
-        train(engine, 1)
-        shown = {(span.lane, span.name.partition(" ")[0]) for span in engine.spans}
-    assert {("h2d", "update"), ("update", "update"), ("d2h", "update")} <= shown
-
-
 # -- failures ------------------------------------------------------------------------------------------------
 
 

@@ -261,13 +261,6 @@ def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: 
     assert inside(small_disk.path) == ["other data"]
 
 
-@pytest.mark.slow
-def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -> None:
-    small_disk.fill(8192)
-    paragraph(command(small_disk.path), 3, small_disk.path, "8192 bytes", "too little", "--offload.nvme_dir")
-    assert inside(small_disk.path) == ["other data"]
-
-
 # -- the disk fails --------------------------------------------------------------------------------------------
 
 

@@ -164,22 +164,6 @@ def test_without_clipping_the_last_unit_tears_nothing() -> None:
     step(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"debug": True}], ids=str)
-def test_an_exception_in_the_backward_costs_that_step_only(settings: dict[str, Any]) -> None:
-    engine, undisturbed = mined(**settings), mined(**settings)
-    step(engine, 0), step(undisturbed, 0)
-    engine.model.blocks[1].raises_in = (
-        len(engine.model.blocks[1].calls) + 2
-    )  # the recompute; a kept graph would not call it
-    with pytest.raises(KeyError, match="told to"):
-        step(engine, 9)
-    engine.model.blocks[1].raises_in = None
-    result, wanted = step(engine, 1), step(undisturbed, 1)
-    assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
-    assert_same(weights(engine), weights(undisturbed))
-
-
 def test_an_exception_in_the_loss_function_costs_that_step_only() -> None:
     engine, reference = Engine(build(llama)), Reference(build(llama))
     for seed in range(2):

@@ -38,17 +38,6 @@ from tests.engine.test_parameters import freeze
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 4, "num_hidden_layers": 3}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MATRICES = [f"{name}_proj.weight" for name in ("k", "v", "o", "gate", "up", "down")]
-TIERS: dict[str, dict[str, Any]] = {
-    "device": {"parameters": "device", "optimizer": "device"},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"},
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "": {},
-    "micro-batches": {"micro_batch_size": 2},
-    "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
-    "speculative": {"clip": "speculative", "max_grad_norm": 0.1, "debug": 3},
-}
 
 
 def adapted() -> nn.Module:

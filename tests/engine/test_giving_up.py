@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import TornError
-from offload.optim import adamw
 from tests.engine.compare import assert_same, weights
-from tests.engine.families import build, tokens
+from tests.engine.families import build
 from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, parts_of
-from tests.engine.test_overlap import deep
 
 SOON_S = 120.0
 """A step that is given up takes a moment; it may be a long one where the machine is busy."""
@@ -88,54 +86,6 @@ def assert_no_threads(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lane", "mode"), [("h2d", FREE), ("d2h", DEFERRED), ("update", SPECULATIVE)])
-def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, engine = Engine(build(deep), **mode), Engine(build(deep), debug=4, **mode)
-    for seed in range(2):
-        engine.step(tokens(seed))
-        undisturbed.step(tokens(seed))
-    weights(engine)  # no update is still on its way
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        thread = threading.current_thread()
-        # The kernels belong to all, and an update of the other engine may still be under way.
-        if thread.name == f"offload {lane}" and thread in lane_threads(engine):
-            monkeypatch.undo()
-            raise Told
-        return original(*arguments, **named)
-
-    if lane == "update":
-        original = adamw.kernels.adamw
-        monkeypatch.setattr(adamw.kernels, "adamw", fail)
-    else:
-        original = parts_of(engine).device.copy
-        monkeypatch.setattr(parts_of(engine).device, "copy", fail)
-    with ends_soon():
-        try:  # an update that fails behind a step is found out in the next
-            engine.step(tokens(2))
-            undisturbed.step(tokens(2))
-            with pytest.raises((Told, TornError)):
-                engine.step(tokens(3))
-        except Told:
-            pass
-    try:
-        weights(engine)
-        is_torn = False
-    except TornError:
-        is_torn = True
-    assert is_torn or lane != "update"
-    assert not is_torn or lane == "update" or mode is not DEFERRED
-    if is_torn:
-        with pytest.raises(TornError):
-            engine.step(tokens(3))
-    else:
-        for seed in range(3, 5):
-            assert engine.step(tokens(seed)).loss.item() == undisturbed.step(tokens(seed)).loss.item()
-        assert_same(weights(engine), weights(undisturbed))
-    assert_no_threads(engine)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_collected")
 def test_ctrl_c_while_the_lanes_crawl() -> None:
     engine = breaking(throttle=GLACIAL, **SPECULATIVE)
@@ -169,21 +119,6 @@ def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatc
             one.lr = 1e-3 * (seed + 1)  # of this very update
         assert engine.update().grad_norm == undisturbed.update().grad_norm
     assert_same(weights(engine), weights(undisturbed))
-    engine.close()
-
-
-@pytest.mark.slow
-def test_an_error_leaves_the_updates_of_the_step_before_alone() -> None:
-    """They are on their way when the next step fails, and must arrive, all of them."""
-    slow = {"update": {"latency_seconds": 0.05}}
-    undisturbed, engine = breaking(**DEFERRED), breaking(**DEFERRED, throttle=slow)
-    for seed in range(2):
-        assert step(engine, seed) == step(undisturbed, seed)
-    engine.model.blocks[0].left = 0
-    with pytest.raises(Told):
-        engine.evaluate(words(9), loss_fn=cross_entropy)
-    assert_same(weights(engine), weights(undisturbed))
-    assert step(engine, 2) == step(undisturbed, 2)
     engine.close()
 
 

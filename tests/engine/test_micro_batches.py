@@ -10,10 +10,10 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-from offload import AdamW, Engine, Placement
+from offload import AdamW, Engine
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
-from tests.engine.device import TWO_KERNELS, twin
+from tests.engine.device import twin
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.inside import parts_of, steps_of
@@ -221,22 +221,6 @@ def train(make: Maker, *, micro: int | None = 2, **settings: Any) -> tuple[list[
         torch.manual_seed(seed)
         losses.append(engine.step(tokens(seed)).loss.item())
     return losses, weights(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute": "never", "prefetch": 0},
-        {"debug": True, "placement": Placement(activations="cpu")},
-        pytest.param({"placement": Placement(parameters="device", optimizer="device")}, marks=TWO_KERNELS),
-    ],
-    ids=str,
-)
-def test_masks_do_not_depend_on_how_the_step_is_run(settings: dict[str, Any]) -> None:
-    wanted, found = train(gpt2), train(gpt2, **settings)
-    assert wanted[0] == found[0]
-    assert all(torch.equal(wanted[1][name], found[1][name]) for name in wanted[1])
 
 
 @pytest.mark.slow

@@ -131,29 +131,6 @@ def test_steps_are_bit_equal(
     assert bool(used) == (fraction < 1)
 
 
-MIXES: dict[str, dict[str, str]] = {
-    "states below their weights": {"parameters": "cpu", "optimizer": "nvme"},
-    "weights below their states": {"parameters": "nvme", "optimizer": "cpu"},
-    "weights that stay on the device": {"parameters": "device", "optimizer": "nvme"},
-    "gradients alone": {"parameters": "cpu", "optimizer": "cpu", "gradients": "nvme"},
-    "activations alone": {"parameters": "cpu", "optimizer": "cpu", "activations": "nvme"},
-    "activations, all else on the device": {"parameters": "device", "optimizer": "device", "activations": "nvme"},
-    "everything": ALL,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mix", "precision", "mode"),
-    [(mix, ("fp32", "bf16")[n % 2], list(MODES)[n % len(MODES)]) for n, mix in enumerate(MIXES)],
-)
-def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
-    settings = {"precision": precision, "recompute": "always", **MODES[mode]}
-    found = train(deep, NUM_STEPS, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
-    tier = MIXES[mix]["optimizer"].replace("nvme", "cpu")  # on the device nothing is speculative
-    assert_equal(found, in_memory(deep, NUM_STEPS, precision, mode, tier))
-
-
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("most", [4096, 20_000, 1 << 20])
 def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
