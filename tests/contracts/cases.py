@@ -8,14 +8,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
 from offload.engine.units import cut_experts
-from tests.engine.families import bert, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
+from offload.layout import codecs
+from offload.planning import device_updates
+from tests.engine.families import bert, build, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.ranks_child import first_row
 from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted, fake_quantised, sum_by_layer
+from tests.engine.test_frozen_weights import adapted, dequantised
 from tests.engine.test_parameters import freeze
 from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, tied
 from tests.engine.test_streamed_experts import mixture
@@ -31,6 +35,7 @@ class Case:
     reference: keywords of `train_both` for plain PyTorch with the same approximation, None where a test of the feature
         has a reference of its own.
     within: distance from plain PyTorch, as a share of the scale of a layer; None for equal bits.
+    saves: keywords of `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
     """
 
@@ -42,6 +47,7 @@ class Case:
     count: Callable[[Batch], int] = count_shifted
     reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
     within: float | None = None
+    saves: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
@@ -63,6 +69,10 @@ def _partly_frozen() -> nn.Module:
 
 def _quantised(precision: str) -> Mapping[str, Any]:
     return {"shown": partial(fake_quantised, precision=precision)}
+
+
+def _decoded(precision: str) -> Mapping[str, Any]:
+    return {"plain": dequantised(build(adapted), "nf4", torch.bfloat16 if precision == "bf16" else torch.float32)}
 
 
 _ORDER = "a sign, a code or a whole matrix makes another step of the last bits of a sum, which ranks add otherwise"
@@ -133,4 +143,12 @@ CASES: dict[str, Case] = {
         },
     ),
     "frozen parts": Case(_partly_frozen),
+    "nf4 below what trains": Case(
+        adapted,
+        {"frozen_weights": "nf4"},
+        reference=_decoded,
+        saves={"trained_only": True},
+        patches=((codecs, "PIECE_NUMEL", 16384),),
+    ),
+    "updates on the device": Case(settings={"update": "device"}, patches=((device_updates, "_LARGEST_TILE", 2048),)),
 }

@@ -174,7 +174,7 @@ def resumes_as_if_never_stopped(cell: Cell) -> None:
     other = "cpu" if cell.place != "cpu" and own_device().type == "cpu" else cell.place
     with cell.engine() as engine:
         numbers = cell.step(engine, 0)
-        engine.save_checkpoint(cell.folder / "saved")
+        engine.save_checkpoint(cell.folder / "saved", **cell.case.saves)
     with cell.engine(other) as engine:
         engine.load_checkpoint(cell.folder / "saved")
         assert_equal(cell.concluded(engine, numbers + cell.step(engine, 1)), cell.undisturbed)

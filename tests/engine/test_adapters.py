@@ -18,18 +18,15 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.config.sections import LoraSection, ModelSection
-from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
 from offload.hf.adapters import Adaptation, summary
 from offload.hf.models import BuiltModel, build_model, fill_all
 from offload.hf.sources import Whole
 from tests.engine import families
-from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
+from tests.engine.compare import same_bits, train_both
 from tests.engine.inside import parts_of, resident_names
-from tests.engine.ranks import run
-from tests.engine.reference import Reference
 from tests.integrations.plain import needs
-from tests.matrix import matrix, quick
+from tests.matrix import quick
 
 needs("peft")
 
@@ -80,53 +77,20 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
 
 
 @pytest.mark.slow
-@matrix(strength=1, long=2, case=CASES, place=PLACES)
-def test_it_trains_as_over_a_base_in_memory(
-    base: Path, case: dict[str, Any], place: dict[str, Any], tmp_path: Path
-) -> None:
-    adapter = adaptation(tmp_path, case)
+@pytest.mark.parametrize(("name", "place"), list(zip(CASES, list(PLACES) * 3, strict=True)))
+def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, tmp_path: Path) -> None:
+    """The head runs in chunks beneath an adapter, too: logits are as large as those of a model without one."""
+    adapter = adaptation(tmp_path, CASES[name])
     built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
-    settings = {"placement": Placement(**place, nvme_dir=str(tmp_path))} if place else {}
+    settings: dict[str, Any] = {"placement": Placement(**PLACES[place], nvme_dir=str(tmp_path))}
+    if name == "lora":
+        settings |= {"head_chunk_bytes": 12 * families.VOCABULARY * 4, "within": 2e-6}
     engine, _ = train_both(built.model, families.batches(3), plain=plain, fill=built.fill, **settings)
     built.close()
+    assert (engine.head_chunks == 3) == (name == "lora")
     trained = {name for name, value in plain.named_parameters() if value.requires_grad}
     assert dict(engine.named_parameters(trained_only=True)).keys() == trained
     engine.close()
-
-
-@pytest.mark.slow
-def test_the_base_goes_up_twice_at_most_for_any_number_of_micro_batches(base: Path, tmp_path: Path) -> None:
-    adapter, moved = adaptation(tmp_path, CASES["lora"]), []
-    for rows in (4, 2, 1):
-        built = adapter.over(load(base), seed=7)
-        place = Placement("cpu", "cpu", "cpu")
-        engine = Engine(
-            built.model, fill=built.fill, placement=place, prefetch=0, recompute="always", micro_batch_size=rows
-        )
-        for batch in families.batches(2):
-            engine.step(batch)
-        moved.append((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
-        regions = {region for unit in parts_of(engine).units for region in unit.regions}
-        total, trained = (sum(r.weight_bytes for r in regions if r.trainable >= only) for only in (False, True))
-        engine.close()
-    assert moved[0] == moved[1] == moved[2]
-    assert total < moved[0][0] <= 2 * total
-    assert moved[0][1] == trained, "the adapter's gradients alone"
-
-
-@pytest.mark.slow
-def test_micro_batches_sum_to_the_whole(base: Path, tmp_path: Path) -> None:
-    adapter = adaptation(tmp_path, CASES["rslora"])
-    built = adapter.over(load(base), seed=7)
-    train_both(
-        built.model,
-        families.batches(2),
-        plain=resident(base, adapter),
-        fill=built.fill,
-        micro_batch_size=1,
-        within=2e-6,
-        placement=Placement("cpu", "cpu", "cpu"),
-    )
 
 
 @pytest.mark.slow
@@ -213,15 +177,14 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
 
 
 @pytest.mark.slow
-@matrix(
-    strength=1,
-    make={make.__name__: make for make in (families.mixtral, families.qwen3_moe, families.gpt_oss)},
-    how={
-        "all-linear, cpu": {"case": {"target_modules": "all-linear"}, "place": "cpu"},
-        "parameters, nvme, recomputed": {"place": "nvme", "recompute": "always"},
-        "parameters, device, kept": {"place": "device", "recompute": "never"},
-        "parameters, cpu, micro-batches": {"place": "cpu", "micro_batch_size": 2, "within": 2e-6},
-    },
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (families.gpt_oss, {"case": {"target_modules": "all-linear"}, "place": "cpu"}),
+        (families.mixtral, {"place": "nvme", "recompute": "always"}),
+        (families.qwen3_moe, {"place": "device", "recompute": "never"}),
+        (families.mixtral, {"place": "cpu", "micro_batch_size": 2, "within": 2e-6}),
+    ],
 )
 def test_experts_that_are_one_parameter_are_adapted(
     make: Callable[[], nn.Module], how: dict[str, Any], tmp_path: Path
@@ -249,58 +212,10 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_the_head_runs_in_chunks_beneath_an_adapter(base: Path, tmp_path: Path) -> None:
-    """Logits are as large as those of a model without one."""
-    adapter = adaptation(tmp_path, CASES["lora"])
-    built = adapter.over(load(base), seed=7)
-    engine, _ = train_both(
-        built.model,
-        families.batches(2),
-        plain=resident(base, adapter),
-        fill=built.fill,
-        head_chunk_bytes=12 * families.VOCABULARY * 4,
-        within=2e-6,
-    )
-    assert engine.head_chunks == 3
-
-
-def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
-    """Train an adapter on this rank's rows of two batches; return its weights."""
-    with open_comm() as comm:
-        built = adaptation(folder / str(comm.rank), case).over(load(base), seed=7)
-        place = Placement("cpu", "cpu", "cpu")
-        engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
-        for seed in range(2):
-            rows = families.tokens(seed)
-            engine.step({key: value[2 * comm.rank : 2 * comm.rank + 2] for key, value in rows.items()})
-        engine.save_checkpoint(folder / "states", trained_only=True)
-        return dict(engine.named_parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora", "dora", "tokens", "head", "pissa", "parameters"])
-def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name: str) -> None:
-    case = {**CASES[name], "dropout": 0.0}
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    one, other = run(2, over_ranks, base=base, case=case, folder=tmp_path)
-    adapter = adaptation(tmp_path, case)
-    built = adapter.over(load(base), seed=7)
-    plain = Reference(resident(base, adapter), PROPORTIONAL)
-    for seed in range(2):
-        plain.step(families.tokens(seed))
-    assert one.keys() == other.keys()
-    assert all(same_bits(one[key], other[key]) for key in one)
-    assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
-    frozen = [name for name, p in built.model.named_parameters() if not p.requires_grad]
-    assert all(same_bits(one[name], plain.masters[name]) for name in frozen)
-    engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
-    engine.load_checkpoint(tmp_path / "states")
-    assert_same(dict(engine.named_parameters()), one)
-
-
-@pytest.mark.slow
-@matrix(strength=1, recompute=["always", "never", "auto"], call=["step", "own", "micro"], checkpoints=[False, True])
+@pytest.mark.parametrize(
+    ("recompute", "call", "checkpoints"),
+    [("always", "step", True), ("never", "own", False), ("auto", "micro", True)],
+)
 def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, checkpoints: bool) -> None:
     """Below an adapter weights come up once a step; from there on twice, but for the last one's, which are still there.
     For gradient checkpointing transformers lets a gradient go down to the embeddings, which is left off with it.

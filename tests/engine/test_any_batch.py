@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +20,6 @@ from tests.engine.any_batch import (
     IMAGE,
     KINDS,
     Kind,
-    SquareMask,
     distance,
     latents,
     llava,
@@ -28,7 +28,6 @@ from tests.engine.any_batch import (
     on_device,
     pictures_in_rows,
     qwen2_vl,
-    square,
     text_alone,
     vit,
 )
@@ -38,7 +37,7 @@ from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, sum_by_layer
 from tests.leaks import no_graph_is_left
-from tests.matrix import matrix, quick
+from tests.matrix import matrix
 
 ROUNDING = 2e-6
 MIXING = ("CLIP", "masked ViT")
@@ -47,16 +46,9 @@ MIXING = ("CLIP", "masked ViT")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_step_equals_plain_pytorch(name: str) -> None:
-    kind = KINDS[name]
-    train_both(build(kind.make), [made(name, seed) for seed in range(3)], loss_fn=kind.loss_fn, group=kind.group)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick(KINDS, ("Qwen2-VL", "Whisper", "masked ViT", "denoiser")))
-def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
-    kind = KINDS[name]
-    engine, reference = train_both(build(kind.make), [made(name, 0)], loss_fn=kind.loss_fn, group=kind.group)
+def test_a_step_and_an_evaluation_equal_plain_pytorch(name: str) -> None:
+    kind, some = KINDS[name], [made(name, seed) for seed in range(3)]
+    engine, reference = train_both(build(kind.make), some, loss_fn=kind.loss_fn, group=kind.group)
     reference.model.eval()
     with torch.no_grad():
         (wanted,) = reference.losses(made(name, 5), kind.loss_fn, len)
@@ -87,7 +79,10 @@ def beside_whole(
 
 
 @pytest.mark.slow
-@matrix(strength=1, is_plain={"units are cut": False, "batches are cut": True}, name=list(KINDS))
+@pytest.mark.parametrize(
+    ("name", "is_plain"),
+    [*zip(KINDS, itertools.cycle([False, True])), *((name, True) for name in MIXING)],
+)
 def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
     """What cannot be cut, by its shapes or by its loss, stays whole, and this is said."""
     batches = [made(name, seed, rows=5) for seed in range(2)]
@@ -141,7 +136,7 @@ def test_what_rows_have_is_told_by_another_tensor() -> None:
 
 
 @pytest.mark.slow
-@matrix(strength=1, is_plain=[False, True], num_rows=[(16, 5, 16), (5, 16)])
+@pytest.mark.parametrize(("num_rows", "is_plain"), [((16, 5, 16), False), ((5, 16), True)])
 def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     """They are no rows if this is said; else no few rows run, and the batch stays whole."""
     batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
@@ -151,16 +146,6 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
     with says_that_it_stays_whole():
         in_parts("denoiser", 3, batches, is_plain)
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
-
-
-@pytest.mark.slow
-@matrix(strength=1, is_plain=[False, True], num_rows=[(6, 4, 6), (4, 6)])
-def test_as_many_tokens_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
-    batches = [on_device(square(seed, rows)) for seed, rows in enumerate(num_rows)]
-    in_parts("square mask", 4, batches, is_plain, rows=["x", "labels"])
-    with says_that_it_stays_whole():
-        in_parts("square mask", 4, batches, is_plain)
-    train_both(build(SquareMask), batches)
 
 
 class Prototypes(nn.Module):
@@ -340,7 +325,7 @@ DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_b
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_tables_left")
-@matrix(strength=1, name=list(DIFFUSERS), num_rows=[(3, 3), (16, 3), (8, 3)])
+@pytest.mark.parametrize(("name", "num_rows"), [("Flux", (16, 3)), ("Qwen-Image", (8, 3))])
 def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
     """In a step, in micro-batches, and in an own loop; also with as many rows as image or text tokens."""
     make, batch_of = DIFFUSERS[name]
@@ -366,20 +351,7 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
 
 
 @pytest.mark.slow
-@matrix(strength=1, is_frozen={"": False, "a frozen tower": True}, first=["text", "pictures"])
-def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
-    text = [on_device(text_alone(seed, 4)) for seed in range(3)]
-    mixed = [made("LLaVA", seed) for seed in range(3)]
-    batches = [batch for pair in zip(text, mixed, strict=True) for batch in (pair if first == "text" else pair[::-1])]
-    model = build(llava)
-    if is_frozen:
-        model.model.vision_tower.requires_grad_(False)
-    train_both(model, batches)
-    in_parts("LLaVA", 3, batches[:4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick(KINDS, ["LLaVA", "T5"]))
+@pytest.mark.parametrize("name", ["LLaVA", "T5"])
 def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
     """A vision tower's hidden states are on a list that is a context variable."""
     kind, batch = KINDS[name], made(name, 0)
@@ -448,13 +420,7 @@ def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
 
 def trained(name: str, rows: tuple[int, ...], micro_batch_size: int | None) -> Any:
     """Train on this rank's rows of batches; return (loss, norm) of each step, and the weights; or what was refused."""
-
-    def batch_of(step: int, rank: int) -> dict[str, Any]:
-        if name == "Qwen2-VL":
-            return made(name, 2 * step + rank, rows[rank])
-        return share(made(name, step, sum(rows)), rows, rank)
-
-    return _trained(KINDS[name], batch_of, 2, micro_batch_size)
+    return _trained(KINDS[name], lambda step, rank: share(made(name, step, sum(rows)), rows, rank), 2, micro_batch_size)
 
 
 def with_pictures(of_rows: Sequence[Sequence[int]], micro_batch_size: int | None) -> Any:
@@ -499,35 +465,6 @@ def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, 
 
 
 @pytest.mark.slow
-@matrix(strength=1, micro_batch_size=[None, 1], name=["Whisper", "BERT's answers", "denoiser"])
-def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size: int | None) -> None:
-    found = run(2, trained, name=name, rows=(3, 2), micro_batch_size=micro_batch_size)
-    kind = KINDS[name]
-    reference = Reference(build(kind.make), PROPORTIONAL)
-    for step in range(2):
-        loss, norm = reference.step(made(name, step, 5), kind.loss_fn)
-        for steps, _ in found:
-            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
-    for _, values in found:
-        assert_same(values, reference.masters, ROUNDING)
-
-
-@pytest.mark.slow
-def test_two_ranks_of_what_cannot_be_cut() -> None:
-    """The labels say how much each rank's part weighs."""
-    found = run(2, trained, name="Qwen2-VL", rows=(3, 2), micro_batch_size=None)
-    reference = Reference(build(KINDS["Qwen2-VL"].make), PROPORTIONAL)
-    for step in range(2):
-        parts = [made("Qwen2-VL", 2 * step + rank, rows) for rank, rows in enumerate((3, 2))]
-        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        loss, norm = reference.step(whole)
-        for steps, _ in found:
-            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
-    for _, values in found:
-        assert_same(values, reference.masters, ROUNDING)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXING)
 def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
     for refused in run(2, trained, name=name, rows=(3, 2), micro_batch_size=None):
@@ -538,7 +475,9 @@ def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> None:
-    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both keep whole."""
+    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both keep whole. The
+    labels say how much each rank's part weighs.
+    """
     found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=micro_batch_size)
     reference = Reference(build(llava), PROPORTIONAL)
     for step in range(3):

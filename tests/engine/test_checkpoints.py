@@ -15,11 +15,10 @@ from offload.errors import DoesNotFitError
 from offload.tiers.slots import Slots
 from tests.engine.compare import train_both
 from tests.engine.device import LATE_BYTES, LEDGER
-from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, tokens
+from tests.engine.families import batches, build, gpt2, llama, tokens
 from tests.engine.handmade import WIDTH, Block, ChangesBetweenUnits, InPlaceBlocks, Stack, cross_entropy, words
 from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
-from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 ROWS, LENGTH = 4, 10
@@ -29,22 +28,14 @@ def on_host(**budget: Any) -> Placement:
     return Placement(activations="cpu", **budget)
 
 
-@pytest.mark.slow
-@matrix(strength=1, make=[llama, gemma2, gpt2, mixtral, mamba], precision=["fp32", "bf16"])
-def test_bit_equal(make: Maker, precision: str) -> None:
-    train_both(build(make), batches(3), precision=precision, placement=on_host(), debug=True)
+def test_bit_equal() -> None:
+    train_both(build(gpt2), batches(2), placement=on_host(), debug=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [InPlaceBlocks, ChangesBetweenUnits])
 def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
     train_both(build(model), [words(s) for s in range(3)], loss_fn=cross_entropy, placement=on_host(), debug=True)
-
-
-@pytest.mark.slow
-@matrix(strength=1, rows=[1, 3], settings=[{}, {"recompute": "auto"}, {"recompute": "never"}])
-def test_with_micro_batches(rows: int, settings: dict[str, Any]) -> None:
-    train_both(build(llama), batches(3), micro_batch_size=rows, placement=on_host(), within=2e-6, **settings)
 
 
 def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_it(
@@ -75,7 +66,7 @@ def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@matrix(strength=1, rows=[None, 1, 3], precision=["fp32", "bf16"])
+@pytest.mark.parametrize(("rows", "precision"), [(None, "fp32"), (3, "bf16")])
 def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
     """Each of the two blocks sends its input [rows, length, 32] out once and back once, in whatever parts. Tables and
     heads need their inputs for no recompute."""
@@ -136,13 +127,12 @@ def deep(num_layers: int) -> Maker:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"precision": "bf16"}], ids=str)
-def test_the_device_holds_as_much_for_12_layers_as_for_4(settings: dict[str, Any]) -> None:
+def test_the_device_holds_as_much_for_12_layers_as_for_4() -> None:
     peaks: dict[str, list[int]] = {"cpu": [], "device": []}
     host = {}
     for num_layers in (4, 12):
         for activations, found in peaks.items():
-            engine = Engine(build(deep(num_layers)), placement=Placement(activations=activations), **settings)
+            engine = Engine(build(deep(num_layers)), placement=Placement(activations=activations))
             found.append(step_peak(engine, lambda engine=engine: engine.step(tokens())))
             if activations == "cpu":
                 host[num_layers] = tier_bytes(engine, "cpu")["activation checkpoints"]
@@ -181,8 +171,7 @@ def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes
 
 @pytest.mark.slow
 @LEDGER
-@pytest.mark.parametrize("recompute", quick(["auto", "always"], ["auto"]))
-def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str) -> None:
+def test_a_device_budget_without_room_for_inputs_trains_bit_equal() -> None:
     """With inputs on the device the same budget is too small."""
     engine = Engine(build(deep(12)), placement=on_host())
     engine.step(tokens())
@@ -190,7 +179,7 @@ def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str
     with pytest.raises(DoesNotFitError, match="unit inputs"):
         Engine(build(deep(12)), placement=Placement(device_memory=device_memory)).step(tokens())
     placement = on_host(device_memory=device_memory)
-    engine, _ = train_both(build(deep(12)), batches(3), placement=placement, recompute=recompute)
+    engine, _ = train_both(build(deep(12)), batches(3), placement=placement, recompute="auto")
     assert engine.counters.peak_device_bytes <= device_memory
 
 

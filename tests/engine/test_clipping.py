@@ -17,7 +17,6 @@ from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import keep_gradients, parts_of, states
-from tests.matrix import matrix
 
 RULE = AdamW(lr=1e-3)
 NO_LIMIT = 1e9
@@ -62,7 +61,9 @@ def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any]
 
 
 @pytest.mark.slow
-@matrix(strength=1, num_steps_before=[0, 3], precision=["fp32", "bf16"], factor=[1.0, 20.0, 1000.0])
+@pytest.mark.parametrize(
+    ("factor", "precision", "num_steps_before"), [(1.0, "fp32", 0), (20.0, "bf16", 3), (1000.0, "fp32", 3)]
+)
 def test_speculative_against_float64(factor: float, precision: str, num_steps_before: int) -> None:
     is_coarse = factor == 1000.0
     deferred, speculative = pair(NO_LIMIT, precision=precision)
@@ -129,7 +130,7 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
     assert_same(*found)
 
 
-def train_unevenly(engine: Engine, steps: range, clipped: int | None) -> tuple[list[Any], dict[str, Tensor]]:
+def train_unevenly(engine: Engine, steps: range, clipped: int) -> tuple[list[Any], dict[str, Tensor]]:
     """Return what steps came to, of which one has a norm above 100, and the weights after them."""
     found = []
     for step in steps:
@@ -147,10 +148,9 @@ def train_unevenly(engine: Engine, steps: range, clipped: int | None) -> tuple[l
         (0, "deferred"),
         (UNCLIPPED_STEPS - 1, "deferred"),
         (UNCLIPPED_STEPS, "speculative"),
-        pytest.param(None, "speculative", marks=pytest.mark.slow),
     ],
 )
-def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int | None, clip: str) -> None:
+def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int, clip: str) -> None:
     """A run that was saved before that was decided, and resumed, too: break: forget the count, or count again."""
     settings: dict[str, Any] = {"optimizer": RULE, "max_grad_norm": 100.0, "throttle": {"update": "8MiB"}}
     steps = range(UNCLIPPED_STEPS + 2)
@@ -178,7 +178,6 @@ def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int
         (None, "deferred"),
         ({"update": "1MiB"}, "auto"),
         ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
-        pytest.param({"h2d": "1MiB"}, "deferred", marks=pytest.mark.slow),
     ],
 )
 def test_auto_is_left_to_the_steps_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:

@@ -23,15 +23,16 @@ from offload.errors import OffloadError
 from offload.native import kernels
 from tests.engine.compare import same_bits, weights
 from tests.engine.device import NO_LSTM, twin
-from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
+from tests.engine.families import build, gemma2, llama, llama4, mixtral, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
-from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 
 
 @pytest.mark.slow
-@matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral, llama4])
+@pytest.mark.parametrize(
+    ("make", "precision"), [(llama, "bf16"), (gemma2, "fp32"), (mixtral, "bf16"), (llama4, "fp32")]
+)
 def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, tmp_path: Path) -> None:
     engine = Engine(build(make), precision=precision)
     engine.step(tokens())
@@ -52,7 +53,7 @@ def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, t
         found = twin(loaded.eval())(input_ids=tokens(2)["input_ids"]).logits
     assert torch.equal(found, wanted)
     again.model.train()
-    assert again.step(tokens(1)).loss.item() == after or make is gpt2, "writing the folder changed the engine"
+    assert again.step(tokens(1)).loss.item() == after, "writing the folder changed the engine"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -70,8 +71,9 @@ def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: P
 
 
 @pytest.mark.slow
-@matrix(
-    strength=1, precision=["fp32", "bf16"], dtype=[torch.float32, torch.bfloat16, torch.float16], make=[llama, gemma2]
+@pytest.mark.parametrize(
+    ("make", "dtype", "precision"),
+    [(llama, torch.float16, "fp32"), (gemma2, torch.bfloat16, "bf16"), (gemma2, torch.float32, "fp32")],
 )
 def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: str) -> None:
     model = build(make).to(dtype)
@@ -95,7 +97,7 @@ def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [*quick(MODELS, MODELS[::3]), pytest.param(Recurrent, marks=NO_LSTM)])
+@pytest.mark.parametrize("model", [*MODELS[::3], pytest.param(Recurrent, marks=NO_LSTM)])
 def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
     """Weights of an engine that made no step come back bit for bit, and a second engine takes them over."""
     plain, given = build(model), build(model)

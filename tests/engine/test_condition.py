@@ -54,8 +54,7 @@ def assert_like(engine: Engine, reference: Reference) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize(("recompute", "rows"), [("always", None), ("never", 2)])
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
     """The recording pass and skipped steps leave it alone; evaluations move it, as in plain PyTorch."""
     model = build(Assigned)

@@ -64,14 +64,14 @@ def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [None, 1])
 @pytest.mark.parametrize(
-    ("make", "batches"),
+    ("make", "batches", "rows"),
     [
-        (mistral, [tokens(0), tokens(1)]),  # 40 tokens fill a window that the recording's rows do not
+        (mistral, [tokens(0), tokens(1)], None),  # 40 tokens fill a window that the recording's rows do not
         (
             llama,
             [tokens(0, padding=0), tokens(1, padding=5), tokens(2, padding=0), tokens(3, 12, padding=2), tokens(4)],
+            1,
         ),
     ],
 )

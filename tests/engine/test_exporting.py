@@ -27,9 +27,7 @@ from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, numbers, opened, share, small_tiles
-from tests.matrix import matrix
 
-FAMILIES = {"llama": llama, "gemma2": gemma2, "gpt2": gpt2, "mixtral": mixtral}
 ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
 
 
@@ -61,14 +59,12 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@matrix(
-    strength=1,
-    widths={"bf16": ("bf16", torch.bfloat16), "split": ("bf16", torch.float32), "fp32": ("fp32", torch.float32)},
-    make=FAMILIES,
+@pytest.mark.parametrize(
+    ("make", "precision", "dtype"),
+    [(gpt2, "bf16", torch.bfloat16), (gemma2, "bf16", torch.float32), (mixtral, "fp32", torch.float32)],
 )
-def test_a_folder_comes_back_bit_for_bit(make: Any, widths: tuple[str, torch.dtype], tmp_path: Path) -> None:
+def test_a_folder_comes_back_bit_for_bit(make: Any, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Break: leave the low halves out of an fp32 export."""
-    precision, dtype = widths
     given = source(tmp_path, make, dtype)
     built = taken(given)
     engine = Engine(built.model, precision=precision, fill=built.fill)
@@ -183,7 +179,7 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
 
 
 @pytest.mark.slow
-@matrix(strength=1, on_disk={"memory": False, "disk": True}, stage=[0, 2, 3])
+@pytest.mark.parametrize(("stage", "on_disk"), [(0, False), (2, False), (3, True)])
 def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
     """Break: let the other ranks read what the device uses where rank 0 reads masters."""
     given = source(tmp_path, mixtral, torch.float32)

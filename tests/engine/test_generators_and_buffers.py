@@ -18,21 +18,10 @@ from offload.engine.units.drawn import Drawn
 from offload.engine.units.runner import generator_seed
 from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.families import build, gpt2, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, Noisy, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 from tests.engine.zeroth_order import PlainMeZO
-from tests.matrix import matrix
-
-
-@pytest.mark.slow
-@matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral])
-def test_evaluate_is_plain_evaluation(make, precision: str) -> None:
-    engine, reference = train_both(build(make), batches(2), precision=precision)
-    reference.model.eval()
-    with torch.no_grad():
-        wanted = reference.model(**tokens(9)).loss.float()
-    assert engine.evaluate(tokens(9)).item() == wanted.item()
 
 
 def test_evaluate_leaves_no_trace() -> None:
@@ -252,8 +241,7 @@ class DrawsFromItsOwn(Draws):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy])
-@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize(("block", "recompute"), [(DrawsFromPython, "always"), (DrawsFromNumpy, "never")])
 def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: type[Draws], recompute: str) -> None:
     """The recording pass and steps that fail leave them as they were, and a step moves them as plain PyTorch does."""
     model = build(lambda: Stack(block))
@@ -280,8 +268,7 @@ def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy, DrawsOneNormal])
-@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(("block", "num_before"), [(DrawsFromPython, 0), (DrawsFromNumpy, 0), (DrawsOneNormal, 1)])
 def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
     block: type[Draws], num_before: int
 ) -> None:

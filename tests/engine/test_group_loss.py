@@ -18,7 +18,6 @@ from tests.engine import ranks
 from tests.engine.device import own_device, twin
 from tests.engine.families import VOCABULARY, build, gemma2, llama
 from tests.engine.ranks_child import share
-from tests.matrix import quick
 
 PROMPT, LENGTH = 17, 28
 """More than the tokens on which a model is recorded are no targets."""
@@ -64,14 +63,13 @@ def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", quick((llama, gemma2), [gemma2]))
-@pytest.mark.parametrize("way", quick(WAYS, ["micro-batches, chunks", "streamed"]))
-def test_training_is_that_of_whole_logits(way: str, family: Any) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_whole_logits(way: str) -> None:
     """Of Gemma 2 the head has caps of its own. A chunk has 8 of the tokens.
 
     Break: a slope of the row beside it, a chunk's logits with the places of the one before, a mean over tokens.
     """
-    model = build(family)
+    model = build(gemma2)
     plain, batch, loss = twin(model), answers(), Pairs()
     engine = Engine(model, SGD(lr=0.1), max_grad_norm=None, **WAYS[way])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -93,10 +91,10 @@ def test_training_is_that_of_whole_logits(way: str, family: Any) -> None:
     engine.close()
 
 
-def ranked(chunk_bytes: int | None) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
     """Train on four rows of six, or two; or on rows without targets beside all six."""
     loss = Pairs()
-    engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=chunk_bytes)
+    engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
     result = engine.step(share(answers(), (4, 2), engine.rank), loss)
     measured = loss.measured["first"]
     whole = answers()
@@ -109,10 +107,9 @@ def ranked(chunk_bytes: int | None) -> tuple[float, torch.Tensor, list[torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk_bytes", quick((None, CHUNK_BYTES), [CHUNK_BYTES]))
-def test_ranks_weigh_by_their_groups(chunk_bytes: int | None) -> None:
+def test_ranks_weigh_by_their_groups() -> None:
     """Also where a rank has no rows of its own."""
-    found, loss = ranks.run(2, ranked, chunk_bytes=chunk_bytes), Pairs()
+    found, loss = ranks.run(2, ranked), Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None)
     wanted = engine.step(answers(), loss)
     first = loss.measured["first"]

@@ -30,55 +30,48 @@ from tests.engine.handmade import (
     words,
 )
 from tests.engine.reference import count_labels, sum_by_layer
-from tests.matrix import matrix
 
 NUM_STEPS = 3
 
 
 @pytest.mark.slow
-@matrix(
-    strength=1,
-    model=MODELS,
-    precision=["fp32", "bf16"],
-    debug={"": False, "poisoned": True},
-    recompute=["always", "never"],
+@pytest.mark.parametrize(
+    ("model", "precision", "recompute"),
+    [(model, ("fp32", "bf16")[n % 2], ("always", "never")[n // 2 % 2]) for n, model in enumerate(MODELS)],
 )
-def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool, recompute: str) -> None:
-    batches = [words(seed) for seed in range(2 if debug else NUM_STEPS)]
+def test_streams_bit_equal(model: type[nn.Module], precision: str, recompute: str) -> None:
+    batches = [words(seed) for seed in range(NUM_STEPS)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing here needs to stay on the device
-        settings = {"precision": precision, "debug": debug, "recompute": recompute}
+        settings = {"precision": precision, "debug": True, "recompute": recompute}
         train_both(build(model), batches, loss_fn=cross_entropy, group=sum_by_layer, **settings)
 
 
 @pytest.mark.slow
-@matrix(strength=1, recompute=["always", "never"], rows=[None, 2], debug={"": False, "poisoned": True})
-def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None, debug: bool) -> None:
+@pytest.mark.parametrize(("recompute", "rows"), [("always", 2), ("never", None)])
+def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None) -> None:
     """Within a rounding: a tensor in several containers enters a unit once, where its gradients are summed."""
     batches = [words(seed) for seed in range(NUM_STEPS)]
-    settings = {"recompute": recompute, "micro_batch_size": rows, "debug": debug}
+    settings = {"recompute": recompute, "micro_batch_size": rows, "debug": True}
     whole = rows is not None  # what its containers hold mixes rows
     model, count = build(ChangesContainers), count_labels
     train_both(model, batches, loss_fn=cross_entropy, count=count, within=1e-5, whole=whole, **settings)
 
 
 @pytest.mark.slow
-@matrix(strength=1, debug={"": False, "poisoned": True}, precision=["fp32", "bf16"])
-def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bool) -> None:
+def test_a_block_that_runs_twice_adds_its_gradients_up() -> None:
     """In fp32, over the uses: the reference can tell them apart where every use is an element of the list."""
-    settings = {"precision": precision, "debug": debug, "plain": build(ListedTwice)}
+    settings = {"precision": "bf16", "debug": True, "plain": build(ListedTwice)}
     train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
 
 
 @pytest.mark.slow
 @NO_LSTM
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_lstm(precision: str, recompute: str) -> None:
+def test_lstm() -> None:
     """torch runs an fp32 LSTM by another kernel, 3e-8 away, where no gradient is wanted: a forward that is recomputed
     later must not."""
     batches = [words(s) for s in range(NUM_STEPS)]
-    train_both(build(Recurrent), batches, loss_fn=cross_entropy, precision=precision, recompute=recompute)
+    train_both(build(Recurrent), batches, loss_fn=cross_entropy, recompute="always")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,22 +81,16 @@ def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) 
 
 
 @pytest.mark.slow
-@matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
-def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> None:
-    settings = {"recompute": recompute, "loss_fn": cross_entropy, "group": sum_by_layer}
-    for placement in (Placement(), Placement(activations="cpu")):
-        train_both(build(model), [words(seed) for seed in range(3)], placement=placement, debug=True, **settings)
-
-
-@pytest.mark.slow
-@matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
-def test_a_unit_that_takes_no_tensor_in_micro_batches(model: type[nn.Module], recompute: str) -> None:
-    """It runs once for all of them, and sums their gradients first: other last bits. Batches of what moves buffers, by
-    which it goes, stay whole.
+@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
+    """In micro-batches it runs once for all of them, and sums their gradients first: other last bits. Batches of what
+    moves buffers, by which it goes, stay whole.
     """
-    settings = {"recompute": recompute, "loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}
+    some, placement = [words(seed) for seed in range(3)], Placement(activations="cpu")
+    train_both(build(model), some, placement=placement, debug=True, loss_fn=cross_entropy, group=sum_by_layer)
+    settings = {"loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}
     settings["whole"] = model.__name__ in ("PromptedAndMoving", "SpectralNorm")
-    engine, reference = train_both(build(model), [words(seed) for seed in range(3)], within=2e-6, **settings)
+    engine, reference = train_both(build(model), some, within=2e-6, **settings)
     wanted = dict(reference.model.named_buffers())
     assert all(torch.allclose(buffer, wanted[name], atol=1e-6) for name, buffer in engine.model.named_buffers())
 

@@ -15,32 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
-from offload import LOMO, Engine, Placement
+from offload import Engine
 from offload.engine import checkpoints
 from offload.errors import TornError
-from tests.disks import nameless
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.fuzz.faults import is_lock
-from tests.matrix import matrix
 
 ENGINE = str(Path(offload.__file__).parent)
-DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
-NUM_SAMPLES = 3
 
 
 class Lines:
-    """Counts the lines of the engine that this thread runs, and is interrupted before number `at`, so often. `entered`:
-    how many uses of units began after that.
-    """
+    """Counts the lines of the engine that this thread runs, and is interrupted before number `at`, so often."""
 
     def __init__(self, at: int = sys.maxsize, times: int = 1) -> None:
-        self.at, self.times, self.count, self.entered, self.where = at, times, 0, 0, ""
+        self.at, self.times, self.count, self.where = at, times, 0, ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -62,8 +55,6 @@ class Lines:
         return True
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_qualname == "UnitRunner.enter" and self.count >= self.at:
-            self.entered += 1
         return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -86,81 +77,9 @@ def own_loop(engine: Engine, seeds: tuple[int, ...] = (1, 2)) -> float:
     return engine.update().loss.item()
 
 
-def evaluate(engine: Engine) -> float:
-    return engine.evaluate(words(1), loss_fn=cross_entropy).item()
-
-
-OPERATIONS: dict[str, Callable[[Engine], float]] = {"step": step, "own loop": own_loop, "evaluate": evaluate}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "deferred": {"clip": "deferred"},
-    "at once": {"max_grad_norm": None, "recompute": "never"},
-    "micro-batches": {"micro_batch_size": 1},
-    "threads": {"debug": 1},
-    "two backwards": {"optimizer": LOMO(clip_norm=0.1)},
-    "streamed": {"debug": 1, "update": "device"},
-}
-
-
-def make(settings: str, place: str, folder: Path) -> Engine:
-    (folder / "disk").mkdir(exist_ok=True)
-    placement = Placement(**DISK, nvme_dir=str(folder / "disk")) if place == "nvme" else Placement()
-    return Engine(build(lambda: Stack(depth=2)), placement=placement, **SETTINGS[settings])
-
-
-def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(same_bits(one[name], other[name]) for name in other)
-
-
-def check(settings: str, place: str, operation: str, folder: Path, num_samples: int) -> None:
-    run, engine = OPERATIONS[operation], make(settings, place, folder)
-    step(engine)
-    run(engine)
-    engine.save_checkpoint(folder / "saved")
-    before, lines = weights(engine), Lines()
-    with lines.watched():
-        loss = run(engine)
-    after = weights(engine)
-    modes = [module.training for module in engine.model.modules()]
-    places = range(1, lines.count)
-    for at in random.Random(num_samples).sample(places, num_samples):
-        engine.load_checkpoint(folder / "saved")
-        lines = Lines(at)
-        try:
-            if not lines.interrupt(lambda: run(engine)):
-                continue
-            assert lines.entered <= 1
-            try:
-                found = weights(engine)
-            except TornError:
-                continue
-            assert is_same(found, after) or is_same(found, before), "neither"
-            if engine._own_loop.losses:  # the first of two was not in the way
-                assert len(engine._own_loop.losses) == 1
-                assert own_loop(engine, (2,)) == loss
-            elif not is_same(found, after) or operation == "evaluate":
-                assert run(engine) == loss
-                assert is_same(weights(engine), after), "another result"
-            assert [module.training for module in engine.model.modules()] == modes
-            with torch.no_grad():
-                assert torch.isfinite(engine.model(words(3)["x"])).all()
-            assert "unit inputs" not in {name for _, name, _ in engine.allocations}
-        except BaseException as error:
-            error.add_note(f"interrupted at line {at} of {places.stop}, {lines.where}")
-            raise
-    engine.close()
-    assert not list((folder / "disk").iterdir())
-    assert not nameless(folder / "disk")
-
-
-@pytest.mark.slow
-@matrix(strength=1, settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
-def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp_path: Path) -> None:
-    check(settings, place, operation, tmp_path, NUM_SAMPLES)
-
-
 @pytest.mark.slow
 def test_a_second_interrupt_comes_at_once_and_says_that_the_engine_has_to_be_loaded(tmp_path: Path) -> None:
-    engine = make("micro-batches", "cpu", tmp_path)
+    engine = Engine(build(lambda: Stack(depth=2)), micro_batch_size=1)
     step(engine)
     engine.save_checkpoint(tmp_path / "saved")
     wanted, lines = step(engine), Lines()
@@ -212,7 +131,7 @@ def test_an_interrupted_save_leaves_no_folder(
         signal.raise_signal(signal.SIGINT)
         write(*what)
 
-    engine, write = make("deferred", "cpu", tmp_path), checkpoints._write
+    engine, write = Engine(build(lambda: Stack(depth=2))), checkpoints._write
     step(engine)
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(checkpoints, "_write", interrupted)

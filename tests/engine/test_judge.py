@@ -367,11 +367,6 @@ def sum_gradients_twice(original: Any, context: Any, *gradients: Tensor) -> Any:
     return tuple(None if g is None else 1.001 * g for g in original(context, *gradients))
 
 
-def draw_before(original: Any, *args: Any) -> Any:
-    torch.rand((), device=own_device())
-    return original(*args)
-
-
 @contextmanager
 def leave_values(_original: Any, *_: Any) -> Iterator[None]:
     yield

@@ -10,15 +10,13 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER
-from tests.engine.families import batches, build, llama, tokens
+from tests.engine.families import build, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_overlap import deep
-from tests.matrix import matrix, quick
 
 SETTLES = 3  # steps after which what is left is given away
-LANES: dict[str, dict[str, Any]] = {"inline": {}, "delays": {"debug": 2}}
 
 
 def streamed(model: nn.Module) -> int:
@@ -27,11 +25,11 @@ def streamed(model: nn.Module) -> int:
 
 
 @pytest.mark.slow
-@matrix(strength=1, recompute=["always", "never", "auto"], lanes=list(LANES))
-def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str) -> None:
+@pytest.mark.parametrize(("recompute", "debug"), [("always", 0), ("never", 2), ("auto", 0)])
+def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, debug: int) -> None:
     model = build(deep)
     total = streamed(model) + elements(model.model.norm)
-    engine = Engine(model, placement=Placement(device_memory="8MiB"), recompute=recompute, **LANES[lanes])
+    engine = Engine(model, placement=Placement(device_memory="8MiB"), recompute=recompute, debug=debug)
     for seed in range(SETTLES + 4):
         engine.step(tokens(seed))
         if seed > SETTLES + 1:
@@ -42,13 +40,12 @@ def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", LANES)
-def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
+def test_what_no_update_changes_is_not_fetched_again() -> None:
     model = build(deep)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = ".layers.1." in name or ".layers.3." in name
     learning = sum(elements(model.model.layers[number]) for number in (1, 3))
-    engine = Engine(model, placement=Placement(device_memory="8MiB"), **LANES[lanes])
+    engine = Engine(model, placement=Placement(device_memory="8MiB"))
     for seed in range(SETTLES + 4):
         engine.step(tokens(seed))
     assert engine.counters.h2d_bytes == 4 * learning
@@ -59,8 +56,8 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
 
 
 @pytest.mark.slow
-@matrix(strength=1, share=[0.3, 0.6], lanes=list(LANES))
-def test_part_of_a_model_stays(share: float, lanes: str) -> None:
+@pytest.mark.parametrize(("share", "debug"), [(0.3, 2), (0.6, 0)])
+def test_part_of_a_model_stays(share: float, debug: int) -> None:
     """More room, fewer bytes; and never more than the budget, at any moment."""
     model = build(deep)
     total = 4 * streamed(model)
@@ -68,7 +65,7 @@ def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     least.step(tokens(0))
     least.close()
     budget = least.counters.peak_device_bytes + int(share * total)
-    engine = Engine(model, placement=Placement(device_memory=budget), **LANES[lanes])
+    engine = Engine(model, placement=Placement(device_memory=budget), debug=debug)
     for seed in range(SETTLES + 4):
         engine.step(tokens(seed))
         assert engine.counters.peak_device_bytes <= budget
@@ -101,15 +98,14 @@ def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
 
 @pytest.mark.slow
 @LEDGER
-@pytest.mark.parametrize("lanes", quick(LANES, ["inline"]))
-def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
+def test_a_larger_batch_takes_the_room_back() -> None:
     """It needs nearly the whole budget for its inputs, and it is the same step as without any room to give."""
     wide = tokens(7, rows=12, length=20)
     free = Engine(build(deep))
     free.step(wide)
     budget = free.counters.peak_device_bytes
     undisturbed = Engine(build(deep))
-    engine = Engine(build(deep), placement=Placement(device_memory=budget), **LANES[lanes])
+    engine = Engine(build(deep), placement=Placement(device_memory=budget))
     for seed in range(SETTLES + 2):
         assert engine.step(tokens(seed)).loss == undisturbed.step(tokens(seed)).loss
     grown = tier_bytes(engine, "device")
@@ -123,16 +119,3 @@ def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
         engine.step(tokens(8, rows=64, length=20))
     assert engine.step(tokens(3)).loss == undisturbed.step(tokens(3)).loss
     engine.close()
-
-
-@pytest.mark.slow
-@matrix(strength=1, lanes=list(LANES), precision=["fp32", "bf16"])
-def test_residents_are_bit_equal_to_plain_pytorch(precision: str, lanes: str) -> None:
-    train_both(
-        build(llama),
-        batches(SETTLES + 3),
-        precision=precision,
-        placement=Placement(device_memory="4MiB"),
-        clip="deferred",
-        **LANES[lanes],
-    )

@@ -23,7 +23,6 @@ from tests.engine.ranks_child import CASES, opened, share, small_tiles, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import MATRIX as RULES
 from tests.engine.test_rules import PLACES, placed
-from tests.matrix import matrix, quick
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@matrix(strength=1, make=[mixtral, mamba], rule=["adafactor", "muon"])
+@pytest.mark.parametrize(("rule", "make"), [("adafactor", mixtral), ("muon", mixtral), ("muon", mamba)])
 def test_experts_and_convolutions(rule: str, make: Any) -> None:
     """Of Muon each matrix of the experts is one, and a convolution is none."""
     engine, _ = train_both(build(make), batches(2), optimizer=RULES[rule], debug=True)
@@ -78,11 +77,10 @@ def test_each_step_of_adafactor_is_torchs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_groups_give_rules_by_matrix(place: str, tmp_path: Path) -> None:
+def test_groups_give_rules_by_matrix(tmp_path: Path) -> None:
     groups = (("mlp", {"rule": Adafactor(lr=0.03), "lr_scale": 2.0}), ("attn", {"rule": Muon(lr=0.02)}))
     rule = AdamW(lr=0.01, groups=groups)
-    engine, _ = train_both(build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path))
+    engine, _ = train_both(build(llama), batches(3), optimizer=rule, placement=placed("nvme", tmp_path))
     kept = {name for _, name, _ in engine.allocations}
     assert {"exp avg", "row var", "momentum buffer", "update workspace"} <= kept
 
@@ -180,17 +178,16 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", quick(["adafactor", "muon"], ["muon"]))
-def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> None:
-    arguments = {"path": str(tmp_path / "saved"), "rule": RULES[rule]}
+def test_ranks_go_on_from_what_others_have_saved(tmp_path: Path) -> None:
+    arguments = {"path": str(tmp_path / "saved"), "rule": RULES["muon"]}
     wanted, _ = run(2, saved, zero_stage=3, **arguments)
     for stage in (0, 2):
         for found in run(2, loaded, zero_stage=stage, **arguments):
             assert_same(found, wanted)
-    alone = Engine(build(CASES["plain"].make), RULES[rule])
+    alone = Engine(build(CASES["plain"].make), RULES["muon"])
     alone.load_checkpoint(tmp_path / "saved")
     alone.step(tokens(2))
-    assert_same(weights(alone), wanted, within=2e-2 if rule == "muon" else 1e-5)
+    assert_same(weights(alone), wanted, within=2e-2)
 
 
 @pytest.mark.slow
@@ -205,15 +202,14 @@ def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p == "nvme" else pytest.mark.slow) for p in PLACES])
-def test_another_rules_states_are_refused_or_begin_anew(place: str, tmp_path: Path) -> None:
+def test_another_rules_states_are_refused_or_begin_anew(tmp_path: Path) -> None:
     """With reset: as if an engine were made of those weights, whatever this one had trained before."""
     first = Engine(build(llama), AdamW(lr=0.01))
     for seed in range(2):
         first.step(tokens(seed))
     first.save_checkpoint(tmp_path / "saved", {"step": 2})
     for rule in RULES.values():
-        engine = Engine(build(llama, seed=3), rule, placed(place, tmp_path))
+        engine = Engine(build(llama, seed=3), rule, placed("nvme", tmp_path))
         engine.step(tokens(8))
         told = rf"saved holds the states of AdamW, with .*exp_avg.*, and the model.*{type(rule).__name__}.*"
         with pytest.raises(ConfigError, match=told + r"--optimizer\.name.*--optimizer\.reset.*reset=True"):
@@ -225,23 +221,11 @@ def test_another_rules_states_are_refused_or_begin_anew(place: str, tmp_path: Pa
         with torch.no_grad():
             for (_, p), value in zip(other.named_parameters(), weights(first).values(), strict=True):
                 p.copy_(value)
-        anew = Engine(other, rule, placed(place, tmp_path))
+        anew = Engine(other, rule)
         for seed in range(2):
             assert engine.step(tokens(seed)).loss.item() == anew.step(tokens(seed)).loss.item()
         assert_same(weights(engine), weights(anew))
         engine.close()
-
-
-@pytest.mark.slow
-def test_reset_changes_nothing_where_the_rule_is_the_same(tmp_path: Path) -> None:
-    whole = Engine(build(llama), RULES["adafactor"])
-    whole.step(tokens(0))
-    whole.save_checkpoint(tmp_path / "saved")
-    resumed = Engine(build(llama, seed=9), RULES["adafactor"])
-    resumed.load_checkpoint(tmp_path / "saved", reset=True)
-    for engine in (whole, resumed):
-        engine.step(tokens(1))
-    assert_same(weights(resumed), weights(whole))
 
 
 def test_another_models_checkpoint_is_refused_with_reset_too(tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-from offload import AdamW, Engine, Placement
+from offload import AdamW, Engine
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
-from tests.engine.device import TWO_KERNELS, twin
-from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.device import twin
+from tests.engine.families import SPECIAL, build, gemma2, gpt2, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.inside import parts_of, steps_of
 from tests.engine.reference import Batch, count_labels
-from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 2e-6
@@ -50,7 +49,9 @@ def calm_gpt2() -> nn.Module:
 
 
 @pytest.mark.slow
-@matrix(strength=1, make=[gemma2, mixtral, gpt2], settings=[{}, {"recompute": "never"}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    ("make", "settings"), [(gemma2, {}), (mixtral, {"recompute": "never"}), (gpt2, {"precision": "bf16"})]
+)
 def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, settings: dict[str, Any]) -> None:
     moved = set()
     for rows in (8, 4, 2, 1):  # 1, 2, 4 and 8 micro-batches
@@ -59,22 +60,6 @@ def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, setting
             engine.step(tokens(seed, rows=8))
         moved.add((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
     assert len(moved) == 1, moved
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [4, 1])
-def test_two_fetches_a_block_and_one_of_embedding_and_head(rows: int) -> None:
-    """The head is fetched for its forward, and still there for its backward; the embedding's backward needs no weights;
-    the norm goes up once, after an update."""
-    model = build(llama)
-    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(Engine(build(llama))).units}
-    engine = Engine(model, micro_batch_size=rows)
-    for seed in range(2):
-        engine.step(tokens(seed))
-    blocks = region["model.layers.0"] + region["model.layers.1"]
-    wanted = region["model.embed_tokens"] + 2 * blocks + region["lm_head"] + region["model.norm"]
-    assert engine.counters.h2d_bytes == wanted
-    assert engine.counters.d2h_bytes == sum(region.values())
 
 
 def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
@@ -97,14 +82,7 @@ def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
 
 
 @pytest.mark.slow
-@matrix(strength=1, recompute=["always", "never", "auto"], rows=[1, 2, 3, 5, 6])
-def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> None:
-    batch_list = [tokens(seed, rows=7) for seed in range(3)]
-    train_both(build(llama), batch_list, micro_batch_size=rows, recompute=recompute, within=ROUNDING)
-
-
-@pytest.mark.slow
-@matrix(strength=1, make=[bloom, mpt, xlnet, calm_gpt2, gemma2], rows=[1, 2, 3])
+@pytest.mark.parametrize(("make", "rows"), [(bloom, 1), (mpt, 2), (xlnet, 3), (calm_gpt2, 1)])
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
@@ -143,19 +121,11 @@ class Flattens(Stack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["always", "never"])
-def test_batches_of_another_length_than_the_first(recompute: str) -> None:
+def test_batches_of_another_length_than_the_first() -> None:
     """What an axis of rows times tokens is a multiple of differs from batch to batch."""
     batches = [words(number, rows=3, length=length) for number, length in enumerate((6, 9, 4))]
-    train_both(
-        build(Flattens),
-        batches,
-        loss_fn=cross_entropy,
-        count=count_labels,
-        within=ROUNDING,
-        micro_batch_size=1,
-        recompute=recompute,
-    )
+    settings = {"count": count_labels, "within": ROUNDING, "micro_batch_size": 1}
+    train_both(build(Flattens), batches, loss_fn=cross_entropy, **settings)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -179,7 +149,7 @@ class Centring(Stack):
 
 
 @pytest.mark.slow
-@matrix(strength=1, recompute=["always", "never"], rows=[1, 2, 3])
+@pytest.mark.parametrize(("rows", "recompute"), [(1, "always"), (3, "never")])
 def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
     """Micro-batches change the order of sums and nothing else: where they would, the batch stays whole, and a warning
     says so.
@@ -191,8 +161,7 @@ def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_loss_function_sees_the_whole_batch(rows: int) -> None:
+def test_a_loss_function_sees_the_whole_batch() -> None:
     seen = []
 
     def loss_fn(outputs: Tensor, batch: Batch) -> Tensor:
@@ -200,7 +169,7 @@ def test_a_loss_function_sees_the_whole_batch(rows: int) -> None:
             seen.append((outputs.shape[0], batch["labels"].shape[0]))
         return cross_entropy(outputs, batch)
 
-    whole, parts = Engine(build(Stack), PROPORTIONAL), Engine(build(Stack), PROPORTIONAL, micro_batch_size=rows)
+    whole, parts = Engine(build(Stack), PROPORTIONAL), Engine(build(Stack), PROPORTIONAL, micro_batch_size=3)
     for seed in range(3):
         seen.clear()
         result, wanted = parts.step(words(seed), loss_fn=loss_fn), whole.step(words(seed), loss_fn=cross_entropy)
@@ -242,14 +211,6 @@ def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -
     assert torch.equal(weights(engine)["layers.0.weight"], master)
 
 
-@pytest.mark.slow
-@matrix(strength=1, rows=[1, 2, 3], make=[llama, gemma2])
-def test_micro_batches_in_bf16_equal_the_reference(make: Maker, rows: int) -> None:
-    """It sums the bf16 gradients of its micro-batches in fp32. But the loss of the whole batch rounds otherwise than a
-    sum of weighted ones, and a last bit of bf16 follows."""
-    train_both(build(make), [tokens(0)], micro_batch_size=rows, precision="bf16", within=3e-3)
-
-
 # -- dropout ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,25 +221,6 @@ def train(make: Maker, *, micro: int | None = 2, **settings: Any) -> tuple[list[
         torch.manual_seed(seed)
         losses.append(engine.step(tokens(seed)).loss.item())
     return losses, weights(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute": "never"},
-        {"recompute": "auto"},
-        {"debug": True},
-        {"prefetch": 0},
-        {"placement": Placement(activations="cpu")},
-        pytest.param({"placement": Placement(parameters="device", optimizer="device")}, marks=TWO_KERNELS),
-    ],
-    ids=str,
-)
-def test_masks_do_not_depend_on_how_the_step_is_run(settings: dict[str, Any]) -> None:
-    wanted, found = train(gpt2), train(gpt2, **settings)
-    assert wanted[0] == found[0]
-    assert all(torch.equal(wanted[1][name], found[1][name]) for name in wanted[1])
 
 
 @pytest.mark.slow
@@ -408,7 +350,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
     """Recorded on rows of which the first has the largest value in every unit, or the last has."""
     engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))

@@ -32,17 +32,9 @@ from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import JOB, SMOOTH, share
 from tests.engine.sizes import elements, tier_bytes
-from tests.matrix import matrix, quick
 
 TILE = 2048
 FILES = Placement(parameters="files")
-WAYS: dict[str, dict[str, Any]] = {
-    "": {},
-    "bf16": {"precision": "bf16"},
-    "micro-batches": {"micro_batch_size": 1},
-    "kept": {"recompute": "never"},
-    "one ahead, slow": {"prefetch": 1, "throttle": {"nvme_read": "20MiB"}, "debug": 2},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +79,17 @@ def opened(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@matrix(strength=1, make=[llama, mixtral], dtype=[torch.float32, torch.bfloat16], way=WAYS, by=["cache", "disk"])
+@pytest.mark.parametrize(
+    ("make", "dtype", "way", "by"),
+    [
+        (llama, torch.float32, {"precision": "bf16"}, "disk"),
+        (mixtral, torch.bfloat16, {"micro_batch_size": 1}, "cache"),
+        (llama, torch.bfloat16, {"recompute": "never"}, "disk"),
+        (llama, torch.float32, {"prefetch": 1, "throttle": {"nvme_read": "20MiB"}, "debug": 2}, "disk"),
+    ],
+)
 def test_steps_are_those_over_weights_in_memory(
-    make: Callable[[], nn.Module],
-    dtype: torch.dtype,
-    way: dict[str, Any],
-    by: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, dtype: torch.dtype, way: dict[str, Any], by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model in fp32 that computes in bf16 has both halves of its weights in the files, and gives them in fp32."""
     folder = saved(tmp_path / "model", make, dtype)
@@ -132,18 +127,6 @@ def test_no_copy_is_made_and_the_files_stay(tmp_path: Path) -> None:
 
 def engine_model() -> Any:
     return build(llama)
-
-
-@pytest.mark.slow
-def test_trained_states_may_be_on_disk_beside_it(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
-    (tmp_path / "nvme").mkdir()
-    placement = Placement(parameters="files", optimizer="nvme", nvme_dir=str(tmp_path / "nvme"))
-    memory, files = engine_of(folder), engine_of(folder, placement=placement)
-    for seed in range(2):
-        assert files.step(tokens(seed)).loss.item() == memory.step(tokens(seed)).loss.item()
-    assert_same(weights(files), weights(memory))
-    assert set(tier_bytes(files, "nvme")) == {"exp avg", "exp avg sq"}
 
 
 @pytest.mark.slow
@@ -222,8 +205,7 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SAID)
-@pytest.mark.parametrize("by", quick(["cache", "disk"], ["disk"]))
+@pytest.mark.parametrize(("how", "by"), list(zip(SAID, ["cache", "disk"] * 2, strict=True)))
 def test_no_step_is_made_with_files_that_change(
     how: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,9 +261,8 @@ def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow  # two processes each
-@matrix(strength=1, stage=[1, 3])
-def test_ranks_read_what_they_hold(stage: int, tmp_path: Path) -> None:
-    for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=stage):
+def test_ranks_read_what_they_hold(tmp_path: Path) -> None:
+    for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=3):
         assert_same(files, memory)
 
 

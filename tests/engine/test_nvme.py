@@ -24,12 +24,11 @@ from offload.tiers import nvme
 from tests.disks import nameless
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import own_device
-from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes
-from tests.engine.test_overlap import MODES, SLOW, deep
-from tests.matrix import matrix
+from tests.engine.test_overlap import MODES, deep
 
 TILE = 2048
 """Elements: the smallest, so that even tiny regions are cut."""
@@ -104,14 +103,9 @@ NUM_STEPS = 3
 
 
 @pytest.mark.slow
-@matrix(
-    strength=1,
-    long=2,
-    io=["io_uring", "threads"],
-    prefetch=[0, 1, 4],
-    num_folders=[1, 2, 3],
-    fraction=[0.0, 0.3, 1.0],
-    precision=["fp32", "bf16"],
+@pytest.mark.parametrize(
+    ("io", "prefetch", "num_folders", "fraction", "precision"),
+    [("io_uring", 0, 1, 0.0, "bf16"), ("threads", 4, 3, 0.3, "fp32"), ("io_uring", 1, 2, 0.3, "bf16")],
 )
 def test_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
@@ -137,72 +131,6 @@ def test_steps_are_bit_equal(
     assert bool(used) == (fraction < 1)
 
 
-@pytest.mark.slow
-@matrix(
-    strength=1,
-    long=2,
-    gradients=["auto", "nvme"],
-    settings=[{"debug": 1}, {"throttle": SLOW}],
-    precision=["fp32", "bf16"],
-    mode=list(MODES),
-)
-def test_timing_changes_no_bit(
-    gradients: str, settings: dict[str, Any], precision: str, mode: str, folder: Path
-) -> None:
-    placement = on_disk(folder, gradients=gradients)
-    found = train(deep, NUM_STEPS, precision=precision, placement=placement, **settings, **MODES[mode])
-    assert_equal(found, in_memory(deep, NUM_STEPS, precision, mode))
-
-
-MIXES: dict[str, dict[str, str]] = {
-    "states below their weights": {"parameters": "cpu", "optimizer": "nvme"},
-    "weights below their states": {"parameters": "nvme", "optimizer": "cpu"},
-    "weights that stay on the device": {"parameters": "device", "optimizer": "nvme"},
-    "gradients alone": {"parameters": "cpu", "optimizer": "cpu", "gradients": "nvme"},
-    "activations alone": {"parameters": "cpu", "optimizer": "cpu", "activations": "nvme"},
-    "activations, all else on the device": {"parameters": "device", "optimizer": "device", "activations": "nvme"},
-    "everything": ALL,
-}
-
-
-@pytest.mark.slow
-@matrix(strength=1, long=2, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
-def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
-    settings = {"precision": precision, "recompute": "always", **MODES[mode]}
-    found = train(deep, NUM_STEPS, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
-    tier = MIXES[mix]["optimizer"].replace("nvme", "cpu")  # on the device nothing is speculative
-    assert_equal(found, in_memory(deep, NUM_STEPS, precision, mode, tier))
-
-
-@pytest.mark.slow
-@matrix(
-    strength=1,
-    make=[gemma2, gpt2, mixtral],
-    settings=[{"micro_batch_size": 3}, {"on_nonfinite": "skip"}, {"max_grad_norm": None}],
-)
-def test_families(make: Maker, settings: dict[str, Any], folder: Path) -> None:
-    """Tied weights, dropout, experts; gradients summed over micro-batches."""
-    settings = {"precision": "bf16", "recompute": "always"} | settings
-    assert_equal(train(make, 3, placement=on_disk(folder, **ALL), **settings), train(make, 3, **settings))
-
-
-@pytest.mark.slow
-def test_frozen_parameters_rest_on_disk(folder: Path) -> None:
-    def freeze(model: nn.Module) -> nn.Module:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = "layers.1" in name or "norm" in name
-        return model
-
-    found = []
-    for placement in (Placement(), on_disk(folder)):
-        engine = Engine(freeze(build(deep)), placement=placement, precision="bf16")
-        found.append([engine.step(tokens(seed)).loss.item() for seed in range(4)])
-        found.append(weights(engine))
-        engine.close()
-    assert found[0] == found[2]
-    assert_same(found[3], found[1])
-
-
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("most", [4096, 20_000, 1 << 20])
 def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
@@ -224,7 +152,7 @@ def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
 
 
 @pytest.mark.slow
-@matrix(strength=1, precision=["fp32", "bf16"], gradients=["auto", "nvme"])
+@pytest.mark.parametrize(("precision", "gradients"), [("fp32", "nvme"), ("bf16", "auto")])
 @pytest.mark.usefixtures("nothing_left_over")
 def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
     """Every state is read and written once. Weights go up twice more, but for the unit between forward and backward and

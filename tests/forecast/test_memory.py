@@ -32,12 +32,8 @@ SMALL = Case(rows=2, length=32)
         replace(SMALL, family="gpt2", recompute="auto", device_memory="24MiB"),
         replace(SMALL, graphs="cpu", precision="bf16", micro_batch_size=1),
         replace(SMALL, length=512, sequence_tile=64),
-        pytest.param(replace(SMALL, length=512, sequence_tile=64, precision="bf16"), marks=pytest.mark.slow),
-        pytest.param(replace(SMALL, parameters="device", optimizer="device", rule="lion"), marks=pytest.mark.slow),
-        pytest.param(replace(SMALL, precision="bf16", rule="mezo"), marks=pytest.mark.slow),
-        pytest.param(replace(SMALL, micro_batch_size=1, rule="mezo"), marks=pytest.mark.slow),
+        replace(SMALL, parameters="device", optimizer="device", rule="lion"),
         replace(SMALL, head_chunk_bytes=1 << 16, rule="mezo"),
-        pytest.param(replace(SMALL, precision="bf16", head_chunk_bytes=1 << 16, rule="mezo"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -18,7 +18,6 @@ from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.engine.ranks import run
 from tests.forecast.planned import Stack, batches, loss_of, planned, workload
-from tests.matrix import quick
 
 pytestmark = cpu_only("what is forecast here is a CPU's step")
 
@@ -60,14 +59,9 @@ def told_and_made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1, 3]))
 @pytest.mark.parametrize(
-    ("placement", "settings"),
-    [
-        pytest.param({}, {}, id="deferred"),
-        pytest.param({}, {"max_grad_norm": None, "prefetch": 1}, id="no clipping, one ahead", marks=pytest.mark.slow),
-        pytest.param({"device_memory": "160KiB"}, {}, id="a budget", marks=pytest.mark.slow),
-    ],
+    ("stage", "placement", "settings"),
+    [(0, {}, {}), (1, {"device_memory": "160KiB"}, {}), (3, {}, {"max_grad_norm": None, "prefetch": 1})],
 )
 def test_ranks_move_and_exchange_what_is_foretold(
     stage: int, placement: dict[str, Any], settings: dict[str, Any]
@@ -82,13 +76,10 @@ def test_ranks_move_and_exchange_what_is_foretold(
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        pytest.param(2, {"precision": "bf16"}, id="replicas", marks=pytest.mark.slow),
-        pytest.param(2, {"precision": "bf16", "link_gradients": "int8"}, id="gradients in codes"),
-        pytest.param(4, {"precision": "bf16", "zero_stage": 1}, id="replicas of two", marks=pytest.mark.slow),
-        pytest.param(4, {"zero_stage": 0, "max_grad_norm": None}, id="stage 0", marks=pytest.mark.slow),
-        pytest.param(4, {"precision": "bf16", "replica_states": "shared"}, id="states shared out over replicas"),
-        pytest.param(2, {"replicas": 1}, id="states over all ranks"),
-        pytest.param(4, {"replicas": 1, "zero_stage": 1}, id="states over all of two", marks=pytest.mark.slow),
+        (2, {"precision": "bf16", "link_gradients": "int8"}),
+        (4, {"zero_stage": 0, "max_grad_norm": None}),
+        (4, {"precision": "bf16", "replica_states": "shared"}),
+        (4, {"replicas": 1, "zero_stage": 1}),
     ],
 )
 def test_machines_send_what_is_foretold(size: int, settings: dict[str, Any]) -> None:

@@ -79,9 +79,7 @@ def config(**values: object) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device_bytes", "tile"), [(1 << 30, "auto"), pytest.param(200 << 20, 1024, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("device_bytes", "tile"), [(1 << 30, "auto"), (200 << 20, 1024)])
 def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, tile: int | str) -> None:
     found = forecast(config(), Hardware.read("h100").with_(device_bytes=device_bytes))
     assert found.fits

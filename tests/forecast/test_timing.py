@@ -20,7 +20,6 @@ from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
-from tests.matrix import quick
 
 pytestmark = cpu_only("what is forecast here is a CPU's step")
 
@@ -82,14 +81,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-QUICK = (
-    *("inline", "none", "bf16", "micro-batches", "kept graphs", "delay", "one ahead", "a budget", "weights stay"),
-    "update both",
-    *("nvme, no clipping", "gradients nvme", "mezo, bf16 alone, nvme"),
-)
-"""Of the quick run."""
-
-
 def of(name: str, folder: Path) -> Settings:
     """Return the settings of a case."""
     settings, placement = CASES[name]
@@ -99,7 +90,7 @@ def of(name: str, folder: Path) -> Settings:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) -> None:
     settings = of(name, tmp_path)
     torch.manual_seed(0)

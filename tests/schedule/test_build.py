@@ -426,9 +426,8 @@ def test_the_window_holds_so_many_neighbours_anywhere(sizes, num_units):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [0, 8, 200])
-def test_a_long_schedule_is_made_quickly(lookahead):
-    asked = Pass(sweep(200), rooms(200, 60)[0], lookahead, trained=frozenset(range(1, 201)))
+def test_a_long_schedule_is_made_quickly():
+    asked = Pass(sweep(200), rooms(200, 60)[0], 200, trained=frozenset(range(1, 201)))
     calls = [0]
     sys.setprofile(lambda _frame, event, _arg: calls.__setitem__(0, calls[0] + event.endswith("call")))
     schedule = asked.build()
