@@ -13,7 +13,6 @@ import pytest
 import offload
 
 _ROOT = Path(offload.__file__).parent
-_MOST_LINES = 300
 _OTHERS = {"_models", "data", "dtype", "forward", "grad", "optimizer", "training", "use_cache"}
 """Attributes of torch's and transformers' objects that some class of this project has as well."""
 
@@ -78,12 +77,6 @@ def test_one_that_is_is_found() -> None:
     other = "def forget(lanes):\n    for lane in lanes:\n        lane.error = None\n        lane.lr = lane.grad = 1\n"
     assert assigned_elsewhere({"one": one, "other": other}) == ["other:3: lane.error"]
     assert not assigned_elsewhere({"one": one + other})
-
-
-def test_no_class_is_longer_than_an_evening() -> None:
-    classes = (node for text in sources().values() for node in ast.walk(ast.parse(text)))
-    sizes = {c.name: (c.end_lineno or 0) - c.lineno + 1 for c in classes if isinstance(c, ast.ClassDef)}
-    assert {name: size for name, size in sizes.items() if size > _MOST_LINES} == {}
 
 
 def test_tests_look_into_an_engine_at_one_place() -> None:
