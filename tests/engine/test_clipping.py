@@ -17,6 +17,7 @@ from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import keep_gradients, parts_of, states
+from tests.matrix import quick
 
 RULE = AdamW(lr=1e-3)
 NO_LIMIT = 1e9
@@ -60,9 +61,9 @@ def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any]
     return wanted, largest
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("factor", "precision", "num_steps_before"), [(1.0, "fp32", 0), (20.0, "bf16", 3), (1000.0, "fp32", 3)]
+    ("factor", "precision", "num_steps_before"),
+    quick([(1.0, "fp32", 0), (20.0, "bf16", 3), (1000.0, "fp32", 3)], [(20.0, "bf16", 3)]),
 )
 def test_speculative_against_float64(factor: float, precision: str, num_steps_before: int) -> None:
     is_coarse = factor == 1000.0

@@ -25,6 +25,7 @@ from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of, states
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks
+from tests.matrix import quick
 
 NUM_STEPS = 4
 CLIPS: dict[str, dict[str, Any]] = {
@@ -118,17 +119,19 @@ def assert_shared(engine: Engine) -> None:
     assert kept == sum(size for label, size in tier_bytes(engine, "device").items() if label in moments)
 
 
-@pytest.mark.slow
 @TWO_KERNELS
 @pytest.mark.parametrize(
     ("place", "clip", "precision", "rule", "debug"),
-    [
-        ("cpu", "speculative", "fp32", "AdamW", 1),
-        ("weights stay", "none", "bf16", "int8 moments", False),
-        ("nvme", "deferred", "bf16", "Lion", 1),
-        ("cpu", "skip", "fp32", "Blocks", False),
-        ("nvme", "skip", "fp32", "bf16 moments", False),
-    ],
+    quick(
+        [
+            ("cpu", "speculative", "fp32", "AdamW", 1),
+            ("weights stay", "none", "bf16", "int8 moments", False),
+            ("nvme", "deferred", "bf16", "Lion", 1),
+            ("cpu", "skip", "fp32", "Blocks", False),
+            ("nvme", "skip", "fp32", "bf16 moments", False),
+        ],
+        [("nvme", "deferred", "bf16", "Lion", 1)],
+    ),
 )
 def test_both_places_in_one_step_change_no_bit(
     place: str, clip: str, precision: str, rule: str, debug: Any, tmp_path: Path

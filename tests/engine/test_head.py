@@ -41,6 +41,7 @@ from tests.engine.families import (
 )
 from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
+from tests.matrix import quick
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 1e-6
@@ -122,9 +123,12 @@ def calm(make: Maker) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "micro"), [(llama, None), (gemma2, 1), (mamba, 3), (granite, None), (cohere, 3), (mixtral, None)]
+    ("make", "micro"),
+    quick(
+        [(llama, None), (gemma2, 1), (mamba, 3), (granite, None), (cohere, 3), (mixtral, None)],
+        [(llama, None)],
+    ),
 )
 def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None) -> None:
     settings = {"micro_batch_size": micro, "within": 2 * ROUNDING}

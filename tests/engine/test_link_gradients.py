@@ -184,7 +184,6 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
     assert_same(found.weights, wanted.masters, 0.0 if is_bitwise else within)
 
 
-@pytest.mark.slow
 def test_own_loops_send_their_sums_once() -> None:
     """Break: code what each pass adds."""
     wanted = CodedReplicas("plain", 2, 2, "int4", 1.0)

@@ -29,6 +29,7 @@ from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, deep
+from tests.matrix import quick
 
 TILE = 2048
 """Elements: the smallest, so that even tiny regions are cut."""
@@ -102,10 +103,12 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 NUM_STEPS = 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("io", "prefetch", "num_folders", "fraction", "precision"),
-    [("io_uring", 0, 1, 0.0, "bf16"), ("threads", 4, 3, 0.3, "fp32"), ("io_uring", 1, 2, 0.3, "bf16")],
+    quick(
+        [("io_uring", 0, 1, 0.0, "bf16"), ("threads", 4, 3, 0.3, "fp32"), ("io_uring", 1, 2, 0.3, "bf16")],
+        [("threads", 4, 3, 0.3, "fp32")],
+    ),
 )
 def test_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
