@@ -1,4 +1,4 @@
-"""Runs with an adapter over a base in a quantized file format, and the commands that accept a quantized base."""
+"""Runs with an adapter over a base in a quantized file format, and the commands for such a base."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_run_is_twenty_lines_of_pytorch(
 ) -> None:
     """Equal bits: losses, adapter, changed base and moments at each checkpoint, also in the middle of a cycle.
 
-    Resumed runs and the exported folder are equal too, and text generation works from the export.
+    Resumed runs give the same bits, and text generation works from the export.
     """
     more = {"model__path": str(base), **SETTINGS, **PLACES[place], "offload__nvme_dir": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()

@@ -81,7 +81,7 @@ def steps_of(folder: Path) -> list[str]:
 
 
 def make_folder(family: str, folder: Path) -> None:
-    """Write a pretrained bf16 model with a tokenizer. The gemma2 files have an untied head, against the configuration."""
+    """Write a pretrained bf16 model with a tokenizer. For gemma2 the configuration ties the head, the files do not."""
     config = AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -486,7 +486,7 @@ def fill(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flip the middle byte's last bit in a file. A second call restores the file."""
+    """Flip one bit in the middle byte of a file. A second call restores the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
