@@ -93,9 +93,9 @@ CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] 
 }
 
 ACCUMULATED = ("sft nll", "sft padding_free", "dpo", "kto", "grpo")
-"""One case per loss type and batch layout. For the other cases the row count in a step is irrelevant."""
+"""One case per loss type and batch layout. The other cases treat the rows in a step like one of these."""
 FEW = ("sft nll", "dpo", "grpo", "lora")
-"""One case each: plain loss, reference model, generated text, adapter."""
+"""One case each: TRL loss over the head, reference model, generated text, adapter."""
 
 
 def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:

@@ -102,7 +102,7 @@ def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
 
 
 def test_steps_below_the_last_bit_of_a_weight_add_up() -> None:
-    """With rounding to nearest, a step smaller than the last bit (by 50) would never move a weight at 1."""
+    """Rounded to nearest, steps with 1/50 of the last bit would never move a weight at 1."""
     weights, num_steps = torch.ones(1 << 12, dtype=torch.bfloat16), 500
     rate = 2.0**-8 / 50  # distance from 1 to the next smaller number, divided by 50
     for step in range(num_steps):
