@@ -1,4 +1,4 @@
-"""House rules without a linter."""
+"""Project rules not covered by a linter."""
 
 from __future__ import annotations
 

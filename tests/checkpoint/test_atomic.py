@@ -458,7 +458,7 @@ def test_what_waits_in_a_copy_is_not_written_after_a_failure_or_the_end(tmp_path
 
 
 def test_a_copy_for_which_there_is_no_memory_is_not_made(tmp_path):
-    """The allocation fails at an address-space limit, or on a system without overcommit."""
+    """Without memory for the copy (address-space limit, no overcommit) the writer works without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with Save(tmp_path / "here") as made:

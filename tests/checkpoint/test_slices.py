@@ -397,7 +397,7 @@ def test_the_threads_end(tmp_path):
 
 
 def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
-    """An interrupt ends the wait before the first close begins, and leaving the block closes the file."""
+    """An interrupt can end the wait for a close before it begins. Leaving the block then closes the file again."""
     gate = threading.Event()
     with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
         writer._loop.call_soon_threadsafe(gate.wait)

@@ -22,7 +22,7 @@ from tests.hf.test_write import contents
 from tests.zoo.families import families
 
 FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")
-"""Plain; fused experts; tied; Conv1D; encoder; fp32 parameters and buffers; sequence-to-sequence."""
+"""In order: plain, fused experts, tied, Conv1D, encoder, fp32 parameters and buffers, sequence-to-sequence."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""File search: builtins, files, folders, globs; the split from the file name; errors for missing files."""
+"""File search: builtins, files, folders, globs; the train and eval split by file; errors for missing files."""
 
 from __future__ import annotations
 

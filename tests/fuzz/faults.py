@@ -131,8 +131,8 @@ class Faults:
 def is_lock(frame: FrameType) -> bool:
     """Return whether a frame is at the `with` of a lock.
 
-    Python visits this line again before the lock release. No real signal arrives there, because Python checks signals
-    after C calls.
+    Python visits this line again before the lock release. A fault there would be unreal: Python checks for signals
+    after C calls, not before them.
     """
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return text.startswith("with ") and "lock:" in text

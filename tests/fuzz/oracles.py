@@ -42,7 +42,7 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
 
 
 def near(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], within: float) -> str:
-    """Return weights further apart than `within`, relative to the largest value in the layer."""
+    """Return the first named weights further apart than `within`, relative to the largest value in the layer."""
     scales: dict[str, float] = {}
     for name, value in wanted.items():
         layer = name.rpartition(".")[0]

@@ -587,8 +587,8 @@ def same_value(found: Any, wanted: Any) -> bool:
 def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome: Outcome) -> None:
     """Run an operation with a fault inside.
 
-    The engine must be in the state before, the state after, or torn and sound after a checkpoint load. The operation
-    then runs again with the twin's result.
+    Then the engine has the weights from before or after the operation, or is torn and becomes sound through a
+    checkpoint load. Finally the operation is repeated if necessary, and must give the twin's result.
     """
     faults, of = player.faults, op["of"]
     assert faults is not None

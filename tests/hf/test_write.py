@@ -134,7 +134,7 @@ def test_old_names_that_were_read_are_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "bloom"])
 def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None:
-    """Stacked experts can go to different files. transformers keeps a stack in one file, however large."""
+    """Our export can put stacked experts in different files. transformers keeps a stack in one file, however large."""
     model = families()[name].build()
     model.save_pretrained(tmp_path / "theirs", max_shard_size=60_000)
     expected = {key: value.clone() for key, value in model.state_dict().items()}

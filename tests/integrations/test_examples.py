@@ -24,7 +24,7 @@ NEEDED = {
 }
 QUICK = ("own_loop",)
 AS_WRITTEN = ("trainer", "peft_lora", "trl_sft")
-"""Examples with the steps and lengths in docs/how-to/trainer.md. The others run two short steps."""
+"""Examples with default steps and lengths, as in docs/how-to/trainer.md. The others run two short steps."""
 SHORT = ("--steps", "2", "--length", "64")
 
 

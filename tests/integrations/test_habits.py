@@ -1,4 +1,4 @@
-"""Habits in custom Trainers and accelerate scripts: each gives the plain result or an error with the name."""
+"""Habits in custom Trainers and accelerate scripts: an engine gives the plain result or refuses the habit by name."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_first_version_as_a_machine_and_as_a_container_shows_it(tmp_path: Pa
 @pytest.mark.parametrize("own", ["/../../elsewhere", "/elsewhere"])
 def test_a_namespace_that_does_not_show_where_it_is_has_the_limits_of_its_top(tmp_path: Path, own: str) -> None:
     tree = second_version(tmp_path / "tree", {"/": (1000, 300, 100)})
-    for other in (tmp_path / "elsewhere", tree / "sys/elsewhere"):  # wrong target of the path, relative to the mount
+    for other in (tmp_path / "elsewhere", tree / "sys/elsewhere"):  # wrong path: not relative to the mount
         write(other, {"memory.max": 5, "memory.current": 5})
     (tree / "proc/self/cgroup").write_text(f"0::{own}\n")
     line = (tree / "proc/self/mountinfo").read_text().replace(" / /sys", " /kubepods/x /sys")

@@ -85,7 +85,7 @@ def kernels_are_there() -> None:
     threads=st.integers(1, 3),
 )
 def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, threads: int) -> None:
-    """With `broken` values, a non-finite element spoils only one block, in the same way."""
+    """A non-finite element (`broken`) spoils the same single block in both implementations."""
     weights, how = values(numel, seed, kind), {"threads": threads, "isa": isa}
     records = codes.encode_int8(weights, **how)
     assert torch.equal(records, made_in_torch("int8", weights))

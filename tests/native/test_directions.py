@@ -76,8 +76,7 @@ def test_a_cut_changes_nothing() -> None:
 def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
     """bf16 weights without a master round the fp32 step stochastically.
 
-    The result is one of the two bf16 neighbours, with probabilities from the distances, so that small steps survive on
-    average.
+    The result is a bf16 neighbour, chosen with probabilities from the distances. Small steps survive on average.
     """
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(1 << 18, generator=generator).bfloat16()

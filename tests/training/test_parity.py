@@ -308,7 +308,7 @@ def test_two_ranks_are_equal_within_the_order_of_sums(words: Callable[..., list[
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
-    """SGD comes from torch here, so the expected bits are independent of the engine."""
+    """SGD has the same bits as torch's SGD, so the expected values need no engine code."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]))
     plain = copy.deepcopy(model)

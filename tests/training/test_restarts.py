@@ -122,7 +122,7 @@ def assert_stored(folder: Path, model: Any, optimizer: Any, *, is_changed: bool 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
 def test_every_kind_of_layer_begins_anew_as_it_began(init: Any) -> None:
-    """Break: initialize an embedding adapter with the orthogonal values of a linear layer, a case without matrices."""
+    """Break: initialize an embedding adapter like an orthogonal linear layer, although the matrices differ."""
     config = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=init)
     model: Any = get_peft_model(llama(), config)
     layers = LoraLayers(model)

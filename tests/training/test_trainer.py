@@ -327,7 +327,7 @@ def test_settings_that_cannot_be_are_refused_before_any_work(
 def test_an_export_that_fails_in_any_way_leaves_the_states(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The only states are in memory: an existing folder at the target, or an internal error."""
+    """The run saves no checkpoint. The export fails at an existing folder, or with an internal error."""
 
     def taking(engine: Engine, folder: Path, *_: Any) -> None:
         folder.mkdir()

@@ -205,7 +205,7 @@ def _probe_adapters() -> None:
 
 
 class AlwaysKnown(Counter):
-    """Contains every key: PEFT's suite then asks the hub for no name."""
+    """Contains every key, so PEFT's suite looks up no name on the hub."""
 
     def __contains__(self, key: object) -> bool:
         return True

@@ -39,7 +39,7 @@ SUMS = "a tensor enters a layer in several places: its gradients are summed laye
 ROUNDING = 1e-6
 """Allowed gradient difference in micro-batches, relative to the largest gradient in the unit."""
 _SMALL_SHARE = 16
-"""A unit outside the blocks may stay resident without a warning below the largest unit's size divided by this."""
+"""Units outside the blocks, smaller than the largest unit divided by this, may stay resident without a warning."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ def compare(
 
 
 def _targets_of(reference: Reference, batch: Batch) -> Callable[[Batch], int]:
-    """Return the target count of a micro-batch. For shifted labels the first token in a row is no target."""
+    """Return the function to count targets. For shifted labels the first token in a row is no target."""
     first = torch.full_like(batch["labels"], -100)
     first[:, 0] = batch["labels"][:, 0]
     with torch.no_grad():
