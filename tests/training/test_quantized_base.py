@@ -1,4 +1,4 @@
-"""Runs with an adapter over a base in a quantized file format, and the commands for such a base."""
+"""Runs with an adapter over a base in a quantized file format, and the commands for quantized bases."""
 
 from __future__ import annotations
 
