@@ -1,9 +1,9 @@
-"""Products whose last bits go by their shapes, as a GPU's library picks kernels: a plugin of pytest, for the CPU.
+"""Matrix products with shape-dependent last bits on a CPU, like GPU kernel selection: a pytest plugin.
 
     pytest -p tests.by_shape tests/engine/test_micro_batches.py
 
-A test that fails with it, and not without, compares bit for bit what was computed in different shapes (whole batches,
-micro-batches, chunks, ranks), and would fail on a GPU: it wants a tolerance (`within=` in tests/engine/compare.py).
+A test that fails only with this plugin compares results of different shapes bit for bit (whole batches, micro-batches,
+chunks, ranks). Such a test would fail on a GPU and needs a tolerance (`within=` in tests/engine/compare.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("aten", "IMPL")  # the overrides are there as long as it is
+_library = torch.library.Library("aten", "IMPL")  # keeps the overrides alive
 
 
 def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors with the sums of the product in one order or in the other, by the shapes."""
+    """Return the factors in one of two summation orders, by shape."""
     sizes = (*a.shape, b.shape[-1])
     number = prod(size * 2 + 7 * axis + 1 for axis, size in enumerate(sizes)) * 0x9E3779B1
     return (a.flip(-1), b.flip(-2)) if number >> 16 & 1 else (a, b)

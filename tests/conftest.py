@@ -1,4 +1,4 @@
-"""Settings that all tests share."""
+"""Settings for all tests."""
 
 import gc
 import os
@@ -14,25 +14,26 @@ from hypothesis import settings
 
 from tests import accelerator, forks, mutations
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before the torch import; otherwise a busy machine is slow
 
 MOST_JITTER_US = 300
 BEGIN_S = time.monotonic()
 SLOW_SHARES = 16
-"""Shares of the slow tests, of which a commit runs one in CI: all have run after as many commits."""
+"""Number of shares of the slow tests. CI runs one share per commit."""
 SPLIT = {
     "tests/accelerator/test_engine.py",
     "tests/test_docs.py",
     "tests/training/test_trainer.py",
     "tests/zoo/test_zoo.py",
 }
-"""Files whose tests share little and take long, or come last."""
+"""Files split over workers: slow, with little shared work, or last in the order."""
 
-settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
+settings.register_profile("offload", deadline=None)  # a busy machine makes examples slow, not wrong
 settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)
 settings.load_profile("offload")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too
+# a background process in a shell ignores Ctrl-C, but tests send it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -53,9 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The simulated accelerator comes first: torch of a process has it for good, and so do processes that are forked.
+    """Load the simulated accelerator first: torch keeps the backend for the whole process and for forks.
 
-    The workers of pytest-xdist fork from the same two servers, which import what they need while those collect.
+    All pytest-xdist workers fork from the same two servers. The servers import packages during collection.
     """
     if "not slow" in config.option.markexpr:
         settings.load_profile("quick")
@@ -66,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         accelerator.load()
     if config.option.device == "cuda":
         _compare_bits_on_cuda()
-    else:  # nor do engines find a GPU, of a machine that has one, by themselves
+    else:  # also hides a real GPU from the engine's default device
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if config.option.mutation:
         mutations.apply(config.option.mutation)
@@ -76,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file, but for those that are split: no worker is left alone with one of them at the end."""
+    """Schedule by file, except for SPLIT files: no worker ends alone with a long file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -88,27 +89,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _compare_bits_on_cuda() -> None:
-    """Let kernels of a GPU give the same bits each time, with fp32 products in fp32. Raises pytest.UsageError."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # small: budgets here are of a few MiB
+    """Use deterministic GPU kernels, with fp32 products in fp32. Raises pytest.UsageError."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # small, because the budgets here are a few MiB
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "64")  # KiB
     import torch
 
     if not torch.cuda.is_available():
         raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # operations of some families have no such algorithm
-    for choose in ("flash", "mem_efficient", "cudnn"):  # where it only warns, their backwards sum in any order
+    torch.use_deterministic_algorithms(True, warn_only=True)  # some operations have no deterministic algorithm
+    for choose in ("flash", "mem_efficient", "cudnn"):  # these backward passes only warn, and sum in any order
         getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a real GPU, leave out what is about the simulated one, and ranks where they would share a GPU.
+    """On a real GPU, skip tests for the simulated accelerator, and rank tests with fewer than two GPUs.
 
-    Where slow tests have a limit, shuffle files, so that no test is always beyond the limit.
+    With a time limit for slow tests, shuffle the files, so that no test is always beyond the limit.
     """
     if config.option.slow_within is not None:
         files = list(dict.fromkeys(item.path for item in items))
-        random.Random(getattr(config, "workerinput", {}).get("testrunuid")).shuffle(files)  # all workers alike
+        # equal order for all workers
+        random.Random(getattr(config, "workerinput", {}).get("testrunuid")).shuffle(files)
         items.sort(key=lambda item: files.index(item.path))
     turn = config.option.slow_turn
     if turn is not None:
@@ -134,7 +136,7 @@ def _is_share(item: pytest.Item, turn: int) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is collected stays, and to look through it again and again took each worker a quarter of this time."""
+    """Turn off garbage collection: repeated scans of the collected tests took a quarter of the time."""
     gc.disable()
     try:
         return (yield)
@@ -143,14 +145,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is here before the first test stays: a garbage collection looks through what a test made, and takes
-    milliseconds."""
+    """Freeze existing objects: a later collection then scans only test objects, in milliseconds."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip slow tests that come too late."""
+    """Skip slow tests after the time limit."""
     limit_s = item.config.option.slow_within
     if limit_s is not None and item.get_closest_marker("slow") and time.monotonic() - BEGIN_S > limit_s:
         pytest.skip(f"slow tests had {limit_s:g} s, which are over")
@@ -158,13 +159,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def simulation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --device sim each test begins with the same settings of the simulation, on device 0."""
+    """With --device sim, reset the simulation settings before each test, on device 0."""
     option = request.config.option
     if option.device != "sim":
         yield
         return
     control = accelerator.load()
-    gc.collect()  # engines that tests leave hold memory of the device
+    gc.collect()  # engines from earlier tests hold device memory
     control.reset()
     control.enter(0)
     if option.jitter_seed is not None:

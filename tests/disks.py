@@ -1,4 +1,4 @@
-"""Small file systems of their own, that can be filled; a disk that takes its time; and files that have no names."""
+"""Small file systems for full-disk tests, a slow disk, and unnamed files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forks import PATIENCE_S
 
 @contextmanager
 def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Within, an ext4 file system of so many bytes is mounted at folder/disk; skips the test where that cannot be."""
+    """Mount an ext4 file system with `num_bytes` at folder/disk. Skip the test if mounts are not permitted."""
     image, point = folder / "image", folder / "disk"
     with image.open("wb") as stream:
         stream.truncate(num_bytes)
@@ -31,7 +31,7 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield point
     finally:
-        until = time.monotonic() + PATIENCE_S  # the kernel lets go of an io_uring's files a little after its process
+        until = time.monotonic() + PATIENCE_S  # the kernel releases io_uring files shortly after the process
         while subprocess.run(["umount", point], check=False, capture_output=True).returncode:
             if time.monotonic() > until:
                 subprocess.run(["umount", "--lazy", point], check=True)
@@ -40,10 +40,10 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def nameless(folder: Path, pid: int | str = "self") -> list[Path]:
-    """Return the files below a folder that a process has open and that are in no directory: paths to open them."""
+    """Return paths to the unnamed files below a folder, held open by a process."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # it is closed just now
+        with suppress(OSError):  # closed in the meantime
             target = str(link.readlink())
             if target.startswith(f"{folder.resolve()}/") and target.endswith(" (deleted)"):
                 found.append(link)
@@ -51,7 +51,7 @@ def nameless(folder: Path, pid: int | str = "self") -> list[Path]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, error: OSError | None = None) -> None:
-    """Let no chunk of a checkpoint be written before a gate is open."""
+    """Block checkpoint chunk writes until the gate opens, and raise `error` then, if given."""
     write = writing._write
 
     async def late(fd: int, offset: int, data: Any) -> str:

@@ -1,8 +1,9 @@
-"""Real processes without the seconds that Python takes to import torch and transformers: `start` asks a server, which
-has imported them, to fork one that runs a module, some code or a file as `python -m`, `python -c` and `python FILE` do.
+"""Real processes without the seconds for torch and transformers imports.
 
-Such a process has a number, signals, limits, an exit code and standard streams of its own, and ends as any interpreter
-does. What it has not: imports of its own, and options of the interpreter. Tests of those start `sys.executable`.
+`start` asks a server with the imported packages to fork a process. The process runs a module, code or a file, like
+`python -m`, `python -c` and `python FILE`. It has a separate process id, signals, limits, exit code and standard
+streams, and ends like any interpreter. It has no separate imports and no interpreter options. Tests of these start
+`sys.executable`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from tests import accelerator, mutations
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
-"""For what should take a second: it ends a test that hangs, and nothing else depends on it."""
+"""Seconds for work of about a second. Only ends a hanging test."""
 MINUTES = 10 * PATIENCE_S
-"""For what takes a minute, in the same sense."""
+"""Seconds for work of about a minute. Only ends a hanging test."""
 _MESSAGE_BYTES = 1 << 18
 _SHARED = "OFFLOAD_TESTS_FORK_FROM"
 
 
 class Forked:
-    """A process of the server, with the part of Popen that tests need. Its parent waits for nothing but its end."""
+    """A forked server process with the necessary part of the Popen interface."""
 
     def __init__(self, told: socket.socket, stdin: Any, stdout: Any, stderr: Any) -> None:
         self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
@@ -57,7 +58,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = PATIENCE_S) -> int:
-        """Return the exit code, below 0 for a signal. Raises subprocess.TimeoutExpired."""
+        """Return the exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._told], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
@@ -67,14 +68,14 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
+            with contextlib.suppress(ProcessLookupError):  # the process can end in the meantime
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = PATIENCE_S) -> tuple[str, str]:
-        """Return what is left in its pipes when it has ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the end. Return the remaining stdout and stderr. Raises subprocess.TimeoutExpired."""
         if self.stdin is not None:
             self.stdin.close()
         texts = {id(stream): "" for stream in (self.stdout, self.stderr)}
@@ -94,7 +95,7 @@ class Forked:
         return texts[id(self.stdout)], texts[id(self.stderr)]
 
     def close(self) -> None:
-        """Kill it if it runs, and close the pipes."""
+        """Kill the process and close the pipes."""
         self.kill()
         self.wait()
         for stream in (self.stdin, self.stdout, self.stderr):
@@ -114,8 +115,10 @@ def start(
     start_new_session: bool = False,
     rank: int = 0,
 ) -> Forked:
-    """Start what `python WORDS` would, these being ["-m", module, ...], ["-c", code, ...] or [file, ...]; "-u" before.
-    Ranks beside each other come from two servers, so that a set of strings has another order on one than on the other.
+    """Start a forked process like `python WORDS`.
+
+    WORDS are ["-m", module, ...], ["-c", code, ...] or [file, ...], after an optional "-u". Even and odd ranks come
+    from two servers with different hash seeds, so that string sets have different orders.
     """
     asked = {
         "words": [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in words],
@@ -148,16 +151,16 @@ def start(
 
 
 class Started(subprocess.Popen[str]):
-    """A process with an interpreter of its own."""
+    """A process with a new interpreter."""
 
     def close(self) -> None:
-        """Kill it if it runs, and close the pipes."""
+        """Kill the process and close the pipes."""
         self.kill()
         self.communicate()
 
 
 def start_anew(words: Sequence[object], *, rank: int = 0, **how: Any) -> Started:
-    """Start `python WORDS`, with whatever `start` takes, in the four seconds that it takes."""
+    """Start `python WORDS` in a new interpreter, in about four seconds. `how`: as for `start`."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return Started([sys.executable, *map(str, words)], text=True, errors="replace", **{"cwd": ROOT, **streams, **how})
 
@@ -165,7 +168,7 @@ def start_anew(words: Sequence[object], *, rank: int = 0, **how: Any) -> Started
 def run(
     words: Sequence[object], *, timeout: float = PATIENCE_S, begin: Callable[..., Any] = start, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Start it, wait for its end and return what it printed. Raises subprocess.TimeoutExpired."""
+    """Start a process and wait for the end. Return the output. Raises subprocess.TimeoutExpired."""
     process = begin(words, **how)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -175,7 +178,7 @@ def run(
 
 
 class _Server:
-    """A process that forks, of this session of tests. It ends with whoever made it; others may `connect` to it."""
+    """A fork server for this test session. Ends with the creator; other processes can `connect`."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -186,7 +189,7 @@ class _Server:
         listener.bind(self.path)
         listener.listen()
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        env["ROOM"] = " " * 20_000  # for what those who are forked show
+        env["ROOM"] = " " * 20_000  # space for the environment of forked processes
         with theirs, listener:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forks", str(theirs.fileno()), str(listener.fileno())],
@@ -226,14 +229,14 @@ def _server(number: int) -> _Server | _Shared:
 
 
 def share() -> None:
-    """Start the servers for all processes that are started from here on: each would take ten seconds for its own."""
+    """Start the servers for all later processes: separate servers would take ten seconds each."""
     if _SHARED not in os.environ:
         servers = [_server(number) for number in range(2)]
         os.environ[_SHARED] = json.dumps([server.path for server in servers if isinstance(server, _Server)])
 
 
 def commands(folder: Path) -> dict[str, str]:
-    """Make a folder of `python` and `offload` that are forked too; return the variables by which a shell finds them."""
+    """Make a folder with forking `python` and `offload` commands. Return the shell variables to find them."""
     share()
     folder.mkdir()
     for name, words in {"python": "", "offload": "-m offload "}.items():
@@ -265,20 +268,21 @@ def _preload() -> None:
     from offload.config.command_line import parse_config
 
     torch.set_num_threads(1)
-    parse_config([], prog="", description="")  # what it imports, and what is made of the sections once
+    parse_config([], prog="", description="")  # loads the lazy imports and builds the section classes
     handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
     handler.Popen = _Rank
 
 
 def _serve(owner: socket.socket, listener: socket.socket) -> None:
-    """Fork for each message: a parent, which tells the number of its child and then how it ended. Return when the owner
-    is gone.
+    """Fork two processes per message, until the owner is gone.
+
+    The first is the parent of the second and sends the child's process id, then the exit code.
     """
     _preload()
     gc.collect()
-    gc.freeze()  # what is here already is not looked through in each child
+    gc.freeze()  # children need not scan existing objects
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be there after a fork"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the parents end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parents are not waited for
     heard = [listener, owner]
     while True:
         asks = select.select(heard, [], [])[0][0]
@@ -307,7 +311,7 @@ def _serve(owner: socket.socket, listener: socket.socket) -> None:
         for each in streams:
             os.close(each)
         with socket.socket(fileno=told) as tells:
-            with contextlib.suppress(OSError):  # who asked may be gone
+            with contextlib.suppress(OSError):  # the requester can be gone
                 tells.send(str(child).encode())
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             with contextlib.suppress(OSError):
@@ -316,13 +320,13 @@ def _serve(owner: socket.socket, listener: socket.socket) -> None:
 
 
 def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, streams: list[int]) -> NoReturn:
-    """Be that process from here on."""
+    """Turn this process into the requested one."""
     if session:
         os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    # As a new process has them: those of the server were made for a file, in which one can seek.
+    # New streams, because the server's streams belong to a seekable file.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(cwd)
@@ -352,7 +356,10 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
 
 
 def _show_environment() -> None:
-    """Let others see it: /proc/PID/environ is the memory that the server's was in, which nothing points to any more."""
+    """Write the environment to the memory shown in /proc/PID/environ.
+
+    This memory held the environment of the server and is unused now.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[47]), int(fields[48])
     shown = b"".join(b"%s=%s\0" % (os.fsencode(name), os.fsencode(value)) for name, value in os.environ.items())
@@ -361,7 +368,7 @@ def _show_environment() -> None:
 
 
 class _Rank:
-    """In place of the Popen of torchrun's agent, where that was forked itself: its ranks are forked from it."""
+    """Replaces Popen in a forked torchrun agent: the ranks are forked from the agent."""
 
     def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
         self.returncode: int | None = None
@@ -371,8 +378,9 @@ class _Rank:
             self._become([str(word) for word in args[1:]], env)
 
     def _become(self, words: list[str], env: dict[str, str]) -> NoReturn:
-        """Run in the agent's thread, whose frames are not to be left: what an interpreter does at its end is done here,
-        as far as it matters.
+        """Run in the agent's thread.
+
+        The agent's stack frames must not be unwound, so the necessary interpreter shutdown happens here.
         """
         logging.disable(logging.NOTSET)
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""What a step leaves alive."""
+"""Objects left alive after a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def no_graph_is_left() -> Iterator[None]:
-    """What runs within leaves no tensor with a graph. (Python's collector sees no cycle that goes through a graph.)"""
+    """Check the block for leaked tensors with an autograd graph. (Python's collector cannot see graph cycles.)"""
     before = {id(each) for each in _with_graph()}
     yield
     gc.collect()

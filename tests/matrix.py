@@ -1,5 +1,6 @@
-"""Few combinations of settings in which any two values come together, for the quick run, and more for the long one.
-The fuzzer draws from all of them.
+"""Few setting combinations with every value pair for the quick run, and more for the long run.
+
+The fuzzer samples from all combinations.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from hypothesis import settings
 
 
 def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Return parameters for `pytest.mark.parametrize`, of which the quick run has those that are `kept`: the others, by
-    which the same claim is made again, are marked `slow`. A tuple has a value for each name.
+    """Return parameters for `pytest.mark.parametrize`: values outside `kept` are marked `slow`.
+
+    The quick run has the `kept` values. The others repeat the same claim. A tuple has a value per name.
     """
     found, kept = list(values), list(kept)
     assert all(value in found for value in kept), "a value that is kept and not there"
@@ -28,16 +30,17 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
 
 
 def examples(number: int) -> settings:
-    """Return hypothesis' settings for so many examples in the long run, and a quarter of them in the quick one."""
+    """Return hypothesis settings with `number` examples in the long run, and a quarter in the quick run."""
     return settings(max_examples=number * settings().max_examples // 100)
 
 
 def matrix(
     *, strength: int = 2, long: int | None = None, **axes: Sequence[Any] | Mapping[str, Any]
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by combinations of values in which any two values (`strength`; 1: any value) come together at
-    least once, and, marked `slow`, those that any `long` values need: one more by default. An axis is a list, or a
-    mapping from a name to a value.
+    """Parametrize a test with covering value combinations.
+
+    Any `strength` values (1: single values, 2: pairs) occur together at least once. Additional combinations for any
+    `long` values (default: one more) are marked `slow`. An axis is a list, or a mapping from name to value.
     """
     names = {key: [name_of(value) for value in values] for key, values in axes.items()}
     assert all(len(set(each)) == len(each) for each in names.values()), "two values of one name"
@@ -59,15 +62,16 @@ def name_of(value: Any) -> str:
 
 
 def cover(axes: Mapping[str, Sequence[str]], strength: int, seed: int = 0) -> list[dict[str, str]]:
-    """Return few combinations in which any values of `strength` axes come together at least once: greedily, the best of
-    some random ones at a time, and the same ones every time.
+    """Return few combinations that cover all value tuples over `strength` axes.
+
+    Greedy and deterministic: each round takes the best among some random combinations.
     """
     dice = random.Random(seed)
     strength = min(strength, len(axes))
     missing = meetings(axes, strength)
     found: list[dict[str, str]] = []
     while missing:
-        first = min(missing)  # so that each round finds one at least
+        first = min(missing)  # each round covers at least one tuple
         drawn = [{name: dice.choice(values) for name, values in axes.items()} | dict(first) for _ in range(100)]
         best = max(drawn, key=lambda one: len(missing.intersection(combinations(one.items(), strength))))
         missing.difference_update(combinations(best.items(), strength))
@@ -76,7 +80,7 @@ def cover(axes: Mapping[str, Sequence[str]], strength: int, seed: int = 0) -> li
 
 
 def meetings(axes: Mapping[str, Sequence[str]], strength: int) -> set[tuple[tuple[str, str], ...]]:
-    """Return all that must come together."""
+    """Return all value tuples to cover."""
     return {
         tuple(zip(some, values, strict=True))
         for some in combinations(axes, strength)

@@ -1,11 +1,16 @@
-"""Print the shape of the code in numbers: a table, and JSON on the last line.
+"""Print the code shape in numbers: a table, and JSON on the last line.
 
-python -m tests.shape
+    python -m tests.shape
 
-rings: lines of Python in the core, the application and the extras. violations: imports against the direction of the
-rings. executed, opened, files: lines that a warm training step executes, lines of the files that contain them, and
-their number, over all threads. settings: fields of the command line. prose: relative words in a thousand. asks: tests
-in the core about a feature. The other keys are in `shape`.
+- rings: Python lines in the core, the application and the extras.
+- violations: imports against the ring direction.
+- executed, opened, files: executed lines in a warm training step, total lines in their files, and the number of files,
+  over all threads.
+- settings: command-line fields.
+- prose: relative words per thousand.
+- asks: conditions in the core about a feature.
+
+The other keys are in `shape`.
 """
 
 from __future__ import annotations
@@ -51,18 +56,20 @@ RINGS = {
     "integrations": "offload.integrations",
     "generate": "offload.generate offload.inference",
 }
-"""The modules of each ring: packages with all that is in them but for what another line names. All but the first two
-are extras, which import the core, the application and themselves."""
+"""Modules by ring. A package includes all submodules except those named in another line.
+
+All rings after the first two are extras: they may import only the core, the application and themselves.
+"""
 _PLACES = {name: ring for ring, names in RINGS.items() for name in names.split()}
 RELATIVE = frozenset(["what", "which", "that", "those", "whose", "its", "it", "such"])
-"""Words that a plain sentence seldom needs."""
+"""Words seldom needed in a plain sentence."""
 FEATURES = {
     "codecs": r"codecs?|coded|EXACT|INT8|NF4|frozen_weights|link_weights|link_gradients",
     "delay": r"delay\w*|is_late|speculative|clip",
     "replicas": r"\w*replicas?|replica_states|shares_states",
     "zeroth": r"has_gradients|zeroth\w*|MeZO|num_perturbations",
 }
-"""What a test about a feature names."""
+"""Patterns for feature names in conditions."""
 LONG_CLASS = 280
 WORD = re.compile(r"[A-Za-z']+")
 
@@ -71,7 +78,7 @@ WORD = re.compile(r"[A-Za-z']+")
 
 
 def sources(root: Path = ROOT / "offload") -> dict[str, str]:
-    """Return the modules of the package, by name."""
+    """Return the package modules: source text by module name."""
     return {
         ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
         for path in sorted(root.rglob("*.py"))
@@ -79,7 +86,7 @@ def sources(root: Path = ROOT / "offload") -> dict[str, str]:
 
 
 def ring_of(module: str) -> str:
-    """Return the ring of a module. Raises KeyError for one that the table does not have."""
+    """Return the ring of a module. Raises KeyError for an unknown module."""
     name = "offload.__init__" if module in ("offload", "offload._core") else module
     while name not in _PLACES and "." in name:
         name = name.rpartition(".")[0]
@@ -88,12 +95,12 @@ def ring_of(module: str) -> str:
 
 @cache
 def _nodes(text: str) -> list[ast.AST]:
-    """Return all nodes of a module."""
+    """Return all syntax nodes in a module."""
     return list(ast.walk(ast.parse(text)))
 
 
 def imports(modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each module with each module of the package that it imports, wherever the import stands."""
+    """Yield (module, imported package module) for imports anywhere in a module."""
     for module, text in modules.items():
         found = set()
         for node in _nodes(text):
@@ -106,11 +113,11 @@ def imports(modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def violations(modules: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the imports that go outward: from the core, from the application into an extra, between extras."""
+    """Return outward imports: from the core, from the application to an extra, between extras."""
     return [
         (one, other)
         for one, other in imports(modules)
-        if one != "offload"  # whose names are imported on first use
+        if one != "offload"  # lazy exports, imported on first use
         if ring_of(other) not in (CORE, ring_of(one))
         if (ring_of(one), ring_of(other)) == (CORE, APPLICATION) or ring_of(other) != APPLICATION
     ]
@@ -120,7 +127,7 @@ def violations(modules: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def asks(texts: Mapping[str, str]) -> dict[str, int]:
-    """Return how many tests (of if, while, a comprehension or a comparison's result) name each feature."""
+    """Return the number of conditions (if, while, comprehension, comparison result) with each feature name."""
     found = Counter(dict.fromkeys(FEATURES, 0))
     for text in texts.values():
         for node in _nodes(text):
@@ -134,13 +141,13 @@ def asks(texts: Mapping[str, str]) -> dict[str, int]:
 
 
 def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int]:
-    """Return the lines of each class, or function."""
+    """Return the line count for each definition of the given kinds."""
     nodes = (node for text in modules.values() for node in _nodes(text) if isinstance(node, kinds))
     return [(node.end_lineno or 0) - node.lineno + 1 for node in nodes]
 
 
 def num_settings() -> int:
-    """Return how many settings the command line has."""
+    """Return the number of command-line settings."""
     from offload.config.config import Config
 
     sections = (field.annotation for field in Config.model_fields.values())
@@ -151,7 +158,7 @@ def num_settings() -> int:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Yield docstrings, descriptions of fields and comments of a module, or the paragraphs of a page without code."""
+    """Yield docstrings, field descriptions and comments in a module, or the text of a page without code."""
     source = path.read_text(errors="ignore")
     if path.suffix == ".md":
         yield re.sub(r"```.*?```|`[^`]*`|\(https?:[^)]*\)", "", source, flags=re.DOTALL)
@@ -165,7 +172,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def relative_words(folder: Path) -> float:
-    """Return how many of a thousand words are relative ones."""
+    """Return the number of relative words per thousand."""
     paths = (path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".md"))
     words = [word.lower() for path in paths for text in texts(path) for word in WORD.findall(text)]
     return 1000 * sum(word in RELATIVE for word in words) / max(1, len(words))
@@ -175,7 +182,7 @@ def relative_words(folder: Path) -> float:
 
 
 class Trace:
-    """Collects the lines of `offload` that all threads execute while `is_on`."""
+    """Collects lines in `offload`, executed by any thread while `is_on`."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -183,7 +190,7 @@ class Trace:
         self._folder = f"{ROOT / 'offload'}/"
 
     def __enter__(self) -> Trace:
-        threading.settrace(self._enter)  # of threads that begin from here on
+        threading.settrace(self._enter)  # for threads started later
         sys.settrace(self._enter)
         return self
 
@@ -201,14 +208,14 @@ class Trace:
         return self._line
 
     def counts(self) -> dict[str, int]:
-        """Return the lines that were executed, those of their files, and the number of these."""
+        """Return the number of executed lines, the total lines in their files, and the file count."""
         files = {name for name, _ in self._seen}
         opened = sum(len(Path(name).read_text().splitlines()) for name in files)
         return {"opened": opened, "executed": len(self._seen), "files": len(files)}
 
 
 def warm_step() -> dict[str, int]:
-    """Train a small model, streamed from the cpu tier, and count what the fourth step executes."""
+    """Train a small model streamed from the CPU tier, and count the lines in the fourth step."""
     import torch
     import transformers as t
 
@@ -263,7 +270,7 @@ def shape() -> dict[str, Any]:
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the table."""
+    """Yield the table lines."""
     yield "lines of the core, the application, the extras", " / ".join(f"{n:,}" for n in found["rings"])
     yield "  of each extra", ", ".join(f"{name} {n:,}" for name, n in found["extras"].items())
     yield "imports against the rings", str(found["violations"])

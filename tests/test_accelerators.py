@@ -1,4 +1,4 @@
-"""The one place that chooses the accelerator: which one it is, what is asked of it, and that it is the only place."""
+"""Accelerator selection in one place: the choice, the torch calls, and a check for other places."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_a_kind_that_is_named_is_seen(text: str) -> None:
     assert names_a_kind(text)
 
 
-# -- which one -----------------------------------------------------------------------------------------------
+# -- selection -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes torch find so many devices of a kind, with a module for it that counts what is asked."""
+    """Return a function that gives torch `count` devices of a type, with a recording device module."""
 
     def has(kind: str, count: int) -> SimpleNamespace:
         module = SimpleNamespace(device_count=lambda: count)
@@ -142,7 +142,7 @@ def test_ranks_exchange_by_what_torch_has_for_their_kind() -> None:
     assert [open_accelerator(torch.device(kind, 0)).backend for kind in ("cuda", "xpu")] == ["nccl", "xccl"]
 
 
-# -- what is asked of it -------------------------------------------------------------------------------------
+# -- torch calls ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Accelerator, CudaAccelerator])
@@ -156,7 +156,7 @@ def test_only_an_event_that_somebody_waits_for_blocks_and_only_where_the_kind_ca
 
 
 def test_memory_is_registered_with_the_device_as_the_threads() -> None:
-    """A finalizer runs in any thread, whose device is another."""
+    """A finalizer can run in any thread, with another current device."""
     calls: list[tuple[Any, ...]] = []
     current: list[int] = [0]
 

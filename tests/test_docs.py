@@ -1,4 +1,4 @@
-"""The documentation: generated pages are those of the code, commands run as they are written, sentences are short."""
+"""Documentation: generated pages match the code, commands run as written, sentences are short."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.integrations import test_examples
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
 RUN_ELSEWHERE = ("index", "trainer")
-"""Pages whose commands other tests run: README's own, and the examples."""
+"""Pages with commands covered by other tests: the README's commands, and the examples."""
 README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
 MAKE: Any = runpy.run_path(str(ROOT / "docs" / "make.py"))
 
 
 def blocks(path: Path, kind: str) -> Iterator[str]:
-    """Yield the fenced blocks of a kind: `sh` runs as it is written, a block without a kind is an example."""
+    """Yield fenced blocks of one kind: `sh` blocks run as written, a block without a kind is an example."""
     yield from re.findall(rf"(?ms)^```{kind}\n(.*?)^```$", path.read_text())
 
 
 def sentences(path: Path) -> list[int]:
-    """Return the words of each sentence of a page: of paragraphs and items, but for tables and code."""
+    """Return the word count per sentence in paragraphs and list items, without tables and code."""
     text = re.sub(r"(?ms)^```.*?^```$", "\n", path.read_text())
     text = re.sub(r"(?m)^(\||!|#|<!--).*$", "\n", text)
     text = re.sub(r"\]\([^)]*\)|[\[\]*`]", "", text)
@@ -42,7 +42,7 @@ def sentences(path: Path) -> list[int]:
 
 
 def shape(line: str) -> str:
-    """Return a line of output without its numbers."""
+    """Return an output line without numbers."""
     return re.sub(r"\d[\d,.]*", "#", line).strip()
 
 
@@ -119,8 +119,9 @@ def test_what_is_not_run_here_is_run_elsewhere() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in RUN if path.stem not in RUN_ELSEWHERE], ids=lambda path: path.stem)
 def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
-    """All `sh` blocks of a page one after the other, in the project's folder, with /tmp for a folder of the test's own;
-    and its `python` blocks, of which one that is `continued` follows on the one before.
+    """All `sh` blocks on a page run in order in the project folder, with a test folder for /tmp.
+
+    The `python` blocks run too. A `continued` block follows the previous one.
     """
     environ = os.environ | forks.commands(tmp_path / "bin")
     script = "set -e\n" + "\n".join(blocks(path, "sh")).replace("/tmp/", f"{tmp_path}/")
@@ -137,7 +138,7 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs_from_the_top(tmp_path: Path) -> None:
-    """Its code, cell after cell; a line that begins with ! is a command."""
+    """The code cells run in order. A line with a leading ! is a command."""
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = re.sub(r"(?m)^!(.*)$", r'subprocess.run("""\1""", shell=True, check=True)', code)

@@ -1,4 +1,4 @@
-"""What errors and warnings have in common."""
+"""Behaviour common to all errors and warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.errors import warn
 
 
 def test_a_warning_names_the_line_of_the_user() -> None:
-    """Here the one that calls, by way of a module of the package and one of torch's."""
+    """The user line is the test, behind frames in the package and in torch."""
     between = types.FunctionType(compile("def f(g): g()", "between.py", "exec").co_consts[0], {"__name__": "torch.nn"})
     within = types.FunctionType(between.__code__, {"__name__": "offload.engine"})
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""What `make gpu-check` does with its parts, whatever they measure."""
+"""`make gpu-check` runs and reports the parts, whatever they measure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ store(Path(sys.argv[1]), sys.argv[2], note="half of it")
 
 
 def part(code: str, out: Path, name: str = "small") -> tuple[str, str]:
-    """Run some code as a part; return what became of it, and the line about it."""
+    """Run code as a part. Return (outcome, report line)."""
     words = [sys.executable, "-c", REPORTS + code, str(out), name]
     outcome, _, note = gpu_check.run_part(name, words, forks.PATIENCE_S, out)
     return outcome, note
 
 
 def dry_run(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """Run parts without a GPU, each within what a test may take on a slow machine."""
+    """Run parts without a GPU, each with a time limit for slow machines."""
     words = ["-m", "benchmarks.gpu_check", "--dry-run", "--limit", forks.MINUTES, "--out", out, *parts]
     return forks.run(words, timeout=len(parts) * forks.MINUTES)
 
@@ -96,7 +96,7 @@ def test_a_part_that_is_run_again_replaces_its_own_results_alone(
 
 
 def test_kernels_are_told_by_what_they_are_for() -> None:
-    """Two run side by side, and a copy beside nothing."""
+    """Two kernels overlap, and a copy overlaps all kernels."""
     from benchmarks.gpu_parts import covered, kernel_seconds
 
     told = [
@@ -145,7 +145,7 @@ def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None
         ("build", "sync", "14b"), "passed"
     )
     rates = [result for result in found["results"] if result["name"] == "14b, 16384 tokens a step"]
-    assert rates[0]["placement"] == "AdamW, what host memory does not hold on disk"  # its states are too many
+    assert rates[0]["placement"] == "AdamW, what host memory does not hold on disk"  # the states exceed host memory
     assert set(rates[0]["exposed_seconds"]) >= {"h2d", "d2h", "nvme_read"}
 
 

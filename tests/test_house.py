@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows."""
+"""Project rules not covered by a linter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import offload
 
 _ROOT = Path(offload.__file__).parent
 _OTHERS = {"_models", "data", "dtype", "forward", "grad", "optimizer", "training", "use_cache"}
-"""Attributes of torch's and transformers' objects that some class of this project has as well."""
+"""Attribute names shared between our classes and torch or transformers objects."""
 
 
 def own_attributes(tree: ast.Module) -> set[str]:
-    """Return the names that the classes of a file assign to their objects; a property's setter is a method."""
+    """Return attribute names assigned by the classes in a file to their objects. A property setter is a method."""
     found = set()
     for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for node in ast.walk(kind):
@@ -31,7 +31,7 @@ def own_attributes(tree: ast.Module) -> set[str]:
 
 
 def setters(tree: ast.Module) -> set[str]:
-    """Return the names of properties that may be set."""
+    """Return the names of properties with a setter."""
     decorated = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return {
         n.name for n in decorated if any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in n.decorator_list)
@@ -39,7 +39,7 @@ def setters(tree: ast.Module) -> set[str]:
 
 
 def assigned_elsewhere(sources: Mapping[str, str]) -> list[str]:
-    """Return where a file assigns, or deletes, an attribute that only classes of other files have."""
+    """Return places that assign or delete an attribute owned by classes in other files."""
     trees = {name: ast.parse(text) for name, text in sources.items()}
     own = {name: own_attributes(tree) for name, tree in trees.items()}
     known = set[str]().union(*own.values()) - _OTHERS - set[str]().union(*map(setters, trees.values()))
@@ -54,7 +54,7 @@ def assigned_elsewhere(sources: Mapping[str, str]) -> list[str]:
 
 
 def _is_self(node: ast.AST) -> bool:
-    """True for the object itself, and for the context of an autograd function, which is torch's."""
+    """Return whether a node is the object itself, or torch's context in an autograd function."""
     return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
 
 
@@ -65,7 +65,7 @@ def sources() -> dict[str, str]:
 
 
 def test_no_attribute_is_assigned_in_another_file_than_that_of_its_class() -> None:
-    """Who reads a class sees all that changes its objects."""
+    """A reader of a class then sees all changes to its objects."""
     assert assigned_elsewhere(sources()) == []
 
 

@@ -1,4 +1,4 @@
-"""The quick run's combinations are a cover."""
+"""The combinations for the quick run are a cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of `make shape`, on a few lines of code."""
+"""The numbers in `make shape`, on a few code lines."""
 
 from __future__ import annotations
 

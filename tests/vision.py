@@ -1,4 +1,4 @@
-"""Folders of tiny models that read pictures, with tokenizer and processor, and conversations about coloured squares."""
+"""Folders with tiny vision-language models, tokenizer and processor, and conversations about coloured squares."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SIZE = {"height": 8, "width": 8}
 
 
 def template(place: str, ends: str = "{{ eos_token }}") -> str:
-    """Return a chat template that writes `place` for a picture, and `ends` behind each message."""
+    """Return a chat template with `place` for a picture, and `ends` after each message."""
     return (
         "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}{% for part in message['content'] %}"
         "{% if part['type'] == 'image' %}{{ '"
@@ -50,8 +50,10 @@ def template(place: str, ends: str = "{{ eos_token }}") -> str:
 
 
 def model_folder(path: Path, family: str = "llava", ends: str = "{{ eos_token }}") -> Path:
-    """Write configuration, tokenizer and processor of a model without weights. LLaVA has four tokens for a picture;
-    Gemma 3 writes line ends around them as well, which become one token with those of the text.
+    """Write configuration, tokenizer and processor for a model without weights.
+
+    LLaVA has four tokens per picture. Gemma 3 also writes line ends around a picture, and these merge with line ends in
+    the text to one token.
     """
     tokenizer = train_bpe([f"{QUESTION} It is {' or '.join(COLOURS)}.\n\n\n\n\nA b c"] * 20, 400)
     own = ("<image>",) if family == "llava" else ("<begin>", "<soft>", "<end>")
@@ -94,14 +96,14 @@ def model_folder(path: Path, family: str = "llava", ends: str = "{{ eos_token }}
 
 
 def square(path: Path, colour: str, size: tuple[int, int] = (10, 12)) -> Path:
-    """Write a picture of one colour."""
+    """Write a single-colour picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
     return path
 
 
 def about(colours: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a conversation of which each turn shows a square, in squares/COLOUR.png, and tells its colour."""
+    """Return a conversation with one square per turn (squares/COLOUR.png) and the colour as the answer."""
     turns: list[dict[str, Any]] = []
     for colour in colours:
         shown = {"type": "image", "path": f"squares/{colour}.png"}
@@ -111,7 +113,7 @@ def about(colours: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def rows_file(path: Path, rows: Sequence[Any]) -> Path:
-    """Write rows as lines of JSON, and the squares beside them."""
+    """Write rows as JSON lines, with the squares in the same folder."""
     for colour in COLOURS:
         square(path.parent / "squares" / f"{colour}.png", colour)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,6 +1,6 @@
-"""Installs a wheel into an environment of its own, outside of the tree, and runs its commands and an engine there.
+"""Install a wheel into a separate environment outside the tree, and run the commands and an engine there.
 
-python tests/wheel.py dist/offload-*.whl     # `make wheel` does; torch comes from where pip has it
+python tests/wheel.py dist/offload-*.whl     # called by `make wheel`; torch comes from the pip index
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ print("engine:", *(f"{loss:.4f}" for loss in losses))
 
 
 def main(wheel: Path) -> None:
-    """Install and run; raise CalledProcessError or AssertionError where something fails."""
+    """Install and run. Raises CalledProcessError or AssertionError on failure."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         print(f"installing {wheel.name} ({wheel.stat().st_size / 2**20:.2f} MiB) into {folder} ...", flush=True)

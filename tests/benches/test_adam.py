@@ -1,4 +1,4 @@
-"""`benchmarks.adam`: the form of its results, and its errors."""
+"""`benchmarks.adam`: result format and errors."""
 
 from __future__ import annotations
 

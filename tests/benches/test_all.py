@@ -1,4 +1,4 @@
-"""`benchmarks.all`: every benchmark in one document, and one that cannot run costs no other."""
+"""`benchmarks.all`: every benchmark in one document. A failed benchmark affects no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let a benchmark be played by a function from its arguments to results."""
+    """Return a function that replaces a benchmark by a function from arguments to results."""
 
     def play(name: str, run: Callable[[Any], list[Result]], *options: str) -> None:
         module = ModuleType(together.PARTS[name][0])
@@ -108,7 +108,7 @@ def test_where_nothing_can_be_measured_it_fails(played: Callable[..., None]) -> 
 
 
 def test_short_words_are_words_of_their_benchmarks() -> None:
-    """Their own parsers take them: an option that is renamed is found here."""
+    """The benchmark parsers accept the short words, so a renamed option fails here."""
     for module, words in together.PARTS.values():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)

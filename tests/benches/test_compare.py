@@ -1,4 +1,4 @@
-"""`offload.bench compare`, on files made by hand."""
+"""`offload.bench compare` on handwritten files."""
 
 from __future__ import annotations
 

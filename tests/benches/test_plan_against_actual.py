@@ -1,4 +1,4 @@
-"""The committed table of plans against engines: made from the committed figures, and within what is promised."""
+"""The committed table with plans against engines: generated from the committed figures, within the promised error."""
 
 from __future__ import annotations
 

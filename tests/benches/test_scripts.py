@@ -1,4 +1,4 @@
-"""The benchmarks that are scripts: what they use of the package is there."""
+"""Benchmark scripts: every imported package name exists."""
 
 from __future__ import annotations
 

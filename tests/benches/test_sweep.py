@@ -1,4 +1,4 @@
-"""`offload.bench sweep`: its points, what it makes of their steps, and two that are really trained."""
+"""`offload.bench sweep`: points, derived results, and two real training runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arguments(*words: str) -> Namespace:
 
 
 class Played:
-    """Trains at once: a token takes a microsecond, and half as long again where it streams; 512 tokens do not fit."""
+    """Simulated training: a token takes 1 microsecond, or 1.5 when streamed. 512 tokens do not fit."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[str], int]] = []
@@ -89,7 +89,7 @@ def test_each_point_has_its_result_and_the_lines_are_drawn(tmp_path: Path) -> No
 
 
 def test_a_ratio_is_that_of_runs_a_moment_apart() -> None:
-    """The machine becomes twice as slow from round to round, for all alike."""
+    """The machine slows down by two from round to round, equally for all points."""
     given = arguments("--batch", "1", "--placement", "device", "cpu", "--rounds", "3", "--steps", "1")
     runs: dict[str, int] = {}
 
@@ -136,7 +136,7 @@ def test_a_run_that_ends_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """One of them does not fit."""
+    """One point does not fit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(300)))

@@ -1,3 +1,3 @@
-"""Checkpoints are made into folders of Hugging Face as well: these in small pieces."""
+"""Checkpoint exports also use small pieces."""
 
 from tests.hf.conftest import small_pieces  # noqa: F401

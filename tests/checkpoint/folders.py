@@ -1,4 +1,4 @@
-"""Hugging Face folders of the zoo's families, written and read by transformers and by us."""
+"""Hugging Face folders for the zoo families, written and read by transformers and by offload."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ QUICK = (
     "rwkv",
     "olmo_hybrid",  # fused convolutions
     "hrm_text",  # fused projections
-    "deepseek_v3",  # kept in fp32, buffers that are saved
-    "codegen",  # tables of positions that depend on the default dtype
+    "deepseek_v3",  # fp32 parameters, saved buffers
+    "codegen",  # position tables depend on the default dtype
     "zamba",  # shared blocks
 )
-"""Of the default run."""
+"""Families for the quick run."""
 
 
 def names(quick: Collection[str] = QUICK) -> list[Any]:
-    """Return every buildable family as a parameter; all but the `quick` ones are slow."""
+    """Return a pytest parameter for every buildable family. Families outside `quick` are marked slow."""
     import pytest
 
     assert set(quick) <= set(families())
@@ -47,7 +47,7 @@ def names(quick: Collection[str] = QUICK) -> list[Any]:
 
 
 def names_and_dtypes() -> list[Any]:
-    """Return every buildable family in one dtype, by turns, as parameters."""
+    """Return a pytest parameter for every buildable family, with fp32 and bf16 in turn."""
     import pytest
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,7 +59,7 @@ def names_and_dtypes() -> list[Any]:
 
 
 class Auto:
-    """What an Auto class does for a class that it would not choose: several families share a configuration."""
+    """A substitute for an Auto class, for families with a shared configuration class."""
 
     def __init__(self, model_class: Any) -> None:
         self._class = model_class
@@ -69,12 +69,12 @@ class Auto:
 
 
 def read(model_class: Any, folder: Path, **options: Any) -> tuple[nn.Module, FolderWeights]:
-    """Return the model of a folder, not filled, and its weights."""
+    """Return the unfilled model for a folder, and the folder weights."""
     return read_model(Auto(model_class), folder, model_class.config_class.from_pretrained(folder), **options)
 
 
 def fill_by_parts(model: nn.Module, weights: FolderWeights) -> None:
-    """Fill the innermost modules first, as an engine with small units would, then what hangs on their parents."""
+    """Fill the innermost modules first, like an engine with small units, then the remaining parameters."""
     for name, module in model.named_modules():
         if not list(module.children()):
             fill(weights, name, module)
@@ -82,13 +82,13 @@ def fill_by_parts(model: nn.Module, weights: FolderWeights) -> None:
 
 
 def fill(weights: FolderWeights, name: str, module: nn.Module) -> None:
-    """Fill a module, also with what is left to be read piece by piece."""
+    """Fill a module, including parameters left for piecewise reads."""
     for parameter, source in weights.fill(name, module).items():
         parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor: NaN equals NaN, and 0.0 not -0.0."""
+    """Return the tensor bytes: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -97,7 +97,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def differences(wanted: nn.Module, found: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers, also those in no file, that are not the same bit for bit."""
+    """Return the names of parameters and buffers with any differing bit, including non-persistent buffers."""
     pairs = [
         (dict(wanted.named_parameters(remove_duplicate=False)), dict(found.named_parameters(remove_duplicate=False))),
         (dict(wanted.named_buffers()), dict(found.named_buffers())),
@@ -111,7 +111,7 @@ def differences(wanted: nn.Module, found: nn.Module) -> list[str]:
 
 
 def llama(**changes: Any) -> Any:
-    """Return a small llama's configuration."""
+    """Return a small llama configuration."""
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}

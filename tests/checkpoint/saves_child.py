@@ -1,6 +1,8 @@
-"""Forks processes that save in a loop, for a test that kills them; forked from one that has imported torch, as many
-imports would take minutes. Reads lines `FOLDER FIRST_STEP DIES_AT EXCHANGES` and answers each with a process id, then
-with the wait status when that process has ended. It writes a line to FOLDER.log before each save and after it.
+"""Forks processes that save in a loop, for a test that kills them.
+
+The children are forked after the torch import, because separate imports would take minutes. Reads lines `FOLDER
+FIRST_STEP DIES_AT EXCHANGES` and answers each with a process id, then with the wait status at the end of the process.
+Each process writes a line to FOLDER.log before and after each save.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ CALLS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "pwri
 
 
 def die_at(count: int) -> None:
-    """End this process as by kill -9 just before its system call number `count` that changes what is on the disk."""
+    """Kill this process with SIGKILL directly before system call `count` with a change on disk."""
     numbers = itertools.count()
 
     def counted(call: Callable) -> Callable:
@@ -50,7 +52,7 @@ def loop(folder: Path, first: int, dies_at: int, exchanges: bool) -> None:
     log = os.fdopen(os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "w")
     checkpoints.clear()
     for step in itertools.count(first):
-        for _ in range(2):  # the second time over the first
+        for _ in range(2):  # the second save replaces the first
             print("begin", step, file=log, flush=True)
             save(checkpoints, step, keep=2)
             print("end", step, file=log, flush=True)

@@ -1,4 +1,4 @@
-"""States of a small model as a function of the step, their checkpoints, and whether one holds just them."""
+"""Small model states as a function of the step, with functions to save and check them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK_BYTES = 4096
 SPLIT = {"weights": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 PLAIN = {"weights": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 CONTENTS: Contents = {
-    "model.embed.weight": Entry((100, 64), SPLIT),  # a rank's share has whole chunks in it
+    "model.embed.weight": Entry((100, 64), SPLIT),  # each rank's part contains whole chunks
     "model.layers.0.mlp.weight": Entry((33, 31), SPLIT),
     "model.norm.weight": Entry((7,), PLAIN),
     "scale": Entry((), PLAIN),
@@ -28,7 +28,7 @@ CONTENTS: Contents = {
 
 
 def planes(contents: Contents, step: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (name, plane, flat values) of all there is; every bit pattern may come, NaN included."""
+    """Yield (parameter name, plane, flat values) for all states. Every bit pattern can occur, including NaN."""
     for name, entry in contents.items():
         for plane, dtype in entry.planes.items():
             seed = int.from_bytes(hashlib.blake2b(f"{step} {name} {plane}".encode(), digest_size=7).digest(), "big")
@@ -45,7 +45,7 @@ def planes(contents: Contents, step: int) -> Iterator[tuple[str, str, torch.Tens
 def save(
     checkpoints: Checkpoints, step: int, *, contents: Contents = CONTENTS, world_size: int = 2, keep: int | None = None
 ) -> Path:
-    """Save a step as ranks would, each its share of every parameter."""
+    """Save one step with a part of every parameter from each rank."""
     with Save(checkpoints.target(step)) as made:
         made.attach("config.json", attached(step))
         parts = []
@@ -61,12 +61,12 @@ def save(
 
 
 def attached(step: int) -> bytes:
-    """Return a small file of the step."""
+    """Return the attached file."""
     return f'{{"step": {step}}}\n'.encode() * 300
 
 
 def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
-    """Assert that a checkpoint is of that step, bit for bit. Raises CheckpointError."""
+    """Check that a checkpoint holds the step, bit for bit. Raises CheckpointError."""
     with Reader(folder) as reader:
         assert reader.meta == {"step": step}
         assert reader.contents == contents
@@ -78,11 +78,11 @@ def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same bytes."""
+    """Return whether two tensors have the same bytes."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def latest(checkpoints: Checkpoints) -> Path | None:
-    """Return the folder that the file `latest` names; None where there is no such file."""
+    """Return the folder named in the file `latest`. None: no such file."""
     named = checkpoints.path / "latest"
     return checkpoints.path / named.read_text(encoding="utf-8").strip() if named.exists() else None

@@ -1,4 +1,4 @@
-"""Whatever ends a save, a signal nobody can catch or a full disk: what was there before is there, or the new one is."""
+"""A save ended by SIGKILL or a full disk leaves the previous checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ class Killer:
     def run(
         self, folder: Path, first: int, *, dies_at: int = -1, exchanges: bool = True, lines: int = 1, after_s: float = 0
     ) -> int:
-        """Run a saving process until it dies: by itself, or killed some time after it has begun and ended saves so many
-        times; return its status.
+        """Run a saving process to the end and return the wait status.
+
+        The process kills itself at system call `dies_at`. With -1, the test kills the process `after_s` seconds after
+        `lines` more log lines (begin or end of a save).
         """
         assert self.child.stdin
         assert self.child.stdout
@@ -84,7 +86,7 @@ def killer() -> Iterator[Killer]:
 
 
 def check_after_kill(checkpoints: Checkpoints) -> int:
-    """Assert that what a killed process left is the last complete checkpoint or a newer one; return its step."""
+    """Check that a killed process left the last complete checkpoint or a newer one. Return the step."""
     lines = [line.split() for line in Path(f"{checkpoints.path}.log").read_text().splitlines()]
     begun = max(int(step) for _, step in lines)
     ended = max((int(step) for what, step in lines if what == "end"), default=0)
@@ -93,7 +95,7 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
         assert newest is not None
         check(newest, int(newest.name.removeprefix("step-")))
         assert int(newest.name.removeprefix("step-")) >= ended
-    for path in checkpoints.folders():  # not only the newest: all that bear the name
+    for path in checkpoints.folders():  # all folders with a checkpoint name, not only the newest
         check(path, int(path.name.removeprefix("step-")))
     newest, skipped = checkpoints.newest_that_verifies()
     assert not skipped
@@ -109,7 +111,7 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
 def test_kill_at_any_moment(tmp_path, killer):
     checkpoints, rng, step = Checkpoints(tmp_path / "checkpoints"), random.Random(7), 0
     for _ in range(40):
-        # The third line says that a save has ended, however long that took.
+        # The third line marks the end of a save, independent of the duration.
         status = killer.run(checkpoints.path, step + 1, lines=rng.randint(1, 3), after_s=rng.uniform(0, 0.1))
         assert os.WTERMSIG(status) == signal.SIGKILL
         step = check_after_kill(checkpoints)
@@ -122,7 +124,7 @@ def test_kill_at_any_moment(tmp_path, killer):
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_kill_before_each_system_call(tmp_path, killer, exchanges):
-    """A save, for which an old one goes, and one more, which takes its place."""
+    """One save deletes an old checkpoint, and the next save replaces the folder with the same name."""
     seen: set[str] = set()
     for count in range(0, 1000, 2):
         checkpoints = Checkpoints(tmp_path / str(count) / "checkpoints")
@@ -134,7 +136,7 @@ def test_kill_before_each_system_call(tmp_path, killer, exchanges):
         left = names(checkpoints.path)
         seen |= {name.split(".")[1].split("-")[0] for name in left if name.startswith("step-") and "." in name}
         if not exchanges:
-            checkpoints.clear()  # puts back what was between two renames
+            checkpoints.clear()  # restores the folder between two renames
         check_after_kill(checkpoints)
         checkpoints.clear()
         assert not any("." in name[1:] for name in names(checkpoints.path) if name != ".latest.new")
@@ -148,7 +150,7 @@ def test_kill_before_each_system_call(tmp_path, killer, exchanges):
 
 
 def test_what_is_on_disk_when_it_takes_its_name(tmp_path, monkeypatch):
-    """After a power cut only what was synced is there: first the files, then the folder, then its name, then latest."""
+    """A power cut leaves only synced data: sync the files, the folder, the rename, and then `latest`."""
     save(Checkpoints(tmp_path), 1)
     events: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -303,7 +305,7 @@ class TestClear:
 
         monkeypatch.setattr(atomic_folder, "_lock_of", late)
         with Save(tmp_path / "step-1") as made:
-            assert len(times) == 3  # the one that was cleared, by whom it was, and the next
+            assert len(times) == 3  # the cleared folder, the lock for the clear, and the next folder
             assert made.path == times[2] != times[0]
             assert made.path.is_dir()
 
@@ -325,13 +327,13 @@ class TestClear:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
+    """A file system with 24 MiB."""
     with mounted(tmp_path, 24 << 20) as point:
         yield point
 
 
 def fill(checkpoints: Checkpoints, step: int, before_write: Callable[[int], None] = lambda _: None) -> None:
-    """Save 16 MiB by one rank, in pieces of 1 MiB."""
+    """Save 16 MiB from one rank, in 1 MiB pieces."""
     with Save(checkpoints.target(step)) as made, Writer(made.path, 0, LARGE) as it:
         for index in range(16):
             before_write(index)
@@ -343,7 +345,7 @@ def test_a_full_disk(disk):
     checkpoints = Checkpoints(disk / "checkpoints")
     for step in (1, 2):
         save(checkpoints, step)
-    fill(Checkpoints(disk / "probe"), 1)  # it would fit
+    fill(Checkpoints(disk / "probe"), 1)  # the free space is enough
     shutil.rmtree(disk / "probe")
     (disk / "other").write_bytes(b"1" * (10 << 20))
     before = os.statvfs(disk).f_bfree
@@ -364,7 +366,7 @@ def test_a_full_disk(disk):
 
 
 def test_a_disk_that_is_full_for_the_manifest_or_latest(tmp_path, monkeypatch):
-    """Of the last few blocks: whatever does not go in any more, the one before is there."""
+    """The disk is full at the last few blocks. The previous checkpoint stays valid."""
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     for failing in (MANIFEST, ".latest.new"):
@@ -383,7 +385,8 @@ def test_a_disk_that_is_full_for_the_manifest_or_latest(tmp_path, monkeypatch):
             assert latest(checkpoints) == tmp_path / "step-1"
             assert not (tmp_path / "step-2").exists()
         else:
-            save(checkpoints, 2, keep=1)  # it is there, whatever `latest` says; and old ones go, as the disk is full
+            # the save is complete without `latest`; old checkpoints go, because the disk is full
+            save(checkpoints, 2, keep=1)
         monkeypatch.setattr(os, "fsync", fsync)
     assert checkpoints.folders() == [tmp_path / "step-2"]
     check(tmp_path / "step-2", 2)
@@ -404,7 +407,7 @@ def test_a_limit_on_the_size_of_files(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
-    assert caught.value.offset in (8 << 20, 12 << 20)  # four are under way, whichever fails first
+    assert caught.value.offset in (8 << 20, 12 << 20)  # four writes are pending, and any one can fail first
     assert names(tmp_path) == ["latest", "step-1"]
     check(tmp_path / "step-1", 1)
 
@@ -445,7 +448,7 @@ def test_what_waits_in_a_copy_is_not_written_after_a_failure_or_the_end(tmp_path
     ):
         it.write("weight", "bytes", 0, torch.zeros(20 * 4096, dtype=torch.uint8))
         it.end()
-        it._run(asyncio.sleep(0))  # whatever can begin has begun
+        it._run(asyncio.sleep(0))  # lets all pending tasks start
         if fails:
             gate.set()
             with pytest.raises(DiskError, match="EIO"):
@@ -455,7 +458,7 @@ def test_what_waits_in_a_copy_is_not_written_after_a_failure_or_the_end(tmp_path
 
 
 def test_a_copy_for_which_there_is_no_memory_is_not_made(tmp_path):
-    """A limit on addresses, or a system that promises no more than it has."""
+    """Without memory for the copy (address-space limit, no overcommit) the writer works without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with Save(tmp_path / "here") as made:

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is found before a weight is: by `verify` and by a reader that reads everything."""
+"""`verify` and a full read find damage in a checkpoint before any weight is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.matrix import quick
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A checkpoint of four files, two of data and one that is attached."""
+    """A checkpoint with four files, including two data files and one attached file."""
     return save(Checkpoints(tmp_path_factory.mktemp("whole")), 7)
 
 
@@ -35,7 +35,7 @@ def copy(whole, tmp_path) -> Path:
 
 
 def assert_refused(folder: Path, at_fault: str, words: str | None = None) -> None:
-    """Assert that nobody takes this for a checkpoint, and that the error names the file."""
+    """Check that `verify` and a full read refuse the folder with the file name in the error."""
     for look in (verify, lambda folder: check(folder, 7)):
         with pytest.raises(CheckpointError, match=words) as caught:
             look(folder)
@@ -45,7 +45,7 @@ def assert_refused(folder: Path, at_fault: str, words: str | None = None) -> Non
 
 
 def flip(path: Path, position: int) -> None:
-    """Flip a bit: number `position` of a file."""
+    """Flip bit number `position` in a file."""
     data = bytearray(path.read_bytes())
     data[position // 8] ^= 1 << position % 8
     path.write_bytes(data)
@@ -56,7 +56,7 @@ def test_one_flipped_bit(copy, seed):
     rng = random.Random(seed)
     files = sorted(copy.iterdir())
     assert len(files) == 4
-    path = files[seed % 4]  # in proportion to their sizes, hardly any would meet the manifest
+    path = files[seed % 4]  # equal probability per file: by size, the manifest would almost never be chosen
     position = rng.randrange(path.stat().st_size * 8)
     flip(path, position)
     assert_refused(copy, path.name, "damaged")
@@ -179,7 +179,7 @@ def test_an_open_reader_does_not_notice_a_successor(tmp_path):
 
 
 def sealed(fields: dict[str, Any], head: bytes = b'{"checksum": "') -> bytes:
-    """Return a manifest with the right checksum, as somebody would make who knows how."""
+    """Return a manifest with a valid checksum, like a deliberate forgery."""
     rest = ('",\n' + json.dumps(fields)[1:]).encode()
     return head + checksum(rest).encode() + rest
 

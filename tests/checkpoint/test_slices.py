@@ -1,4 +1,4 @@
-"""Whatever slices were written, whatever slices are read: the same bits come back, in bounded memory."""
+"""Any written slices and any read slices give the same bits, in bounded memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.lanes.patience import eventually
 
 @contextmanager
 def saving(folder: Path, contents: Contents, **settings: Any) -> Iterator[Writer]:
-    """Within, one rank writes a checkpoint, which is published at the end."""
+    """Yield a writer for one rank, and publish the checkpoint at the end."""
     with Save(folder) as made, Writer(made.path, 0, contents, **settings) as writer:
         yield writer
         made.commit(contents, [writer.finish()], {})
 
 
 def refuse_direct(fd: int, is_direct: bool) -> None:
-    """What `set_direct` is where a file system has no way past the page cache."""
+    """Replace `set_direct` on a file system without direct I/O."""
     if is_direct:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     set_direct(fd, is_direct)
@@ -51,14 +51,14 @@ def refuse_direct(fd: int, is_direct: bool) -> None:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The chunks that readers have read and verified."""
+    """Record the chunks read and verified by readers."""
     found, load = list[int](), Reader._load
     monkeypatch.setattr(Reader, "_load", lambda self, *each: (found.append(each[1]), load(self, *each))[1])
     return found
 
 
 def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Return slices that cover so many elements, in any order."""
+    """Return slices over `numel` elements in random order."""
     edges = sorted({0, numel, *(rng.randint(0, numel) for _ in range(num_cuts))})
     slices = list(itertools.pairwise(edges))
     rng.shuffle(slices)
@@ -75,7 +75,7 @@ def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
 )
 def test_any_slices(tmp_path_factory, seed, shapes, world_size, chunk_bytes, num_cuts):
     rng = random.Random(seed)
-    small = chunk_bytes < 64  # many chunks: keep their number in bounds
+    small = chunk_bytes < 64  # limits the number of chunks
     contents = {
         f"p.{i}": Entry(tuple(n % 4 if small else n for n in shape[: 2 if small else 3]), rng.choice([SPLIT, PLAIN]))
         for i, shape in enumerate(shapes)
@@ -91,7 +91,7 @@ def test_any_slices(tmp_path_factory, seed, shapes, world_size, chunk_bytes, num
                 for (name, plane), begin, end in pieces[rank::world_size]:
                     piece = states[name, plane][begin:end].clone()
                     writer.write(name, plane, begin, piece)
-                    piece.view(torch.uint8).fill_(0xA5)  # the memory is the caller's again
+                    piece.view(torch.uint8).fill_(0xA5)  # the caller may reuse the memory
                 parts.append(json.loads(json.dumps(writer.finish())))
         made.commit(contents, parts, {"seed": seed})
     verify(folder)
@@ -238,7 +238,7 @@ class TestBounds:
         assert peak < 25 * self.CHUNK_BYTES
 
     def test_writes_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch):
-        """And the bytes are the same where there is none, and for a tail that is no whole pages."""
+        """The bytes are the same without direct I/O, and for a tail shorter than a page."""
         found, asked = [], list[bool]()
         for name, change in (("direct", set_direct), ("buffered", refuse_direct)):
             monkeypatch.setattr(writing, "set_direct", lambda *each, do=change: (asked.append(each[1]), do(*each)))
@@ -291,7 +291,7 @@ class TestBounds:
 
     @pytest.mark.parametrize("refused", ["nothing", "the flag", "the transfer"])
     def test_reads_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch, refused):
-        """And the bytes are the same where there is none, and for a tail that is no whole pages."""
+        """The bytes are the same without direct I/O, and for a tail shorter than a page."""
         with saving(tmp_path / "it", TAILED, chunk_bytes=self.CHUNK_BYTES) as writer:
             writer.write("p", "weights", 0, VALUES)
         preadv, were_direct = os.preadv, []
@@ -314,13 +314,13 @@ class TestBounds:
         if refused == "the flag":
             assert not flags & os.O_DIRECT
             assert not any(were_direct)
-        elif flags & os.O_DIRECT:  # this file system has it
+        elif flags & os.O_DIRECT:  # the file system supports direct I/O
             assert were_direct[0]
             assert all(were_direct) == (refused == "nothing")
 
     @pytest.mark.parametrize("is_announced", [False, True])
     def test_what_comes_next_is_on_its_way(self, tmp_path, monkeypatch, is_announced):
-        """Several chunks of one piece; or of the pieces that were announced, in their order."""
+        """The reader prefetches several chunks of one piece, or announced pieces in the announced order."""
         self.write(tmp_path / "here", 1 << 20)
         numel = self.CHUNK_BYTES // 4
         gate, entered, load = threading.Event(), threading.Semaphore(0), Reader._load
@@ -397,7 +397,7 @@ def test_the_threads_end(tmp_path):
 
 
 def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
-    """Before the first time has begun: an interrupt ends the wait for it, and leaving the block closes the file."""
+    """An interrupt can end the wait for a close before it begins. Leaving the block then closes the file again."""
     gate = threading.Event()
     with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
         writer._loop.call_soon_threadsafe(gate.wait)

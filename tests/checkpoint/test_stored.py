@@ -1,4 +1,4 @@
-"""What is exported from a checkpoint is what the engine exports, and what is damaged is never exported."""
+"""An export from a checkpoint equals the engine export, and a damaged checkpoint is never exported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hf.test_write import contents
 from tests.zoo.families import families
 
 FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")
-"""Plain; fused experts; tied; Conv1D; an encoder; kept in fp32, with buffers; a sequence-to-sequence model."""
+"""In order: plain, fused experts, tied, Conv1D, encoder, fp32 parameters and buffers, sequence-to-sequence."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precis
         for parameter, master in trained.masters.items():
             if dtype == torch.float32:
                 assert same(found[parameter].detach(), master), parameter
-            elif precision == "bf16" and parameter in rounded:  # what the device computed with
+            elif precision == "bf16" and parameter in rounded:  # the rounded weights on the device
                 assert same(found[parameter].detach(), rounded[parameter]), parameter
             elif precision == "fp32":
                 assert same(found[parameter].detach(), master.bfloat16()), parameter
@@ -99,7 +99,7 @@ def test_dtypes_and_buffers_are_those_of_the_training(tmp_path: Path) -> None:
 
 
 def test_buffers_that_are_in_no_file_are_those_of_from_pretrained(tmp_path: Path) -> None:
-    """Codegen's tables of positions depend on the dtype in which they are made."""
+    """Position tables in codegen depend on the dtype of construction."""
     trained = made("codegen", tmp_path, "bf16")
     expected = dict(AutoModelForCausalLM.from_pretrained(trained.export, dtype="auto").named_buffers())
     found, weights = read_stored(trained.checkpoint)
@@ -128,7 +128,7 @@ def test_a_model_that_is_not_transformers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another version of transformers might build it from the same configuration."""
+    """Another transformers version can build another shape from the same configuration."""
     trained = made("llama", tmp_path, "fp32")
     read = stored.configuration
 

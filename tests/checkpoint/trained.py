@@ -1,4 +1,4 @@
-"""Models that were trained a step, as checkpoints and as the folders that the engine exports."""
+"""Models after one training step, as checkpoints and as folders exported by the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "the weights of a block are fetched, used and given back; then the next b
 
 @dataclass(frozen=True)
 class Trained:
-    """checkpoint: the folder that was saved; export: the one that the engine wrote; masters: fp32, by name."""
+    """One trained model: checkpoint folder, exported folder, and fp32 masters by parameter name."""
 
     checkpoint: Path
     export: Path
@@ -26,12 +26,12 @@ class Trained:
 
 
 def tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer of at most so many tokens."""
+    """Return a tokenizer with at most `vocab_size` tokens."""
     return train_bpe([TEXT, TEXT.upper()], vocab_size)
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path, **settings: Any) -> Trained:
-    """Train a step; save a checkpoint with a tokenizer as folder/checkpoints/step-1 and an export as folder/theirs."""
+    """Train one step. Save a checkpoint with tokenizer in folder/checkpoints/step-1 and an export in folder/theirs."""
     tokenizer(64).save_pretrained(folder / "tokenizer")
     files = {path.name: path.read_bytes() for path in (folder / "tokenizer").iterdir()}
     engine = Engine(model, **settings)
@@ -44,14 +44,14 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path, **sett
 
 
 def flip(path: Path, position: int = -1000) -> None:
-    """Flip a bit of a file."""
+    """Flip a bit in a file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 4
     path.write_bytes(data)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a Hugging Face folder by their names there."""
+    """Return all tensors in a Hugging Face folder by stored name."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with TensorFile(path) as file:

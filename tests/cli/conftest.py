@@ -1,4 +1,4 @@
-"""Run the training command as a user does, on models and texts of a few kilobytes."""
+"""Run the training command like a user, on models and texts with a few kilobytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SENTENCE = "the weights of a block are fetched, used and given back; then the ne
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with llama.json and text.txt, from which the commands run."""
+    """The working directory of the commands, with llama.json and text.txt."""
     path = tmp_path / "here"
     path.mkdir()
     (path / "llama.json").write_text(json.dumps(LLAMA))
@@ -52,7 +52,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny() -> list[str]:
-    """The arguments of a run that takes a second once torch is imported."""
+    """Return arguments for a run that takes a second after the torch import."""
     return [
         *("--model.path", "llama.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
         *("--train.steps", "4", "--train.batch_size", "2", "--offload.device_memory", "256KiB"),
@@ -61,7 +61,7 @@ def tiny() -> list[str]:
 
 @pytest.fixture
 def begin() -> Callable[..., Any]:
-    """What starts a process. `EITHER`, at a test, runs that in both kinds of process."""
+    """Return the function to start a process. `EITHER` runs a test with both process types."""
     return forks.start
 
 
@@ -75,7 +75,7 @@ EITHER = pytest.mark.parametrize(
 def train(
     folder: Path, environment: dict[str, str], begin: Callable[..., Any]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python -m offload.train ARGUMENTS` and return what it printed."""
+    """Return a function: run `python -m offload.train ARGUMENTS` and return the finished process."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return forks.run(["-m", "offload.train", *arguments], begin=begin, cwd=folder, env=environment)

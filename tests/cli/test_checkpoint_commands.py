@@ -1,4 +1,4 @@
-"""`export`, `verify` and `generate` as a user runs them: what they print, how they exit, what they leave."""
+"""`export`, `verify` and `generate` as user commands: output, exit code and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = Callable[..., "tuple[int | None, str]"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with steps 1, 2 and 3, and an export in two files or more."""
+    """A run folder with steps 1, 2 and 3, and an export in at least two files."""
     folder = tmp_path_factory.mktemp("commands")
     family = families()["llama"]
     trained = train(family.build(calm=True), family.batch(), folder / "run", precision="bf16")
@@ -41,13 +41,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the run folder, to be damaged."""
+    """Copy the run folder for damage tests."""
     return shutil.copytree(made / "run", tmp_path / "run")
 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command in this process; return its exit code and what it printed on stdout."""
+    """Return a function that runs a command in the test process and returns (exit code, stdout)."""
 
     def do(command: Any, *words: object) -> tuple[int | None, str]:
         capsys.readouterr()
@@ -285,7 +285,8 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     assert call(generate, made / "hf", "--prompt", "-", *words[2:], "0", "--seed", "1")[1] in seeds
     chat = call(generate, made / "hf", *words, "0", "--chat")[1]
     assert chat not in seeds
-    monkeypatch.setattr(Sampler, "write", lambda *_: Sampled([0], 1.0, 0))  # the end alone, as of an untold chat model
+    # only the end token, typical for a chat model without --chat
+    monkeypatch.setattr(Sampler, "write", lambda *_: Sampled([0], 1.0, 0))
     monkeypatch.setattr(generate, "say", (told := []).append)
     for more in ((), ("--chat",)):
         call(generate, made / "hf", *words, "0", *more)

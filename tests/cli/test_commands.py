@@ -1,4 +1,4 @@
-"""`python -m offload` and the console script: the commands by name, and what all of them answer."""
+"""`python -m offload` and the console script: command names and common flags."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_every_command_tells_its_version(capsys: Any) -> None:
 
 
 def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a locale of ASCII, and of half a surrogate pair."""
+    """An ASCII locale, and text with half a surrogate pair."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding) for encoding in ("ascii", "utf-8")]
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers of this process stay
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the signal handlers
     monkeypatch.setattr("offload.config.command_line._ignore_sigterm", lambda: None)
     with pytest.raises(SystemExit) as left:
         run_command(lambda _words: [print("三 \ud83d", file=stream) for stream in streams] and 0, [])

@@ -1,4 +1,4 @@
-"""The configuration in Python: origins, what is resolved, writing and reading back, sizes."""
+"""The configuration in Python: origins, resolved values, YAML round trip, sizes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ODD: list[Any] = [
 @pytest.mark.parametrize(("section", "key"), [key.split(".") for key in all_keys()])
 def test_a_value_of_any_kind_is_taken_or_refused_by_name(section: str, key: str) -> None:
     for value in ODD:
-        with suppress(ValueError, ConfigError):  # those of pydantic are ValueErrors
+        with suppress(ValueError, ConfigError):  # pydantic errors are ValueErrors
             Config(**{section: {key: value}})
 
 
@@ -95,7 +95,7 @@ def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
     config = Config.load(tmp_path / "run.yaml")
     assert (config.data.eval_share, config.origin("data.eval_share")) == (0.25, "file")
     assert Config(data={"eval_fraction": 0.5}).data.eval_share == 0.5
-    saved = {"data.eval_fraction": (0.125, "command line"), "train.steps": (3, "default")}  # of an earlier checkpoint
+    saved = {"data.eval_fraction": (0.125, "command line"), "train.steps": (3, "default")}  # from an older checkpoint
     assert Config.load(None, {}).resumed(saved, "there").data.eval_share == 0.125
     parsed = parse_config(["--data.eval_fraction", "0.3"], prog="train", description="")
     assert (
@@ -184,7 +184,7 @@ def test_python_values_are_checked_and_have_an_origin() -> None:
         config.train.batch_size = 0
     with pytest.raises(ConfigError, match=r"train\.steps"):
         Config(train={"steps": 0})
-    assert Config().train.steps is None  # defaults are not shared
+    assert Config().train.steps is None  # instances do not share defaults
 
 
 def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:

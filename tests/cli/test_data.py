@@ -1,6 +1,4 @@
-"""`python -m offload.data`, in this process: what it shows against the batches that a run would train on, and against
-the files.
-"""
+"""`python -m offload.data` in the test process, against the training batches and the files."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "voca
 
 @pytest.fixture
 def here(folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that the command runs in, with chats.jsonl, whose last line is none, and models of other kinds."""
+    """The working directory with chats.jsonl (the last line is invalid) and models of other types."""
     lines = [json.dumps({"messages": messages}) for messages in CHATS]
     (folder / "chats.jsonl").write_text("\n".join([*lines, "{"]))
     (folder / "bert.json").write_text(json.dumps(BERT))
@@ -66,7 +64,7 @@ def words(*more: str, model: str = "llama.json", source: str = "chats.jsonl") ->
 
 @pytest.fixture
 def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
-    """Return what the command says, and the data and the objective of a run with these settings."""
+    """Return a function that runs the command and returns (JSON output, dataset, objective of such a run)."""
 
     def tell(*given: str, samples: int = 6) -> tuple[dict[str, Any], Dataset, Objective]:
         assert main([*given, "--samples", str(samples), "--json"]) == 0
@@ -82,12 +80,12 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
 
 
 def of_tokens(sample: dict[str, Any], key: str) -> np.ndarray:
-    """Return what is said of each token of a row."""
+    """Return one property for each token in a row."""
     return np.asarray([piece[key] for piece in sample["pieces"] for _ in range(piece["num_tokens"])])
 
 
 def documents(sample: dict[str, Any]) -> list[int]:
-    """Return where in a row a document begins, as it is marked."""
+    """Return the marked document starts in a row."""
     found, at = [0], 0
     for piece in sample["pieces"]:
         found += [at] * piece["begins_document"]
@@ -96,11 +94,12 @@ def documents(sample: dict[str, Any]) -> list[int]:
 
 
 def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -> np.ndarray:
-    """Return which tokens of a row are targets, by the labels that the model gets."""
+    """Return a mask of the target tokens in a row, from the labels in the batch."""
     labels = batch["labels"][row].numpy()
-    if len(labels) < width:  # of a decoder
+    if len(labels) < width:  # decoder labels
         labels = np.concatenate([np.full(width - len(labels), -100), labels])
-    return (labels != -100) & ((np.arange(width) > 0) | (objective.name != "next token"))  # the first has none before
+    # the first token has no context
+    return (labels != -100) & ((np.arange(width) > 0) | (objective.name != "next token"))
 
 
 def test_an_encoder_decoder_takes_no_answers(here: Path) -> None:
@@ -136,7 +135,7 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
             begins = (plain["position_ids"][row] == 0).nonzero().flatten().tolist()
             assert documents(sample) == begins[: sample["num_documents"]]
             assert begins[sample["num_documents"] :] == ([] if is_token.all() else [int(is_token.sum())])
-        elif data.train.packing:  # each conversation begins alike, and no other turn does
+        elif data.train.packing:  # conversations share the first token, and no other turn begins with this token
             tokens = data.tokenizer.convert_ids_to_tokens(ids.tolist())
             alike = ["".join(tokens[at : at + 4]).startswith("<|user|>ĊWhat") for at in range(64)]
             assert [at for at in documents(sample) if 0 < at < 60] == [at for at in range(1, 60) if alike[at]]
@@ -145,7 +144,7 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
             assert torch.equal(plain.get("attention_mask", torch.ones_like(plain["labels"]))[row].bool(), is_token)
         assert sample["num_documents"] == len(documents(sample))
         text = "".join(piece["text"] for piece in sample["pieces"] if piece["kind"] != "padding")
-        if objective.name == "masked tokens":  # by a row of the embedding that no token has
+        if objective.name == "masked tokens":  # the mask is an embedding row without a token
             assert text.count("<383>") == (batch["input_ids"][row] == 383).sum() > 0
         else:
             assert text == data.tokenizer.decode(ids[is_token])
@@ -242,7 +241,7 @@ def test_a_histogram_counts_each_document_once() -> None:
 
 
 class Rows(HTMLParser):
-    """Reads the rows of a page, as pieces of a kind and a text, and that tags close."""
+    """Parses the rows in a page into (kind, text) pieces, and checks the closing tags."""
 
     def __init__(self) -> None:
         super().__init__()

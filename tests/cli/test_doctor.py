@@ -1,4 +1,4 @@
-"""`python -m offload.doctor`: what it tells of the directories for the nvme tier, how it exits."""
+"""`python -m offload.doctor`: reports about NVMe directories, and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Call = Callable[..., "tuple[int, dict[str, Any]]"]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return the exit code and the JSON of the command."""
+    """Return a function: run the command and return (exit code, JSON)."""
 
     def run(*words: object) -> tuple[int, dict[str, Any]]:
         code = doctor.main(["--json", *map(str, words)])
@@ -166,7 +166,7 @@ def test_words_that_it_does_not_know(words):
 
 
 def test_for_people(tmp_path):
-    """As a user runs it: compact, within 80 columns, and with the exit code of the command."""
+    """As a user command: compact, within 80 columns, and with an exit code."""
     command = ["-m", "offload.doctor", "--nvme-dir", tmp_path, tmp_path / "missing"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"}
     child = forks.run(command, cwd=tmp_path, env=environment)

@@ -1,4 +1,4 @@
-"""`train --gpus N`: what it refuses, the exit code of several ranks, and runs of two of them from start to end."""
+"""`train --gpus N`: refused settings, the exit code for several ranks, and whole runs with two ranks."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ({}, False, 0),
         ({}, True, 0),
         ({0: 2, 1: 2}, False, 2),
-        ({0: 1, 1: 3}, False, 3),  # rank 0 ended for rank 1's sake
+        ({0: 1, 1: 3}, False, 3),  # rank 0 ended because of rank 1
         ({0: 2, 1: -15}, True, 2),
         ({0: 1, 1: -9}, False, 1),
-        ({0: 130, 1: 130}, False, 130),  # a rank was told to stop, and all of them did
+        ({0: 130, 1: 130}, False, 130),  # one rank got a stop signal, and all ranks stopped
         ({0: 130, 1: -9}, False, 1),
         ({0: 130, 1: 1}, True, 130),
         ({0: -2, 1: -9}, True, 130),
@@ -168,7 +168,7 @@ def test_ranks_that_cannot_train_say_so_once(
 
 @contextmanager
 def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], name: str) -> Iterator[Any]:
-    """Yield (the launcher in the midst of training with two ranks, those); none of them stays behind."""
+    """Yield (launcher, ranks) during training with two ranks. Kill all processes at the end."""
     words = ["-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", name, "--gpus", "2"]
     process = begin(words, cwd=folder, env=environment)
     ranks: list[psutil.Process] = []
@@ -201,7 +201,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
         output, error = process.communicate()
         assert process.returncode == 130, error
         assert not [rank for rank in ranks if rank.is_running()]
-    assert output.count("once more to leave at once") == 1, output  # one rank says that it heard
+    assert output.count("once more to leave at once") == 1, output  # only one rank prints the message
     assert error.count("\n") == 1, error
     steps = len((folder / name / "metrics.jsonl").read_text().splitlines())
     assert f"interrupted by {number.name} after step {steps} of 1000000" in error
@@ -215,7 +215,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
 def test_ranks_whose_launcher_is_killed_save_and_end(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
-    """Else they would hold the run folder, and train on unseen."""
+    """Otherwise the ranks would hold the run folder and continue unseen."""
     with training(folder, environment, begin, tiny, "orphans") as (process, ranks):
         process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=120)
@@ -230,7 +230,7 @@ def test_a_second_signal_leaves_at_once(
 ) -> None:
     with training(folder, environment, begin, tiny, "ranks-twice") as (process, ranks):
         for rank in ranks:
-            rank.suspend()  # so that both signals come within one step
+            rank.suspend()  # both signals arrive within one step
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)

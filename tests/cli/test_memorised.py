@@ -1,4 +1,4 @@
-"""A chat that was trained on is answered by heart: from a file of conversations to `offload.generate`."""
+"""A small model memorises chats: from a conversation file to `offload.generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m offload.plan`, in this process."""
+"""`python -m offload.plan` in the test process."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach
 def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(
     capsys: pytest.CaptureFixture[str], model: str, settings: tuple[str, ...], fix: str
 ) -> None:
-    """The smallest: where tiers are open, a folder is enough, and what goes there is for the search to say."""
+    """The plan proposes the smallest change: with open tiers an NVMe folder. The search then decides the placement."""
     words = ("--model.preset", model, "--hardware", "rtx-4090", *settings)
     code, found = told(capsys, *words)
     assert (code, found["fits"]) == (3, False)
@@ -188,7 +188,7 @@ def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """The graphs of a step would be 196 GiB, and beside states of 75 GiB there are 30 for all that is on the device."""
+    """Saved graphs for a step need 196 GiB. The states take 75 GiB, so 30 GiB remain for the device."""
     words = ("--model.preset", "8b", "--hardware", "dgx-spark", "--train.micro_batch_size", "2")
     code, found = told(capsys, *words, "--data.sequence_length", "4096", "--optimizer.states", "bf16")
     assert (code, found["fits"]) == (0, True)
@@ -241,7 +241,7 @@ def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The fastest that the search finds, be it that it alone fits."""
+    """The placement is the fastest one in the search, or the only one that fits."""
     slow = (*SMALL, "--offload.device_memory", "600MiB", "--offload.throttle", "{h2d: 100MiB}")
     tight = ("--model.preset", "tiny", "--train.batch_size", "16", "--offload.device_memory", "8MiB")
     for words in (slow, tight):
@@ -264,9 +264,9 @@ WITHOUT_AUTO = [
 
 @pytest.mark.slow
 def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    """A replica on each machine where they have room for it and a slow link; on more tokens a step the link hides.
+    """On a slow link each machine with enough memory has a replica. With more tokens per step the link is hidden.
 
-    Break: share a machine's memory out over all ranks; leave the network out of what bounds a step.
+    Break: divide the machine memory over all ranks; leave the network out of the step bound.
     """
     words = ("--model.preset", "tiny", "--hardware", "h100", "--data.sequence_length", "64", "--gpus", "2")
     words += ("--train.batch_size", "16", *WITHOUT_AUTO, "--offload.zero_stage", "3", "--machines", "2", "--link")
@@ -280,7 +280,7 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
     assert fast["step_seconds"] < slow["step_seconds"]
     _, over_all = told(capsys, *words, "100Mbit", "--offload.replicas", "1")
     assert over_all["replicas"] == 1
-    # 4 to 6 bytes a parameter, as weights that stay on the device are gathered once, where replicas send 3.
+    # 4 to 6 bytes per parameter, because weights on the device are gathered once. Replicas send 3.
     assert 4 / 3 <= over_all["network_bytes_per_step"] / slow["network_bytes_per_step"] <= 2
     assert over_all["step_seconds"] > slow["step_seconds"]
 

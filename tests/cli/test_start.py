@@ -1,6 +1,6 @@
-"""What a command says before it imports torch, which takes seconds; and what it does not import at all.
+"""Command output before the slow torch import, and commands without torch.
 
-The commands here find, in the place of torch and other large packages, modules that only end the process.
+In these tests torch and other large packages are stub modules: an import ends the process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 from offload import __version__
 from tests import forks
 
-ENDED = 77  # no exit code of ours
+ENDED = 77  # no exit code in the package
 
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that ends when it imports torch, or another package that takes a while."""
+    """A process environment with stub packages: an import of torch or another slow package ends the process."""
     folder = tmp_path_factory.mktemp("stubs")
     for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "cpuinfo", "rich", "jinja2"):
         (folder / f"{name}.py").write_text(f"raise SystemExit({ENDED})\n")
@@ -46,7 +46,7 @@ def test_training_says_something_before_it_imports_torch(
     words: list[str], what: str, without_torch: dict[str, str], tmp_path: Path
 ) -> None:
     done = start(without_torch, tmp_path, "train", *words)
-    assert done.stdout == f"offload {__version__}: {what} ...\n", done.stderr  # to a pipe as to a terminal
+    assert done.stdout == f"offload {__version__}: {what} ...\n", done.stderr  # pipes and terminals get the line
     assert done.returncode == ENDED
 
 
@@ -98,7 +98,7 @@ def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback(module
 
 
 def test_torch_is_imported_without_the_collector_which_works_again_afterwards() -> None:
-    """In a process without torch; one that has it is left alone."""
+    """The collector is off during the import. A process with torch already imported is unchanged."""
     program = (
         "import gc, sys\n"
         "from offload.config.command_line import importing\n"

@@ -1,4 +1,4 @@
-"""Every error of the training command: its exit code, and one paragraph with what was given and what is allowed."""
+"""Every error from the training command: the exit code, and one paragraph with the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slow(*values: Any) -> Any:
 
 
 def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
-    """Return the error after checking that it is one line on stderr, without a traceback."""
+    """Check that stderr is one line without a traceback. Return the line."""
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("offload: ")
@@ -180,7 +180,7 @@ def test_every_familiar_name_leads_to_a_key() -> None:
 
 
 def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, folder: Path) -> None:
-    """Here of a file; tests/cli/test_start.py has one of the command line."""
+    """A wrong setting in a file. tests/cli/test_start.py tests the command line."""
     (folder / "wrong.yaml").write_text("train: {stpes: 5}")
     assert "did you mean train.steps?" in paragraph(train("--config", "wrong.yaml"), 2)
 
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_be_is_refused(
 ) -> None:
     message = paragraph(train(*tiny, "--run.dir", "refused", *arguments), code)
     assert not [word for word in words if word not in message], message
-    assert not (folder / "refused").exists()  # a refused run leaves nothing behind
+    assert not (folder / "refused").exists()  # a refused run writes no files
 
 
 def test_an_earlier_run_is_never_touched(train: Train, folder: Path, tiny: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the training command makes of what is left open: the placement that `offload.plan` finds fastest."""
+"""The training command resolves open placement settings to the fastest plan from `offload.plan`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from offload.training import build
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 SLOW_LINK = ("--offload.device_memory", "512KiB", "--offload.throttle", "{h2d: 1000000}")
-"""With which weights had better stay on the device, for which there is just enough room."""
+"""A slow link: weights should stay on the device, with just enough memory for them."""
 
 
 @pytest.fixture
 def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """One in which this machine was not measured before."""
+    """The environment with an empty hardware cache."""
     return {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 

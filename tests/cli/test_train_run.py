@@ -1,4 +1,4 @@
-"""The training command from start to end: the folder it leaves, what it prints, and how it stops."""
+"""The training command from start to end: run folder, output and stop signals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert result.stderr == ""
     assert not [
         c for c in result.stdout if ord(c) < 32 and c != "\n"
-    ]  # not a terminal: no colours, no carriage returns
+    ]  # no terminal: no colours and no carriage returns
     assert "logits bit-equal" in result.stdout
     assert "sample:" in result.stdout
 
@@ -64,7 +64,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert (lines[0]["tokens"], lines[0]["targets"]) == (2 * 32, 2 * 31)
-    assert all(line["h2d_bytes"] > 0 and line["d2h_bytes"] > 0 for line in lines)  # it streamed
+    assert all(line["h2d_bytes"] > 0 and line["d2h_bytes"] > 0 for line in lines)  # the weights were streamed
     assert max(line["peak_device_bytes"] for line in lines) <= 256 * 1024
 
     assert all(list(line["lanes"]) == ["compute", *LANES] for line in lines)
@@ -106,7 +106,7 @@ def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: P
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert list(lines[0]) == [*FIELDS, "corrected", "coarse"]
-    assert all(line["corrected"] > 0 for line in lines)  # the first gradients alone never have the norm of all
+    assert all(line["corrected"] > 0 for line in lines)  # the norm of the first gradients is below the total norm
     for lane, rate in (("h2d", 4e6), ("d2h", 8e6)):
         busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines)
         assert busy > 0.8 * sum(line[f"{lane}_bytes"] for line in lines) / rate
@@ -142,10 +142,10 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
 def training(
     folder: Path, environment: dict[str, str], begin: Begin, words: list[str], until: str = "step 10/"
 ) -> Iterator[Any]:
-    """Yield a command that has come as far as a line that begins so; it does not stay behind."""
+    """Yield a command that has printed a line with the prefix `until`. Kill the process at the end."""
     process = begin(["-m", "offload.train", *words], cwd=folder, env=environment)
     try:
-        for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
+        for line in process.stdout:  # lines must be flushed at once, or this loop never ends
             if line.startswith(until):
                 break
         yield process
@@ -206,7 +206,7 @@ def test_another_signal_saves_and_training_goes_on(
     assert [path.name for path in Checkpoints(run / "checkpoints").folders()][-1] == f"step-{step}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) > step
-    # The copy stood in the way of the next step, and the end of the save, maybe, of a later one.
+    # The D2H copy for the save delays the next step. The end of the save may delay a later step.
     assert next(line["step"] for line in lines if "checkpoint_seconds" in line) == step + 1
 
 

@@ -1,5 +1,7 @@
-"""Machines that are played on one: network namespaces with a link each to a bridge, which is throttled or cut, and
-mount namespaces with host names and disks of their own. Processors, memory and the kernel are the host's.
+"""Several simulated machines on one host.
+
+Each machine has a network namespace, linked to a bridge with a throttle or a cut, and a mount namespace with a separate
+host name and disk. Processors, memory and kernel belong to the host.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # of linux/sched.h
-_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18  # of linux/mount.h
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # from linux/sched.h
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18  # from linux/mount.h
 
 
 @dataclass(frozen=True)
 class Network:
-    """Machine `number` is the namespace `name(number)`, reached as `m<number>`; the bridge is in `name('hub')`. One
-    network at a time is a process's, `owner`.
+    """Machine `number` is the namespace `name(number)` with the address `m<number>`. The bridge is in `name('hub')`.
+
+    A process (`owner`) has one network at a time.
     """
 
     owner: int
@@ -37,34 +40,35 @@ class Network:
         return f"offload-{self.owner}-{which}"
 
     def words(self, number: int, disk: Path | None = None) -> list[str]:
-        """Return what runs a module on a machine by `tests.forks`, MODULE and its words being added: `disk` is what
-        that has as the folder `run`.
+        """Return the `tests.forks` words to run a module on a machine; the caller adds MODULE and its words.
+
+        `disk`: the folder mounted as `run` on this machine.
         """
         entered = [self.name(number), str(number), str(self.folder), "" if disk is None else str(disk)]
         return ["-m", "tests.cluster.network", *entered]
 
     def throttle(self, rate: str) -> None:
-        """Let no machine send or get more than this, such as 10gbit."""
+        """Limit the send and receive rate of each machine, for example "10gbit"."""
         bucket = ["tbf", "rate", rate, "burst", "128kb", "latency", "1s"]
         for number in range(self.size):
-            # Else a second of data stands in line here, and what acknowledges the others' behind the last of it.
+            # Otherwise the send queue holds a second of data, and acknowledgements wait behind this queue.
             _ip("netns", "exec", self.name(number), "sysctl", "-qw", "net.ipv4.tcp_limit_output_bytes=65536")
             _ip("netns", "exec", self.name(number), "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
             _ip("netns", "exec", self.name("hub"), "tc", "qdisc", "replace", "dev", f"p{number}", "root", *bucket)
 
     def cut(self, number: int) -> None:
-        """Pull a machine's plug: nothing comes or goes any more, and nobody is told."""
+        """Disconnect a machine: packets are lost without an error."""
         _ip("-n", self.name("hub"), "link", "set", f"p{number}", "nomaster")
 
     def plug(self, number: int) -> None:
-        """Let a machine reach the others, as before it was cut."""
+        """Reconnect a machine after a cut."""
         _ip("-n", self.name("hub"), "link", "set", f"p{number}", "master", "bridge")
 
 
 @contextmanager
 def network(folder: Path, size: int) -> Iterator[Network]:
-    """Make so many machines; skip the test, with the reason, where that is not allowed."""
-    for left in Path("/var/run/netns").glob("offload-*-*"):  # by tests that were killed
+    """Make `size` machines. Skip the test with the reason if namespaces are not permitted."""
+    for left in Path("/var/run/netns").glob("offload-*-*"):  # from killed tests
         if not psutil.pid_exists(int(left.name.split("-")[1])):
             subprocess.run(["ip", "netns", "del", left.name], check=False, capture_output=True)
     made = Network(os.getpid(), folder, size)
@@ -72,7 +76,7 @@ def network(folder: Path, size: int) -> Iterator[Network]:
     (folder / "nsswitch.conf").write_text("hosts: files\n")
     hosts = [f"10.77.0.{number + 1} m{number}" for number in range(size)]
     for number in range(size):
-        # As many a host does, a machine has its own name as its loopback's, by which torchrun has others look for it.
+        # Many hosts map their own name to a loopback address, and torchrun gives this name to the other machines.
         known = ["127.0.0.1 localhost", f"127.0.1.1 m{number}", *hosts[:number], *hosts[number + 1 :]]
         (folder / f"hosts-{number}").write_text("\n".join([*known, ""]))
     try:
@@ -101,7 +105,7 @@ def _ip(*words: str) -> None:
 
 
 def _enter(namespace: str, number: str, folder: str, disk: str) -> None:
-    """Move this process onto a machine."""
+    """Move this process to a machine."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *arguments: object) -> None:
@@ -122,10 +126,10 @@ def _enter(namespace: str, number: str, folder: str, disk: str) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run `NAMESPACE NUMBER FOLDER DISK MODULE WORDS`: the module as `python -m` does, on a machine."""
+    """Run `NAMESPACE NUMBER FOLDER DISK MODULE WORDS`: the module on a machine, like `python -m`."""
     namespace, number, folder, disk, module, *rest = words
     _enter(namespace, number, folder, disk)
-    # For its log it asks who has called, which takes seconds where as much is imported as in a forked process.
+    # The rendezvous log inspects the call stack. In a forked process with many imports this takes seconds.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

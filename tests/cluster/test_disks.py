@@ -1,4 +1,4 @@
-"""Ranks whose machines have disks of their own: here each runs in a folder of its own, and the run's is relative."""
+"""Ranks on machines with separate disks: each rank runs in a separate folder with a relative run folder."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def settings(tmp_path: Path, shape: Mapping[str, int] = SMALL) -> list[str]:
-    """Make a small model's shape, and text for it, that any folder reads; return the settings."""
+    """Write a small model configuration and text, readable from any folder. Return the settings."""
     AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(tmp_path / "shape")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
     data = ["--model.path", f"{tmp_path}/shape/config.json", "--data.source", str(text)]
     data += ["--data.sequence_length", "32", "--train.batch_size", "6", "--checkpoint.every", "2"]
-    return [*data, "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]  # for any number of steps
+    return [*data, "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]  # valid for any number of steps
 
 
 def train(disks: Sequence[Path], words: Sequence[str]) -> list[tuple[int, str]]:
-    """Run a rank in each of these folders; return exit codes and what was printed."""
+    """Run one rank in each folder. Return (exit code, stdout with stderr) per rank."""
     common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(disks)), "LOCAL_WORLD_SIZE": str(len(disks))}
     started = []
@@ -73,7 +73,7 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
     assert (files(one, 4), files(two, 4)) == ({"rank-0.bin"}, {"rank-1.bin"})
     assert not list(tmp_path.glob("*/run/**/*.partial-*"))
 
-    # A save that one machine did not live to publish is none; the machines have other numbers now.
+    # A save without publication on one machine does not count. The machines have other numbers now.
     shutil.rmtree(one / RUN / "step-4")
     (first, text), (second, other) = train([two, one], [*words, "--checkpoint.export", "true", "--train.steps", "6"])
     assert (first, second, other) == (0, 0, ""), text
@@ -82,11 +82,11 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
     assert weights(two) == weights(whole)
     assert (files(one, 6), files(two, 6)) == ({"rank-1.bin"}, {"rank-0.bin"})
 
-    # A new machine comes, which becomes the first.
+    # A new machine joins as the first.
     (first, text), *others = train([three, one, two], [*unexported, "--train.steps", "8"])
     assert (first, *others) == (0, (0, ""), (0, "")), (text, others)
     assert "resumed at step 6" in text
-    # Copied together they are an ordinary checkpoint.
+    # The copied parts form an ordinary checkpoint.
     verify = ["-m", "offload.verify", "run"]
     assert "rank-1.bin is missing" in forks.start(verify, cwd=three).communicate()[0]
     for disk in one, two:

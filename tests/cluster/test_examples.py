@@ -1,4 +1,4 @@
-"""What the launchers of examples/cluster/ give to torchrun, and the run that Ray starts for real."""
+"""The torchrun arguments in the launchers from examples/cluster/, and a real run with Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = ROOT / "examples/cluster"
 
 
 def words_of(folder: Path, command: Sequence[object], **variables: str) -> list[str]:
-    """Run a command where `torchrun` prints what it is given; return that."""
+    """Run a command with a fake `torchrun` and return the `torchrun` arguments."""
     programs = folder / ".venv/bin"
     programs.mkdir(parents=True, exist_ok=True)
     shown = {"torchrun": 'printf "%s\\n" "$@"', "scontrol": 'echo "$3-0\n$3-1"', "srun": 'SLURM_NODEID=1 exec "$@"'}

@@ -1,5 +1,6 @@
-"""Runs over machines (network.py), as examples/cluster/torchrun.sh starts them: with disks of their own, over slow
-links, and what becomes of them where a rank dies and where a cable is pulled.
+"""Runs over several machines (network.py), started with examples/cluster/torchrun.sh.
+
+Machines have separate disks and slow links. Tests kill a rank or cut a link.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def started(machines: Network, words: Sequence[str], restarts: int = 0, ranks: int = 2) -> Iterator[list[Rank]]:
-    """Start the example on each of the machines, over so many ranks, with the folder `run` on its disk."""
+    """Start the example on each machine with `ranks` ranks, and the folder `run` on the machine's disk."""
     folder = machines.folder
     (folder / "run").mkdir(exist_ok=True)
     common = {"HEAD": "10.77.0.1", "MACHINES": str(machines.size), "GPUS": str(ranks), "RESTARTS": str(restarts)}
@@ -50,7 +51,7 @@ def started(machines: Network, words: Sequence[str], restarts: int = 0, ranks: i
 
 
 def alone(folder: Path, words: Sequence[str]) -> None:
-    """Train in one process on this machine."""
+    """Train in one process on this host."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache-0")}
     found = forks.run(["-m", "offload.train", *words], cwd=folder, env=env)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -61,7 +62,7 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_alike(run: Path, other: Path) -> None:
-    """The same up to the order of sums."""
+    """Check that two runs are equal up to the summation order."""
     assert losses(run) == pytest.approx(losses(other), rel=1e-5)
     one, two = (load_file(each / "hf/model.safetensors") for each in (run, other))
     assert one.keys() == two.keys()
@@ -79,7 +80,7 @@ def test_three_machines_train_as_one_process_does_which_goes_on_alone(tmp_path: 
     kept = [sorted(path.name for path in (disk / "checkpoints/step-4").glob("rank-*")) for disk in disks]
     assert {name for names in kept for name in names} == {f"rank-{rank}.bin" for rank in range(6)}
     assert [len(names) for names in kept] == [2, 2, 2]
-    wrote = next(disk for disk in disks if (disk / "metrics.jsonl").exists())  # torchrun says which is the first
+    wrote = next(disk for disk in disks if (disk / "metrics.jsonl").exists())  # torchrun chooses the first machine
     for disk in disks:
         for path in (disk / "checkpoints/step-4").glob("rank-*"):
             path.replace(wrote / "checkpoints/step-4" / path.name)
@@ -103,7 +104,7 @@ def test_a_killed_rank_is_started_again_at_the_newest_checkpoint(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """The settings of a run whose gradients travel in codes, and what became of it where nothing was lost."""
+    """The settings and the result of an uninterrupted run with quantized gradients on the link."""
     folder = tmp_path_factory.mktemp("whole")
     words = [*settings(folder), "--train.steps", "10", "--offload.link_gradients", "int4", "--run.dir", "run"]
     with network(folder, 2) as machines, started(machines, words) as agents:
@@ -115,8 +116,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
 def test_a_lost_machine_ends_all_and_the_run_goes_on_bit_for_bit(
     tmp_path: Path, way: str, whole: tuple[list[str], Path]
 ) -> None:
-    """Both ranks of a machine are killed, and torchrun starts all again; or its cable is pulled: each machine says so
-    once, and a user starts all again.
+    """Both ranks on a machine are killed and torchrun restarts all ranks, or a link is cut.
+
+    After a cut each machine reports the loss once, and a user restarts the run.
     """
     words, other = whole
     is_cut = "cut" in way
@@ -130,7 +132,7 @@ def test_a_lost_machine_ends_all_and_the_run_goes_on_bit_for_bit(
             for pid in pids:
                 os.kill(pid, signal.SIGCONT if is_cut else signal.SIGKILL)
             for agent in agents if is_cut else []:
-                agent.wait_for("lost: ", MINUTES)  # torchrun's own end, a minute and more later, need not be waited for
+                agent.wait_for("lost: ", MINUTES)  # torchrun itself ends more than a minute later
                 assert agent.output.count("offload: ") == 1, agent.output
             if not is_cut:
                 assert [each.end(MINUTES) for each in agents] == [0, 0], [each.output for each in agents]
@@ -146,7 +148,7 @@ def test_a_lost_machine_ends_all_and_the_run_goes_on_bit_for_bit(
 
 
 def _stopped_in_mid_save(folder: Path, agents: Sequence[Rank]) -> list[int]:
-    """Stop both ranks of the second machine while a checkpoint is being written, and return their processes."""
+    """Stop both ranks on the second machine during a checkpoint write. Return their process ids."""
     pids, deadline = _pids(folder)[2:], time.monotonic() + MINUTES
     while True:
         while not next(folder.glob("disk-*/checkpoints/*.partial-*"), None):
@@ -157,12 +159,12 @@ def _stopped_in_mid_save(folder: Path, agents: Sequence[Rank]) -> list[int]:
             os.kill(pid, signal.SIGSTOP)
         if next(folder.glob("disk-*/checkpoints/*.partial-*"), None):
             return pids
-        for pid in pids:  # that one was done
+        for pid in pids:  # this save was complete
             os.kill(pid, signal.SIGCONT)
 
 
 def _first(agents: Sequence[Rank], text: str) -> Rank:
-    """Return the machine that rank 0 is on, when it has printed `text`."""
+    """Return the machine with rank 0, after `text` appears in the output."""
     deadline = time.monotonic() + MINUTES
     while not (found := [each for each in agents if text in each.output]):
         outputs = [each.output for each in agents]
@@ -173,7 +175,7 @@ def _first(agents: Sequence[Rank], text: str) -> Rank:
 
 
 def _pids(folder: Path) -> list[int]:
-    """Return the process of each rank."""
+    """Return the process id of each rank."""
     found = next(folder.glob("disk-*/env.json"))
     pids: list[int] = json.loads(found.read_text())["pids"]
     return pids

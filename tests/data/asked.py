@@ -1,4 +1,4 @@
-"""Sources as tests ask for them."""
+"""Data sources for tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from offload.data.sources import Source, SourceFile, find_files
 
 
 def files_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> list[SourceFile]:
-    """Find the files of a source."""
+    """Return the files in a source."""
     return find_files(source_of(source, data_format), **more)
 
 
 def source_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> Source:
-    """Return a source of one path or of several."""
+    """Return a source with one path or several."""
     return Source((source,) if isinstance(source, str) else tuple(source), data_format, **more)

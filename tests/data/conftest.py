@@ -1,4 +1,4 @@
-"""Tokenizers and small files for the data tests; nothing is downloaded."""
+"""Tokenizers and small files for the data tests, without downloads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PROSE = (
 
 @pytest.fixture(scope="session")
 def prose() -> str:
-    """Three lines of text with characters of one to three bytes."""
+    """Three lines of text with one-byte to three-byte characters."""
     return PROSE
 
 
 @pytest.fixture(scope="session")
 def bpe() -> Any:
-    """A byte-level BPE of 400 tokens at most, with the built-in chat template. Do not change it."""
+    """A byte-level BPE with at most 400 tokens and the built-in chat template. Read-only."""
     return train_bpe([PROSE] * 4, 400)
 
 
 @pytest.fixture
 def bpe_folder(bpe: Any, tmp_path: Path) -> Callable[..., str]:
-    """Save a copy of `bpe`, with another chat template or other attributes, and return its folder."""
+    """Return a function: save a copy of `bpe` with another chat template or other attributes, and return the folder."""
 
     def save(chat_template: str | None = None, name: str = "tokenizer") -> str:
         folder = tmp_path / name
@@ -46,7 +46,7 @@ def bpe_folder(bpe: Any, tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def write_lines(tmp_path: Path) -> Callable[..., Path]:
-    """Write records as JSON lines, and return the path."""
+    """Return a function: write records as JSON lines, and return the path."""
 
     def write(name: str, *records: Any) -> Path:
         path = tmp_path / name

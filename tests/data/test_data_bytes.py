@@ -1,4 +1,4 @@
-"""Bytes of the text that targets are of: against the bytes that stand for tokens in a byte-level vocabulary."""
+"""Text bytes in the targets, against the byte letters in a byte-level vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def built(bpe_folder: Callable[..., str], tmp_path: Path, path: Path, **more: An
 
 
 def counted(dataset: Dataset, num_rows: int, name: str) -> int:
-    """Return the bytes of the targets of the first rows: a letter of the vocabulary each; an end has none."""
+    """Return the target bytes in the first rows: one per vocabulary letter, none for the end token."""
     words = dataset.tokenizer.convert_ids_to_tokens(range(len(dataset.tokenizer)))
     num_bytes, end = 0, dataset.tokenizer.eos_token_id
     for batch in list(dataset.eval_batches(1, num_rows, name=name)):
@@ -50,9 +50,9 @@ def test_bytes_are_those_of_the_targets(
     write_lines: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    """Held out by documents, an eval source, and both: some rows and all of them.
+    """Held-out documents, an eval source, and both, for some rows and for all rows.
 
-    Break: count a row's first token; give a character to the last of its tokens; leave out eval sources.
+    Break: count the first token of a row; assign a character to the last of its tokens; skip eval sources.
     """
     held, path = (write_lines(f"{name}.jsonl", *({"text": row} for row in rows)) for name in ("held", "rows"))
     held.write_text("\n".join(held.read_text().splitlines()[7:20]) + "\n")
@@ -74,7 +74,7 @@ def test_rows_that_are_held_out_of_one_document_have_their_bytes(
 def test_of_a_conversation_they_are_those_of_the_answers(
     bpe_folder: Callable[..., str], write_lines: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each answer, and the end that the template writes after it."""
+    """The targets are the answers with the end token from the template."""
     answers = [f"It is {number}." for number in range(30)]
     chats = [
         {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": each}]}

@@ -1,4 +1,4 @@
-"""What is trained of a conversation, checked by decoding the trained tokens, over the kinds of templates in use."""
+"""Trained tokens in a conversation, checked by decoding, for all common template types."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}"
     "{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
 )
-MISTRAL = (  # no generation prompt, and an error when roles do not alternate
+MISTRAL = (  # no generation prompt, and an error for non-alternating roles
     "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-THINKING = (  # as Qwen3: an empty thought stands before the last answer only
+THINKING = (  # like Qwen3: an empty thought only before the last answer
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OPEN_THOUGHT = (  # as DeepSeek-R1: the generation prompt opens a thought that the history does not keep
+OPEN_THOUGHT = (  # like DeepSeek-R1: the generation prompt opens a thought, absent from the history
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
@@ -56,7 +56,7 @@ def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> l
 
 
 def trained_runs(tokenizer: Any, document: Encoded) -> list[str]:
-    """Return the texts of the maximal runs of trained tokens."""
+    """Return the text for each maximal run of trained tokens."""
     mask = np.ones(len(document.ids), bool) if document.trained is None else document.trained
     assert len(mask) == len(document.ids)
     borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
@@ -87,9 +87,7 @@ def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], templa
     tokenizer = load_tokenizer(bpe_folder(template))
     (document,) = encode(tokenizer, Chat("x", CHAT))
     found = trained_runs(tokenizer, document)
-    if (
-        template is OPEN_THOUGHT
-    ):  # where the generation prompt and the history part, the rest of the border token is trained
+    if template is OPEN_THOUGHT:  # generation prompt and history differ here; the rest of the border token is trained
         found = [run.removeprefix(">").removeprefix("assistant>").removeprefix("<assistant>") for run in found]
     assert found == runs
 
@@ -157,7 +155,7 @@ def test_prompt_and_completion(bpe: Any) -> None:
 
 
 def test_a_token_on_the_border_is_trained(bpe: Any) -> None:
-    """'the' is one token: no character of the completion may be lost."""
+    """'the' is one token: no character in the completion may be lost."""
     assert len(bpe(" the", add_special_tokens=False)["input_ids"]) == 1
     (document,) = encode(bpe, Pair("x", "over t", "he lazy dog"))
     assert trained_runs(bpe, document) == [" the lazy dog<|endoftext|>"]
@@ -173,7 +171,7 @@ def test_plain_text_is_all_trained_and_ends_in_eos(bpe: Any) -> None:
 
 
 def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document still, whose pieces end at line ends, and few at a time."""
+    """The row stays one document. Pieces end at line ends, and few pieces are tokenized at a time."""
     monkeypatch.setattr("offload.data.formats._LONG_CHARS", 64)
     monkeypatch.setattr("offload.data.formats._PIECE_CHARS", 32)
     monkeypatch.setattr("offload.data.encode._BATCH_CHARS", 50)
@@ -189,7 +187,7 @@ def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def sentencepiece_like() -> Any:
-    """A tokenizer in the manner of Llama 2: metaspace with a leading space, and a BOS that it adds itself."""
+    """A tokenizer like Llama 2: metaspace with a leading space, and an automatic BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -252,7 +250,7 @@ def test_a_template_that_writes_its_own_eos_gets_no_other(bpe_folder: Callable[.
 
 
 def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
-    """Some tokenizers trim blanks from a token's range; one of blanks then has none, and belongs where it stands."""
+    """Some tokenizers trim blanks from a token range. An all-blank token then has an empty range at its position."""
     from copy import deepcopy
 
     from tokenizers import processors
@@ -267,7 +265,7 @@ def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
 @pytest.mark.parametrize("measured", ["none", "all"])
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured: Any, bpe: Any) -> None:
-    """Half a surrogate pair, as of an emoji cut in half: the row is left out whole, also one of two documents."""
+    """Half a surrogate pair, for example from a cut emoji: the whole row is skipped, including its other document."""
     from transformers import ByT5Tokenizer
 
     half, records = "cut \ud83d here", list[tuple[bool, Record]]()
@@ -285,13 +283,13 @@ def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured:
     assert all(re.fullmatch(told, each) for each in bad.examples)
     with pytest.raises(BadRow, match=f"{told} \\(--data.on_bad_row skip"):
         list(Encoder(tokenizer, False).encode(records))
-    with pytest.raises(ConfigError, match="half a surrogate") as caught:  # a piece of a file is no row
+    with pytest.raises(ConfigError, match="half a surrogate") as caught:  # a piece of a file is not a row
         list(Encoder(tokenizer, False, bad).encode([(False, Text("b", half, closes=False))]))
     assert not isinstance(caught.value, BadRow)
 
 
 def test_a_tokenizer_without_ranges() -> None:
-    """ByT5 is plain Python: no ranges, so prompt and answer are encoded one after the other."""
+    """ByT5 is plain Python without ranges, so prompt and answer are encoded separately."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()

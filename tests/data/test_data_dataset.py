@@ -1,4 +1,4 @@
-"""Batches by step: resumable, sliced by rank, the same whoever asks; the cache; and what is refused."""
+"""Batches by step: resumable, sliced by rank, independent of the caller; the token cache; refused settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Build = Callable[..., Dataset]
 
 @pytest.fixture
 def build(tmp_path: Path, bpe_folder: Callable[..., str], prose: str) -> Build:
-    """Build a dataset over 40 documents of prose, by default in rows of 16."""
+    """Return a function: build a dataset over 40 documents, with a default row length of 16."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(40):
@@ -293,7 +293,7 @@ def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
     (Path(folder) / "chat_template.jinja").unlink()
     messages = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
     chats = write_lines("chats.jsonl", {"messages": messages})
-    for _ in range(2):  # the second time its tokens are in the cache
+    for _ in range(2):  # the second build reads tokens from the cache
         text = build(tokenizer=folder)
         assert (text.tokenizer.chat_template, text.notes) == (None, ())
         chat = build(tokenizer=folder, source=str(chats), sequence_length=32)
@@ -432,7 +432,7 @@ def test_importing_is_cheap() -> None:
 
 @pytest.mark.slow
 def test_the_standard_library(tmp_path: Path) -> None:
-    """The built-in default, from nothing: tokenizer trained, tokens packed, deterministic."""
+    """The built-in default without input files: trained tokenizer, packed tokens, deterministic."""
     dataset = build_dataset(
         sources=[source_of("builtin:stdlib")],
         vocab_size=2048,
@@ -460,7 +460,7 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
         "asyncio",
         "email",
         "heapq.py",
-    ):  # a few modules, for the time it takes
+    ):  # a few modules, to save time
         (shutil.copytree if (real / name).is_dir() else shutil.copy)(real / name, tmp_path / name)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     dataset = build_dataset(
@@ -485,7 +485,7 @@ def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_tokenizer_without_an_end(build: Build, bpe: Any, write_lines: Callable[..., Path], tmp_path: Path) -> None:
-    """Pairs of texts are refused, texts are noted, and conversations end as their template says."""
+    """Text pairs are refused, plain texts get a note, and conversations end with the template's end."""
     endless = copy.deepcopy(bpe)
     endless.eos_token, endless.chat_template = (
         None,
@@ -505,7 +505,7 @@ def test_a_tokenizer_without_an_end(build: Build, bpe: Any, write_lines: Callabl
     endless.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|user|>", special_tokens=[("<|user|>", endless.convert_tokens_to_ids("<|user|>"))]
     )
-    endless.save_pretrained(tmp_path / "endless")  # as BERT's, which ends a text by a token of another name
+    endless.save_pretrained(tmp_path / "endless")  # like BERT, with an end token under another name
     assert "EOS" not in " ".join(build(**own).notes)
 
 

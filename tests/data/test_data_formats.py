@@ -1,4 +1,4 @@
-"""Every format on small files: what is read, how it is recognized, and what is said of a malformed record."""
+"""Every format on small files: content, detection, and errors for malformed records."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_wrong_token_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -> None:
-    """As the alpaca data have them, with the whole prompt as "text" beside its parts."""
+    """Alpaca data have the whole prompt as "text" beside the parts."""
     path = write_lines("x.jsonl", {"instruction": "a", "input": "", "output": "b", "text": "a b"})
     with pytest.raises(ConfigError, match=r"fit several formats: set --data\.format to jsonl or alpaca"):
         detect_format(*files_of(str(path)))

@@ -1,4 +1,4 @@
-"""The same documents in every format give the same tokens and labels; and each format's own ways to be damaged."""
+"""The same documents in every format give equal tokens and labels; and damaged files in each format."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _packed(write: Write, pack: Callable[[bytes], bytes]) -> Write:
 
 
 def _zstd(data: bytes) -> bytes:
-    """In two frames, as parallel packers write."""
+    """Compress in two frames, like parallel packers."""
     half = len(data) // 2
     return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:half], data[half:]))
 
@@ -136,7 +136,7 @@ TEMPLATE = (
     "{{ message['tool_calls'] | tojson if message['tool_calls'] else '' }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Shows the arguments of tools: a column of them gives the names of all to each."""
+"""Shows tool arguments: in a column format every row has all argument names."""
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -169,7 +169,7 @@ LLAMA3 = """{{- bos_token }}
 
 {% endif %}"""  # noqa: E501 - a line end would be text
 LAST_THOUGHT = CHATML.replace("if message.reasoning_content", "if message.reasoning_content and loop.last")
-"""As Qwen3: what was thought for an earlier answer is left out."""
+"""Like Qwen3: thoughts before earlier answers are dropped."""
 MARKS = "{% generation %}", "{% endgeneration %}"
 TOOLS = [
     {
@@ -211,7 +211,7 @@ Load = Callable[..., Dataset]
 
 @pytest.fixture
 def load(tmp_path: Path, bpe_folder: Callable[..., str]) -> Load:
-    """Build a dataset of a document a row, without a part held out."""
+    """Return a function: build a dataset with one document per row and no held-out part."""
     tokenizer = bpe_folder(TEMPLATE)
 
     def load(source: Path | str, **more: Any) -> Dataset:
@@ -248,7 +248,7 @@ def test_the_same_rows_in_any_format_are_the_same_tokens_and_labels(kind: str, l
 
 
 def documents_of(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
-    """Return the ids and labels of the documents in rows, found by the positions that begin anew."""
+    """Return (ids, labels) of the documents in rows, separated by restarting positions."""
     rows, found = np.arange(dataset.num_train_rows), []
     positions, lengths = dataset.train.positions(rows), dataset.train.lengths(rows)
     assert positions is not None
@@ -267,7 +267,7 @@ def documents_of(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
 def test_conversations_are_what_apply_chat_template_makes_and_marks(
     template: str, ends: str, load: Load, tmp_path: Path, bpe: Any
 ) -> None:
-    """Tools, calls and thoughts, in every format. Ours finds the answers without the marks of the template."""
+    """Tools, calls and thoughts in every format. Our encoder finds the answers without the template marks."""
     oracle = copy.deepcopy(bpe)
     begins = ["<|im_start|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
     oracle.add_special_tokens({"eos_token": ends, "bos_token": begins[1], "additional_special_tokens": begins})
@@ -276,7 +276,7 @@ def test_conversations_are_what_apply_chat_template_makes_and_marks(
         oracle.chat_template = oracle.chat_template.replace(mark, "")
     oracle.save_pretrained(tmp_path / "unmarked")
     expected, rows = [], CONVERSATIONS
-    if THOUGHT not in template:  # such a row is refused
+    if THOUGHT not in template:  # otherwise the row is refused
         rows = [{**r, "messages": [{k: m[k] for k in m if k != THOUGHT} for m in r["messages"]]} for r in rows]
     for row in rows:
         answers = [i for i, message in enumerate(row["messages"], 1) if message["role"] == "assistant"]
@@ -402,12 +402,12 @@ def test_bad_rows_are_named_or_skipped_and_counted(name: str, load: Load, tmp_pa
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ConfigError, match=words) as error:
         load(tmp_path / file)
-    if num_good is None:  # not of a row, so there is nothing to skip
+    if num_good is None:  # the error is in the file, not in a row, so nothing can be skipped
         with pytest.raises(ConfigError, match=words):
             load(tmp_path / file, on_bad_row="skip")
         return
     assert "--data.on_bad_row skip" in str(error.value)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second load reads the cache
         found = load(tmp_path / file, on_bad_row="skip")
         assert found.num_train_rows == num_good
         assert found.sources[0].more[0].endswith("bad rows skipped")
@@ -429,7 +429,7 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
     )
     data = bytearray(path.read_bytes())
     start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
-    data[start + 4000] ^= 255  # behind the header of the page, which has statistics
+    data[start + 4000] ^= 255  # after the page header with statistics
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"row group 2 \(rows 20 to 29\) is damaged, from row 20 on"):
         load(path)

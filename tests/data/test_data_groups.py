@@ -1,4 +1,4 @@
-"""Batches by length: each row once an epoch, any batch alone, little padding, few widths."""
+"""Batches by length: each row once per epoch, any batch alone, little padding, few widths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Build = Callable[..., Dataset]
 
 
 def padding(lengths: np.ndarray, batches: list[np.ndarray], batching: ByLength | Mixed, length: int) -> float:
-    """Return the share of batches that is padding."""
+    """Return the padding share in the batches."""
     wide = sum(len(rows) * batching.width(lengths[rows], length) for rows in batches)
     return 1 - sum(lengths[rows].sum() for rows in batches) / wide
 
@@ -68,7 +68,7 @@ def test_batches_have_little_padding_and_come_in_another_order_each_epoch() -> N
 
 @pytest.fixture
 def build(tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[..., Path]) -> Build:
-    """Build a dataset of two weighted sources of documents of many lengths."""
+    """Return a function: build a dataset over two weighted sources with documents in many lengths."""
     tokenizer = bpe_folder()
     paths = [
         write_lines(f"{name}.jsonl", *({"text": f"{name} " * (7 * i % 41)} for i in range(1, 60))) for name in "ab"

@@ -1,4 +1,4 @@
-"""Rows whose documents are apart: each document once, with positions of its own, in about as few rows as can be."""
+"""Rows with isolated documents: each document once, with separate positions, in almost the minimal number of rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.matrix import examples
 def test_each_document_lies_in_one_row_with_positions_of_its_own(
     documents: list[list[bool]], length: int, masked: bool
 ) -> None:
-    expected, position = [], 0  # (ids, targets) of each piece that has a target
-    masked = masked and not all(map(all, documents))  # else nothing is masked, and the store keeps no mask
+    expected, position = [], 0  # (ids, targets) for each piece with a target
+    masked = masked and not all(map(all, documents))  # otherwise the store keeps no mask
     for mask in documents:
         ids = list(range(position, position + len(mask)))
         for begin in range(0, len(ids), length) if not masked else [0]:

@@ -1,4 +1,4 @@
-"""Keys of kept tokens and tokenizers change with all that these are made of."""
+"""Cache keys for tokens and tokenizers change with every input."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.data.asked import files_of, source_of
 
 
 class Reached(Exception):
-    """The key of the tokens is known."""
+    """Raised at the point where the token key is known."""
 
 
 def test_every_argument_is_in_the_key_of_tokens_or_left_out_for_a_reason(
     bpe_folder: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Break: name an argument in LEFT_OUT, or take one away."""
+    """Break: add an argument to LEFT_OUT, or remove one."""
 
     def cached(_root: Path, name: str, *_more: Any) -> None:
         raise Reached(name)
@@ -94,8 +94,9 @@ def test_every_field_of_a_file_is_in_its_hash_or_left_out_for_a_reason(tmp_path:
 def test_other_contents_of_equal_names_sizes_and_times_are_other_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    """Break: know a folder of save_to_disk by the names, sizes and times of its files. Of much data the time of the
-    change tells files apart, and no program sets that.
+    """Break: identify a save_to_disk folder by file names, sizes and times.
+
+    Large data are identified by the change time (ctime), which no program can set.
     """
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(sources, "_HASH_WHOLE_BYTES", whole_bytes)
@@ -114,7 +115,7 @@ def test_other_contents_of_equal_names_sizes_and_times_are_other_data(
 
 
 def test_a_file_behind_a_url_is_known_by_all_that_its_server_says() -> None:
-    """Break: by its name and size alone, as fsspec's own key of a file by http."""
+    """Break: use only name and size, like the fsspec key for HTTP files."""
 
     said = [{"ETag": "a", "url": "signed-1"}, {"url": "signed-2", "ETag": "a"}, {"ETag": "b", "url": "signed-1"}]
     servers = [SimpleNamespace(info=lambda url, each=each: {"name": url, "size": 3, **each}) for each in said]
@@ -123,7 +124,7 @@ def test_a_file_behind_a_url_is_known_by_all_that_its_server_says() -> None:
 
 
 def test_a_slow_tokenizer_is_known_by_its_files(tmp_path: Path) -> None:
-    """Break: by its vocabulary, class, template and special tokens."""
+    """Break: use only vocabulary, class, template and special tokens."""
     vocabulary = ["<unk>", *"abcde", *(f"{each}@@" for each in "abcde"), "ab@@", "bc@@", "ab", "bc", "abc", "<eos>"]
     config = {"tokenizer_class": "CTRLTokenizer", "unk_token": "<unk>", "eos_token": "<eos>"}
 

@@ -1,4 +1,4 @@
-"""Several sources by weight: what an epoch has of each, asked in any order, on any number of ranks; eval sources."""
+"""Weighted sources: rows per epoch and source in any order, on any number of ranks; eval sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Mix = Callable[..., Dataset]
 
 @pytest.fixture
 def mix(tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[..., Path]) -> Mix:
-    """Build a dataset of three sources, whose rows name their source and number, by weights."""
+    """Return a function: build a weighted dataset over three sources. Each row names source and row number."""
     tokenizer = bpe_folder()
     for name, size in SIZES.items():
         write_lines(f"{name}.jsonl", *({"text": f"{name} {i}"} for i in range(size)))
@@ -56,7 +56,7 @@ def texts(dataset: Dataset, ids: torch.Tensor) -> list[str]:
 
 
 def epochs_of(dataset: Dataset, num_epochs: int) -> list[list[str]]:
-    """Return the rows of the first epochs, as texts."""
+    """Return the rows in the first epochs, as texts."""
     num_rows = dataset.num_train_rows
     rows = [
         text
@@ -113,7 +113,7 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> N
 def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str, cut: dict[str, bool]) -> None:
     dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy, **cut) for _ in range(2))
     steps = [dataset.batch(step) for step in range(40)]
-    for step in (0, 7, 39):  # as a run that resumes there asks for it
+    for step in (0, 7, 39):  # like a run resumed at this step
         assert all(torch.equal(again.batch(step)[key], steps[step][key]) for key in steps[step])
         for world_size in (1, 2, 3, 6):
             parts = [again.batch(step, rank, world_size) for rank in range(world_size)]
@@ -172,7 +172,7 @@ def test_eval_sources_have_names_and_are_apart_from_training(mix: Mix, write_lin
 
 @pytest.mark.parametrize("other", ["large.jsonl", "sub/../large.jsonl", "link.jsonl", "hard.jsonl"])
 def test_a_file_that_is_trained_on_is_not_evaluated_on_by_another_name(mix: Mix, tmp_path: Path, other: str) -> None:
-    """Break: compare paths as they are spelled. A part that is held out of a file is trained on by no other name."""
+    """Break: compare unresolved paths. A held-out file part must not be trained under another name."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "large.jsonl")
     (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "large.jsonl")
@@ -197,7 +197,7 @@ def test_names_tell_sources_apart() -> None:
 
 
 def test_packed_parts_keep_their_rows(mix: Mix) -> None:
-    """A row of a packed mixture has tokens of one source alone."""
+    """A row in a packed mixture has tokens from one source."""
     dataset = mix(1, 1, 1, packing=True)
     for step in range(5):
         for text in (dataset.tokenizer.decode(row) for row in dataset.batch(step)["input_ids"]):

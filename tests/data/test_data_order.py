@@ -1,4 +1,4 @@
-"""Each epoch's order is a permutation, different from the others, and computed from a position alone."""
+"""Each epoch order is a new permutation, computed from a position alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 def test_every_row_is_as_often_first() -> None:
-    """Over 1200 epochs of 6 rows each (position, row) comes 200 times; six standard deviations are 77."""
+    """Over 1200 epochs with 6 rows, each (position, row) has 200 expected hits; 77 is six standard deviations."""
     orders = np.stack([shuffled(np.arange(6), 6, 1, epoch) for epoch in range(1200)])
     for position in range(6):
         counts = Counter(orders[:, position].tolist())

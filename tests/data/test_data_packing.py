@@ -1,4 +1,4 @@
-"""Rows against a plain oracle: every token once and in order, labels right, no target lost but the documented ones."""
+"""Rows against a plain oracle: every token once and in order, correct labels, only documented target losses."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from offload.data.store import TokenStore, TokenWriter
 from tests.matrix import examples
 
 PAD = 60_000
-documents_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), max_size=12)  # which tokens are trained
+# trained tokens per document
+documents_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), max_size=12)
 
 
 @contextmanager
 def stored(documents: list[list[bool]], masked: bool) -> Iterator[TokenStore]:
-    """Store documents whose ids are 0, 1, 2, ... so that an id is its place in the stream."""
+    """Store documents with ids 0, 1, 2, ...: each id equals the stream position."""
     with tempfile.TemporaryDirectory() as temporary:
         writer = TokenWriter(Path(temporary) / "store", 65536, masked)
         position = 0
         for mask in documents:
             ids = np.arange(position, position + len(mask))
-            cut = len(mask) // 2  # a document may come in pieces
+            cut = len(mask) // 2  # a document may arrive in pieces
             writer.append(ids[:cut], np.asarray(mask[:cut], bool) if masked else None, closes=False)
             writer.append(ids[cut:], np.asarray(mask[cut:], bool) if masked else None, closes=True)
             position += len(mask)
@@ -43,7 +44,7 @@ def trained_positions(documents: list[list[bool]], masked: bool) -> set[int]:
 
 
 def targets(row_ids: np.ndarray, row_labels: np.ndarray) -> list[int]:
-    """Check one row's labels against its ids and return what the shifted loss trains."""
+    """Check the labels against the ids in one row. Return the targets of the shifted loss."""
     used = row_labels != IGNORE
     assert (row_labels[used] == row_ids[used]).all()
     return [int(label) for label in row_labels[1:] if label != IGNORE]
@@ -59,7 +60,7 @@ def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, gro
         ids, labels = rows.read(np.arange(rows.num_rows))
         lengths = rows.lengths(np.arange(rows.num_rows))
 
-    expected = []  # (ids, targets) of each row that has a target
+    expected = []  # (ids, targets) for each row with a target
     for start in range(0, num_tokens, length):
         begin = max(min(start, num_tokens - length), 0)
         row_targets = [i for i in range(max(begin + 1, start), min(start + length, num_tokens)) if i in trained]
@@ -76,7 +77,7 @@ def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, gro
 @examples(60)
 @given(documents_strategy, st.integers(2, 16), st.booleans())
 def test_packing_trains_every_token_once(documents: list[list[bool]], length: int, masked: bool) -> None:
-    """The promise of the module's docstring, without its mechanism: in order, once, but for the first of each row."""
+    """Each trained token is a target once and in order, except the first token in each row."""
     trained = trained_positions(documents, masked)
     with stored(documents, masked) as store:
         rows = Rows.over(store, length, True, PAD)

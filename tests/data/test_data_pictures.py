@@ -1,4 +1,4 @@
-"""Conversations with pictures: against the processor's own chat template, with the mask written by hand."""
+"""Conversations with pictures, against the processor's chat template with a handwritten mask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def prepared(path: Path | Sequence[Path], folder: Path | str, **settings: Any) -> Dataset:
-    """Prepare rows for a model's folder, with one step for all of them."""
+    """Prepare rows for a model folder, with one step for all rows."""
     paths = [path] if isinstance(path, Path) else path
     values = {"batch_size": 1, "vocab_size": 512, "sequence_length": 96, "cache_dir": paths[0].parent / "cache"}
     return build_dataset(sources=[source_of(str(each)) for each in paths], model_path=str(folder), **values | settings)
@@ -49,7 +49,7 @@ def texts(number: int) -> list[dict[str, str]]:
 
 
 def as_parts(messages: Sequence[dict[str, Any]], where: Path) -> list[dict[str, Any]]:
-    """Return messages as a processor takes them: parts, with whole paths."""
+    """Return messages in processor format: parts with absolute paths."""
     return [
         {
             **message,
@@ -65,7 +65,7 @@ def as_parts(messages: Sequence[dict[str, Any]], where: Path) -> list[dict[str, 
 
 
 def labels_by_hand(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Return the tokens from behind `<|assistant|>` and its line end on, to the end of the text."""
+    """Return labels for the tokens after `<|assistant|>` and the line end, to the end of the text."""
     speaks, labels, marker = False, [], tokenizer.convert_tokens_to_ids("<|assistant|>")
     other = tokenizer.convert_tokens_to_ids("<|user|>")
     for at, token in enumerate(ids):
@@ -99,7 +99,7 @@ def test_batches_are_the_processors_own(family: str, batch: str, folders: dict[s
 
 
 def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
-    """Return the row of a conversation about squares in one of the ways that people write it."""
+    """Return a conversation about squares in a common spelling."""
     messages = about(colours)
     if how == "OpenAI's parts":
         for message in messages:
@@ -237,7 +237,7 @@ def test_a_picture_that_has_changed_is_refused(folders: dict[str, Path], tmp_pat
 def test_the_same_rows_in_another_folder_have_its_pictures(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Break: take what was prepared of rows with this content and relative name."""
+    """Break: reuse prepared rows with the same content and relative name."""
     for where in ("one", "other"):
         (tmp_path / where).mkdir()
         rows_file(tmp_path / where / "rows.jsonl", [{"messages": about(["red"])}])

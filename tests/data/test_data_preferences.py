@@ -1,4 +1,4 @@
-"""Preferences: what rows say, in all their spellings, which tokens are compared, and that pairs stay pairs."""
+"""Preferences: all row spellings, compared tokens, and intact pairs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_row_that_is_no_preference(write_lines: Callable[..., Path], row: dict
 
 
 def test_an_answer_without_a_token_stays_beside_the_other() -> None:
-    """As of a tokenizer that leaves out blanks. Break: leave such a document out, and pairs are of two rows."""
+    """A tokenizer can drop blanks. Break: skip the empty document, so that pairs mix two rows."""
     rules = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=rules), train_on_prompt=False)
@@ -116,14 +116,14 @@ def build(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., Datas
     def made(*paths: Path, weights: tuple[float | None, ...] = (None,), **more: Any) -> Dataset:
         sources = [source_of(str(path), "preference", weight=w) for path, w in zip(paths, weights, strict=False)]
         settings = {"tokenizer": bpe_folder(), "vocab_size": 400, "sequence_length": 48, "packing": False}
-        settings |= {"pairs": True, "batch_size": 3, "group_by_length": True}  # which keeps pairs as they are
+        settings |= {"pairs": True, "batch_size": 3, "group_by_length": True}  # pairs stay together
         return build_dataset(sources=sources, cache_dir=tmp_path / "cache", **settings | more)
 
     return made
 
 
 def numbered(count: int, longer: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Return pairs that tell their number; of some the chosen answer's question is longer than a row."""
+    """Return numbered pairs. For numbers in `longer` the question for the chosen answer exceeds a row."""
     return [
         {
             "prompt": [{"role": "user", "content": f"Say {i}." + " Please" * 90 * (i in longer)}],
@@ -135,7 +135,7 @@ def numbered(count: int, longer: tuple[int, ...] = ()) -> list[dict[str, Any]]:
 
 
 def said(data: Dataset, batch: dict[str, Any]) -> list[str]:
-    """Return what is compared in each row of a batch."""
+    """Return the compared text in each row of a batch."""
     return [
         data.tokenizer.decode(ids[labels != -100], skip_special_tokens=True).strip()
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
@@ -158,7 +158,7 @@ def test_what_is_compared_is_the_answer_behind_the_prompt(
 def test_pairs_stay_pairs_in_any_order_and_none_is_cut_in_half(
     write_lines: Callable[..., Path], build: Callable[..., Dataset]
 ) -> None:
-    """Those without room for an answer are left out. An epoch has each of the others once; ranks share them."""
+    """Pairs without room for an answer are dropped. An epoch has each other pair once, shared over ranks."""
     data = build(write_lines("rows.jsonl", *numbered(21, longer=(4, 9))), eval_share=0.2, seed=5)
     seen: list[str] = []
     for step in range(data.num_steps(1)):

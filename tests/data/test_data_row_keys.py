@@ -1,4 +1,4 @@
-"""The table of keys: each is honoured, or refused by name."""
+"""The table of row keys: each key has an effect or an error with the name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALL = {"type": "function", "function": {"name": "ring", "arguments": '{"bell":1
 
 
 def turns(user: Any = None, **answer: Any) -> list[dict[str, Any]]:
-    """Return a conversation of two answers; the keys are those of the first one."""
+    """Return a conversation with two answers. The extra keys belong to the first turns."""
     first = [{"role": "user", "content": "one", **(user or {})}, {"role": "assistant", "content": "A", **answer}]
     return [*first, {"role": "user", "content": "two"}, {"role": "assistant", "content": "B"}]
 
@@ -48,7 +48,7 @@ LIKED = {"prompt": "one", "chosen": "A", "rejected": "B"}
 HUMAN = {"from": "human", "value": "one"}
 SECOND = "<assistant>A<|endoftext|><user>two<|endoftext|><assistant>[B"
 IDS = {"input_ids": [5, 6, 7]}
-OF_ROWS = [  # key, row, what the tokens say, or what the error does
+OF_ROWS = [  # key, row, expected text or error action
     ("input", {**ALPACA, "input": "more"}, "two\n\nmore"),
     ("input", {**LIKED, "input": "more"}, BadRow),
     ("system", {"messages": turns(), "system": "kind"}, "<system>kind"),
@@ -104,7 +104,7 @@ OF_MESSAGES = [
 
 @pytest.fixture(scope="module")
 def encode(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str | list[int]]:
-    """Return the text of a row's first document with what is trained in brackets, or the mask of token ids."""
+    """Return a function: encode a row to the first document's text with trained parts in brackets, or a mask."""
     from tokenizers import processors
 
     path: Path = tmp_path_factory.mktemp("rows") / "a.jsonl"
@@ -147,7 +147,7 @@ def test_each_key_is_honoured_or_refused(
 
 
 def test_the_table_is_whole() -> None:
-    """Each key has its row here, and in the documentation."""
+    """The test tables and the documentation have every key."""
     assert {key for key, _, _ in OF_ROWS} == {key.name for key in ROW_KEYS}
     of_messages = {*MARKS, *TEMPLATE_KEYS, "train_detail", "loss_scale"}
     assert {key for key, _, _ in OF_MESSAGES} | {"reasoning", "thinking"} == of_messages
@@ -197,7 +197,7 @@ def test_a_variable_whose_text_the_template_drops_is_refused(encode: Callable[..
 
 
 def test_marks_of_a_template_and_of_a_row(encode: Callable[..., str | list[int]]) -> None:
-    """Answers that end in a line or begin with a blank keep their borders, and a row leaves out one of them."""
+    """Answers with a line end or a leading blank keep their borders. A row can leave out an answer."""
     marked = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
         "{% generation %}{{ ' ' + m.content + eos_token + '\n' }}{% endgeneration %}"

@@ -1,4 +1,4 @@
-"""Finding files: builtins, files, folders, globs; the split by file; what is said when nothing is there."""
+"""File search: builtins, files, folders, globs; the train and eval split by file; errors for missing files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
 
 
 def test_a_file_with_several_names_is_read_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break: compare paths as they are spelled."""
+    """Break: compare unresolved paths."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     Path("a.jsonl").write_text("{}\n")

@@ -22,7 +22,7 @@ from offload.errors import ConfigError
 
 
 def silent(stage: str, fraction: float) -> None:
-    """Report nothing."""
+    pass
 
 
 def test_training_is_deterministic_and_exact(bpe: Any, prose: str) -> None:
@@ -103,7 +103,7 @@ def test_more_tokens_than_the_models_vocabulary(bpe: Any) -> None:
 
 
 def test_embeddings_grow_for_added_tokens_alone(bpe_folder: Callable[..., str]) -> None:
-    """Break: count the vocabulary without the added tokens."""
+    """Break: count the vocabulary without added tokens."""
     tokenizer = load_tokenizer(bpe_folder())
     size = len(tokenizer)
     assert grown_vocabulary(tokenizer, size, True) == size

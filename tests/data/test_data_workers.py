@@ -1,4 +1,4 @@
-"""Batches by threads and by processes: the same things in the same order, and an end that is told."""
+"""Batches from threads and processes: equal items in equal order, and a reported end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.test_data_chat import MISTRAL
 
 @dataclass
 class Squares:
-    """Squares numbers; what else happens goes by the number."""
+    """Squares numbers. Some numbers cause a failure or kill the process."""
 
     dies_at: int = -1
     fails_at: int = -1
@@ -68,7 +68,7 @@ def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
 
 @pytest.mark.slow
 def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents, masks, counts, and what is wrong, of every kind of record."""
+    """Documents, masks, counts and errors for every record type."""
     monkeypatch.setattr("offload.data.encode._BATCH_RECORDS", 3)
     tokenizer = load_tokenizer(bpe_folder(MISTRAL))
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]

@@ -1,4 +1,4 @@
-"""The piece of a row with which a sample is compared."""
+"""The row excerpt for a sample comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from offload.data.excerpt import MOST_PROMPT_TOKENS, cut_excerpt
 
 ASKED = "aaaaBBBa"
-"""A conversation of eight tokens: small letters are context, capitals are trained."""
+"""A conversation with eight tokens: small letters are context, capitals are trained."""
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ ASKED = "aaaaBBBa"
     [
         (ASKED, [0], "aaaa", "BBB"),
         ("aaBBaaCC", [0], "aa", "BB"),  # the first of two answers
-        ("Aaaaaaab", [0], None, None),  # what is trained has nothing before it
-        ("BBB" + ASKED, [0, 3], "aaaa", "BBB"),  # the first one began in another row
+        ("Aaaaaaab", [0], None, None),  # no context before the trained token
+        ("BBB" + ASKED, [0, 3], "aaaa", "BBB"),  # the first answer began in another row
         (ASKED + "aaB", [0, 8], "aa", "B"),
         ("a" * (MOST_PROMPT_TOKENS + 1) + "B", [0], None, None),
         ("a" * (MOST_PROMPT_TOKENS + 1) + "B" + ASKED, [0, MOST_PROMPT_TOKENS + 2], "aaaa", "BBB"),

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with the variables of torchrun, and what became of them."""
+"""Real ranks for tests: processes with torchrun variables, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forks import PATIENCE_S, ROOT
 
 @dataclass
 class Rank:
-    """A process, its output so far in a file."""
+    """A process with the output in a file."""
 
     process: subprocess.Popen[bytes] | forks.Forked
     path: Path
@@ -28,7 +28,7 @@ class Rank:
         return self.path.read_text()
 
     def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> None:
-        """Return when the rank has printed `text`."""
+        """Wait until the rank has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             assert self.process.poll() is None, f"ended without {text!r}: {self.output}"
@@ -36,7 +36,7 @@ class Rank:
             time.sleep(0.02)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the end and return the exit code."""
+        """Wait for the end. Return the exit code."""
         return self.process.wait(timeout_s)
 
 
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
-    """Start `python -m tests.distributed.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
+    """Start `python -m tests.distributed.ranks_child ARGUMENTS` in `size` ranks. Kill all at the end."""
     common = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -75,5 +75,5 @@ def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Itera
     finally:
         for one in started:
             if one.process.poll() is None:
-                one.process.send_signal(signal.SIGKILL)  # a stopped one, too
+                one.process.send_signal(signal.SIGKILL)  # also ends a stopped process
                 one.process.wait()

@@ -1,4 +1,4 @@
-"""One rank of a test: python -m tests.distributed.ranks_child MODE [ARGUMENTS], with torchrun's variables."""
+"""One test rank: python -m tests.distributed.ranks_child MODE [ARGUMENTS], with torchrun variables."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from offload.distributed.watchdog import Times
 from offload.errors import ConfigError
 
 QUICK = Times(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
-"""Nobody is lost because the machine is busy; where a test is about that, it says after how long (`losing`)."""
+"""Long limits: a busy machine loses no rank. Tests about lost ranks set the limit in `losing`."""
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a rank gives: of many magnitudes, so that the order of a sum shows in its bits."""
+    """Return the values of a rank, with many magnitudes, so that the bits show the summation order."""
     generator = torch.Generator().manual_seed(rank + 1)
     sizes = torch.exp2(torch.randint(-12, 12, (numel,), generator=generator).double())
     return (torch.randn(numel, generator=generator, dtype=torch.float64) * sizes).to(dtype)
 
 
 def plain_sum(size: int, full_numel: int, rank: int, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
-    """Return ((x0 + x1) + x2) + ... of the pieces for `rank`."""
+    """Return ((x0 + x1) + x2) + ... over the pieces for `rank`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     pieces = [values(other, full_numel, dtype).view(size, -1)[rank].to(wide) for other in range(size)]
     total = pieces[0]
@@ -54,7 +54,7 @@ FORMATS = (
 
 
 def exchanges(comm: Comm) -> None:
-    """Every exchange, over sizes, formats, scratch and delays."""
+    """Run every exchange with different sizes, formats, scratch buffers and delays."""
     rank, size = comm.rank, comm.size
     dice = random.Random(rank)
     assert (comm.local_rank, comm.local_size) == (rank, size)
@@ -69,7 +69,7 @@ def exchanges(comm: Comm) -> None:
                 comm.reduce_scatter(shard, full, what, scratch=torch.empty(width * chunk, dtype=torch.uint8))
                 assert same_bits(shard, expected), (what, chunk)
                 assert same_bits(full, values(rank, numel * size, dtype)), "the input changed"
-            if dtype == to:  # into its own place
+            if dtype == to:  # in place
                 own = full.view(size, -1)[rank]
                 comm.reduce_scatter(own, full, what, torch.empty(width * 256, dtype=torch.uint8))
                 assert same_bits(own, expected), what
@@ -104,7 +104,7 @@ def exchanges(comm: Comm) -> None:
 
 
 def differing(comm: Comm) -> None:
-    """Rank 2 was given another seed and has a key more."""
+    """Rank 2 has another seed and an additional key."""
     config = {"train": {"seed": 1, "steps": 3}, "run": {"name": "x"}}
     if comm.rank == 2:
         config = {"train": {"seed": 0, "steps": 3, "clip": True}, "run": {"name": "x"}}
@@ -120,13 +120,13 @@ def differing(comm: Comm) -> None:
 
 
 def joined(size: int) -> None:
-    """The caller's own group is used, and left as it was."""
+    """The comm uses the caller's process group and leaves it open."""
     dist.init_process_group("gloo")
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     with open_comm(times=QUICK) as comm:
-        assert (comm.local_rank, comm.local_size) == (dist.get_rank(), size)  # found without the variables
-        mine = dist.all_reduce(torch.ones(1), async_op=True)  # does not mix with ours
+        assert (comm.local_rank, comm.local_size) == (dist.get_rank(), size)  # known without the variables
+        mine = dist.all_reduce(torch.ones(1), async_op=True)  # independent of the comm exchanges
         assert comm.sum_in_order([1.0], "sum") == [size]
         mine.wait()
     total = torch.ones(1)
@@ -136,13 +136,12 @@ def joined(size: int) -> None:
 
 
 def again(size: int) -> None:
-    """One comm after another in one process, of its own groups and of the caller's; at last the caller ends one too
-    early."""
+    """Open several comms in one process, over own and caller groups. Last, the caller destroys a group too early."""
 
     store, rank = next(dist.rendezvous("env://"))[0], int(os.environ["RANK"])
 
     def make_mine(name: str) -> None:
-        """Torch's own second group would find the addresses of its first."""
+        """A second default group in torch would find the addresses of the first."""
         own = dist.PrefixStore(f"{name}-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
 
@@ -171,7 +170,7 @@ def again(size: int) -> None:
 
 
 def interrupted(size: int) -> None:
-    """Each rank leaves an exchange of several parts at another of them, and wants one more on its way out."""
+    """Each rank is interrupted in another part of an exchange, and tries one more exchange on the way out."""
     with open_comm(times=QUICK) as comm:
         rank, scatter = comm.rank, dist.scatter
 
@@ -194,13 +193,13 @@ def interrupted(size: int) -> None:
 
 
 def losing(way: str, folder: Path) -> None:
-    """Ranks exchange units for ever; from the 20th exchange on the rank VICTIM leaves in some `way`."""
+    """Ranks exchange units in a loop. From exchange 20 on, the rank VICTIM fails as named in `way`."""
     victim = int(os.environ.get("VICTIM", "1"))
     times = {name: float(os.environ.get(name.upper(), "1000")) for name in ("silence_s", "stall_s")}
     with open_comm(times=replace(QUICK, **times)) as comm:
         file = folder / f"file-of-{comm.rank}"
         file.touch()
-        weakref.finalize(comm, file.unlink)  # as the folders of a run are removed
+        weakref.finalize(comm, file.unlink)  # like the removal of run folders
         comm.on_lost(lambda error: print("heard of", error.rank))
         full, shard = torch.zeros(comm.size << 10), torch.zeros(1 << 10)
         for number in range(10**9):
@@ -208,7 +207,7 @@ def losing(way: str, folder: Path) -> None:
                 comm.barrier("steady")
                 print("steady", flush=True)
                 if way == "deaf":
-                    time.sleep(1000)  # a computation from which nobody comes back
+                    time.sleep(1000)  # an endless computation
                 if comm.rank == victim:
                     leave(way, comm)
                 if way == "computes":
@@ -220,7 +219,7 @@ def losing(way: str, folder: Path) -> None:
 
 
 def leave(way: str, comm: Comm) -> None:
-    """What becomes of the victim."""
+    """Fail the victim rank."""
     if way == "exception":
         raise ValueError("these data are bad")
     if way == "exit":
@@ -228,7 +227,7 @@ def leave(way: str, comm: Comm) -> None:
     if way == "diverged":
         assert isinstance(comm, Ranks)
         with comm._exchange("all-gather of unit head", comm.size << 10):
-            time.sleep(1000)  # as two exchanges that do not fit each other
+            time.sleep(1000)  # like two mismatched exchanges
     end = time.monotonic() + float(os.environ.get("COMPUTE_S", "0"))
     while way in ("computes", "stuck", "waited for") and time.monotonic() < end:
         if way == "waited for":

@@ -1,4 +1,4 @@
-"""Exchanges of real ranks over gloo: the bits of a plain loop, ZeRO's accounting, disagreements named."""
+"""Real exchanges over gloo: equal bits to a plain loop, ZeRO traffic, named disagreements."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ def test_a_group_of_the_caller_is_used_and_kept(tmp_path: Path):
 
 @pytest.mark.slow
 def test_groups_may_be_made_again_and_ended_early(tmp_path: Path):
-    """Under torchrun all of them meet at one store, which the agent keeps: a second group must not find the addresses
-    of the first."""
+    """Under torchrun all groups share one store in the agent: a second group must not find old addresses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    for start in range(2):  # torchrun starts ranks again, too
+    for start in range(2):  # torchrun also restarts ranks
         with ranks(tmp_path, 2, "again", **agent, TORCHELASTIC_RESTART_COUNT=str(start)) as started:
             for rank in started:
                 assert rank.end() == 0, rank.output

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, stuck or gone: all others end, in time, with the reason."""
+"""Killed, stopped, stuck or missing ranks: all other ranks end in time with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.matrix import quick
 
 
 def lost(rank: Rank) -> str:
-    """Return the message of a rank that ended with one."""
+    """Return the error message of an ended rank."""
     assert rank.end() == 1, rank.output
     *_, message = [line for line in rank.output.splitlines() if "RankLostError:" in line or line.startswith("Error:")]
     return message
@@ -125,7 +125,7 @@ def test_a_place_is_described_in_words():
 
 
 def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU a look asks events, which in a thread of another device would make a context there."""
+    """On a GPU a look queries events. A thread on another device would create a context there."""
     calls: list[tuple[str, str]] = []
     ended = threading.Event()
 

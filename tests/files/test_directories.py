@@ -1,4 +1,4 @@
-"""The directories of the nvme tier: refused where they are no use or could do harm, or have too little space."""
+"""NVMe tier directories: refused if useless, dangerous or too small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_tmpfs = pytest.mark.skipif(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB."""
+    """An ext4 file system with 16 MiB."""
     with mounted(tmp_path, 16 << 20) as point:
         yield point
 
@@ -135,7 +135,7 @@ class TestSpace:
         assert str(elsewhere) not in message
 
     def test_what_another_run_has_reserved_is_seen_at_once(self, disk):
-        """Though no directory shows it: so the ranks of a machine take turns."""
+        """Reserved space is invisible in the directory, so ranks on a machine check in turn."""
         free = free_bytes(disk)
         check_space([disk], free)
         fd = open_nameless(disk, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""A pointer of git-lfs in place of a file is refused as one, wherever the file is read."""
+"""Every reader refuses a git-lfs pointer instead of a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
-    """Break: take the text of a pointer for data, or a pointer for a damaged file."""
+    """Break: read the pointer text as data, or report a damaged file."""
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(ConfigError, match=rf"{name} is a pointer of git-lfs.* `git lfs pull`"):
         READERS[name](tmp_path / name)

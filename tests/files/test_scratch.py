@@ -1,6 +1,4 @@
-"""Files without names: there is nothing in their directory at any time, and nothing on the disk when whoever had
-them is gone, however that went.
-"""
+"""Unnamed scratch files: no directory entry at any time, and no disk use after the end of the process."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.matrix import quick
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without names of Linux")
 MIB = 1 << 20
 WAYS = {"without a name": scratch._O_TMPFILE, "made and unlinked": 0}
-"""Without the flag the kernel refuses to open a directory for writing, as where a file system has no such files."""
+"""Without the flag the kernel refuses to open a directory for writing, like a file system without unnamed files."""
 
 HOLD = """
 import os, signal, sys, time, warnings
@@ -60,14 +58,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB. It cannot be unmounted while somebody has a file of it open."""
+    """An ext4 file system with 16 MiB. The unmount fails while a process holds an open file there."""
     with mounted(tmp_path, 16 << 20) as point:
         (point / "lost+found").rmdir()
         yield point
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    """The kernel lets go of an io_uring's files a little after its process is gone."""
+    """The kernel releases io_uring files shortly after the end of the process."""
     until = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < until
@@ -79,7 +77,7 @@ def pages(num_bytes: int, value: int = 0) -> torch.Tensor:
 
 
 def start(code: str, place: Path, way: int) -> Any:
-    """Start a process that runs this after HOLD."""
+    """Start a process that runs HOLD and then `code`."""
     lines = HOLD.replace("PLACE", repr(str(place))).replace("FLAG", str(way)) + code
     return forks.start(["-c", lines], stdin=forks.subprocess.PIPE)
 
@@ -93,7 +91,7 @@ class TestOpening:
             assert (status.st_nlink, status.st_mode & 0o777, status.st_size) == (0, 0o600, 0)
             assert not os.get_inheritable(fd), "a program that is started would keep its space"
             with pytest.raises(OSError, match="No such file"):
-                os.link(f"/proc/self/fd/{fd}", tmp_path / "name", src_dir_fd=fd)  # linkat, which follows links
+                os.link(f"/proc/self/fd/{fd}", tmp_path / "name", src_dir_fd=fd)  # linkat, following links
             assert [path.name for path in nameless(tmp_path)] == [str(fd)]
         finally:
             os.close(fd)
@@ -114,7 +112,7 @@ class TestOpening:
         assert len(asked) == 1
 
     def refusing(self, monkeypatch: pytest.MonkeyPatch, code_for: Callable[[int], int]) -> list[int]:
-        """Let os.open fail where a code is given for its flags; return what it is asked."""
+        """Make os.open fail with the error code from `code_for(flags)`. Return the recorded flags."""
         asked: list[int] = []
         open_file = os.open
 
@@ -129,7 +127,7 @@ class TestOpening:
 
     @pytest.mark.parametrize("error", [OSError(errno.EINVAL, "no O_DIRECT"), KeyboardInterrupt()], ids=repr)
     def test_a_file_that_is_made_and_not_given(self, tmp_path, monkeypatch, error):
-        """Some file systems refuse O_DIRECT after the file is there; a signal may come at any moment."""
+        """Some file systems refuse O_DIRECT after they create the file. A signal can arrive at any time."""
         open_file = os.open
 
         def make_and_fail(path: Any, flags: int, *rest: Any) -> int:
@@ -144,7 +142,7 @@ class TestOpening:
         assert not list(tmp_path.iterdir())
 
     def test_a_name_that_cannot_be_removed(self, tmp_path, monkeypatch):
-        """It stays, of a file without a byte; nothing is put there."""
+        """The name of an empty file remains, and the file gets no data."""
 
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -179,7 +177,7 @@ class TestUse:
         assert not nameless(tmp_path)
 
     def test_without_o_direct(self, tmp_path, way, monkeypatch):
-        """Tried with it first, in each way."""
+        """Both methods try O_DIRECT first."""
         open_file = os.open
 
         def refuse(path: Any, flags: int, *rest: Any) -> int:
@@ -214,7 +212,7 @@ class TestUse:
             assert set(back.tolist()) == {5}
 
     def test_a_directory_that_vanishes(self, tmp_path, way):
-        """It is empty, so anybody may remove it: what is open goes on, what is opened then is refused."""
+        """The directory is empty, so any process can remove it. Open files stay usable, new files are refused."""
         place = tmp_path / "place"
         place.mkdir()
         with IoEngine() as io:
@@ -244,7 +242,7 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("end", quick(ENDS, ("the last line", "an exception", "SIGTERM", "kill -9")))
 def test_nothing_is_left_however_it_ends(disk, way, end):
-    """Break: keep the name, or let something else hold the file."""
+    """Break: keep the name, or hold the file elsewhere."""
     code, wanted = ENDS[end]
     free = free_bytes(disk)
     child = start(f"f = hold(); say('held'); input()\n{code}", disk, way)

@@ -1,4 +1,4 @@
-"""What is kept for the user from run to run."""
+"""The per-user cache between runs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The fuzzer: random cases against a resident engine and plain PyTorch, until the time is over.
+"""The fuzzer: random cases against a resident engine and plain PyTorch, until the time limit.
 
-make fuzz ARGS="--minutes 20 --seed 1"            as many random cases as there is time for
-make fuzz ARGS="--case ranks2:12345"              one case again, as a failure names it
-make fuzz ARGS="--without keeps,odd"              without habits of habits.py
-make fuzz ARGS="--mutations"                      break the engine on purpose, in each way until it is found
+make fuzz ARGS="--minutes 20 --seed 1"            random cases for 20 minutes
+make fuzz ARGS="--case ranks2:12345"              repeat one case, named in a failure
+make fuzz ARGS="--without keeps,odd"              leave out habits from habits.py
+make fuzz ARGS="--mutations"                      break the engine in each known way until a case fails
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.fuzz.workers import Crew, signature
 
 @dataclass
 class Tally:
-    """What was run so far."""
+    """Counts of finished cases, by name or failure signature."""
 
     cases: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Tally:
 
 
 class Fuzzer:
-    """Runs cases with as many crews as there are jobs, and tells of each failure once."""
+    """Runs cases in one crew per job, and reports each failure once."""
 
     def __init__(self, jobs: int, *, mutation: str | None = None, shrinks: bool = True, stops: bool = False) -> None:
         self.tally, self._mutation, self._shrinks, self._stops = Tally(), mutation, shrinks, stops
@@ -103,7 +103,7 @@ class Fuzzer:
 
     def _judge(self, case: Case, outcome: Any, crew: Crew) -> None:
         if self._mutation and outcome.wrong and any(crew.run(case.name, case.world).wrong for _ in range(2)):
-            outcome.wrong = ""  # it is wrong without the mutation, too
+            outcome.wrong = ""  # the case also fails without the mutation
         with self._lock:
             self.tally.cases[case.kind] += 1
             self.tally.refused[case.kind] += bool(outcome.refused)
@@ -131,7 +131,7 @@ def repeat(case: Case) -> str:
 
 
 def tell(case: Case) -> str:
-    """Return what a case consists of."""
+    """Return the content of a case as text."""
     lines = [f"  model    {case.model}", f"  settings {case.settings}"]
     lines += [f"  layout {number} {layout}" for number, layout in enumerate(case.layouts)]
     lines += [f"  op {number}     {op}" for number, op in enumerate(case.ops) if op]
@@ -141,7 +141,7 @@ def tell(case: Case) -> str:
 
 
 def drawn(seed: int, kinds: Sequence[str], count: int | None = None, without: Collection[str] = ()) -> Iterator[Case]:
-    """Yield random cases, which follow from the seed. `without`: the names of habits."""
+    """Yield random cases determined by the seed. `without`: names of habits to leave out."""
     dice = random.Random(seed)
     number = 0
     while count is None or number < count:
@@ -151,7 +151,7 @@ def drawn(seed: int, kinds: Sequence[str], count: int | None = None, without: Co
 
 
 def find_mutations(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
-    """Look for each mutation until it is found; print how long that took."""
+    """Run random cases against each mutation until a case fails. Print the time for each."""
     from tests.mutations import list_mutations
 
     missed, lines = 0, []

@@ -1,4 +1,4 @@
-"""What a case is, and how it is drawn: everything of it is plain data, and follows from its kind and its seed."""
+"""Definition and sampling of a case: plain data, determined by kind and seed."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ KINDS = {
     "commands": 3,
     "scripts": 1,
 }
-"""The kinds of cases, and how often each is drawn."""
+"""Case kinds with their sampling weights."""
 WORLDS = {"ranks2": 2, "ranks3": 3, "forwards2": 2}
 
 _BY_MATRIX = ["adafactor", "adalomo", "muon"]
-"""Rules that take a parameter as a whole."""
+"""Update rules over whole parameters."""
 
 RULES = ("smooth", "groups", "sgd", "lion", "int8", "lomo", *_BY_MATRIX)
-"""By their names, which the runner knows; a case without one has AdamW."""
+"""Names of update rules in the runner. A case without a name uses AdamW."""
 
 Op = dict[str, Any]
 
 
 @dataclass
 class Case:
-    """A model, what is the same for the engine that is tested and its resident twin (`settings`), how the tested one is
-    laid out (`layouts`, the first of which it begins with), and what is done with both.
+    """A model, settings, layouts and operations for one test case.
 
-    The twin has everything on the device, nothing fetched ahead and nothing delayed. plain: plain PyTorch runs, too.
-    one: over several ranks, a run of one rank does the same on all rows. words: of a command line. forwards: training
-    is by forward passes alone, and this is what `MeZO` is told beyond the fuzzer's own defaults.
+    The engine under test and its resident twin share `settings`. The tested engine starts with the first of `layouts`.
+    The twin keeps all states on the device, without prefetch and delay.
+
+    - plain: plain PyTorch runs too.
+    - one: for a case over several ranks, one rank repeats the run on all rows.
+    - words: words of a command line.
+    - forwards: training with forward passes alone (MeZO); the `MeZO` arguments beyond the fuzzer defaults.
     """
 
     kind: str
@@ -63,11 +66,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What repeats the case."""
+        """Name that repeats the case."""
         return ",".join([f"{self.kind}:{self.seed}", *(f"-{part}" for part in self.without)])
 
     def parts(self) -> list[str]:
-        """Return the names of what a case can be run without, the largest first."""
+        """Return the names of removable parts, the largest first."""
         names = [f"op{number}" for number, op in enumerate(self.ops) if op]
         for number, op in enumerate(self.ops):
             names += [f"op{number}.{key}" for key in op | op.get("batch", {}) if key in habits.HABITS]
@@ -83,7 +86,7 @@ class Case:
         return names
 
     def cut(self, *names: str) -> Case:
-        """Return the case without some of its parts."""
+        """Return the case without some parts."""
         case = copy.deepcopy(self)
         case.without = (*self.without, *names)
         for name in names:
@@ -101,7 +104,7 @@ class Case:
                 for holder in (op, op.get("batch", {})):
                     holder.pop(key, None)
             elif head.startswith("op"):
-                case.ops[int(head[2:])] = {}  # the others keep their numbers
+                case.ops[int(head[2:])] = {}  # the other operations keep their numbers
             elif head.startswith("word"):
                 case.words[int(head[4:])] = ""
             else:
@@ -110,7 +113,7 @@ class Case:
 
     @property
     def habits(self) -> set[str]:
-        """What it has of habits.HABITS."""
+        """Names from habits.HABITS in this case."""
         return {part.rpartition(".")[2] for part in self.parts()} & habits.HABITS.keys()
 
     def leave_out(self, left_out: Collection[str]) -> Case:
@@ -119,14 +122,14 @@ class Case:
 
 
 def parse(name: str) -> Case:
-    """Return the case that `Case.name` named."""
+    """Return the case for a `Case.name`."""
     first, *cuts = name.split(",")
     kind, _, seed = first.partition(":")
     return draw(kind, int(seed)).cut(*(cut.removeprefix("-") for cut in cuts))
 
 
 def draw(kind: str, seed: int) -> Case:
-    """Return the case of a kind and a seed."""
+    """Return the case for a kind and a seed."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
     dice = random.Random(f"{kind} {seed}")
@@ -145,19 +148,17 @@ def draw(kind: str, seed: int) -> Case:
         case.forwards = _forwards(dice)
     case.one = case.world > 1 and case.forwards is None and dice.random() < 0.3
     case.model = models.draw(dice, gentle=case.one)
-    if case.one and "tiles" in case.model:  # which experts a row takes must not hang on the last bit
+    if case.one and "tiles" in case.model:  # the expert choice of a row must not depend on the last bit
         case.model["tiles"] = ["tile" if kind == "experts" else kind for kind in case.model["tiles"]]
     case.settings = _settings(dice, case)
-    if (
-        case.settings.get("precision") == "bf16" and "tiles" in case.model
-    ):  # their buffers stay in fp32, in torch as well
+    if case.settings.get("precision") == "bf16" and "tiles" in case.model:  # torch keeps these buffers in fp32 too
         case.model["tiles"] = ["wide" if kind in ("spectral", "orthogonal") else kind for kind in case.model["tiles"]]
     is_speculative = case.settings.get("clip") == "speculative"
     case.layouts = [
         _layout(dice, case.world, is_speculative) for _ in range(1 + 2 * (kind in ("saves", "forwards", *WORLDS)))
     ]
     if case.settings.get("precision") == "bf16" and models.is_random(case.model):
-        for layout in case.layouts:  # compiled, a dropout is rounded once more in 16 bits
+        for layout in case.layouts:  # a compiled dropout has one more rounding in 16 bits
             layout.pop("compile", None)
     case.ops = _ops(dice, case)
     case.plain = case.world == 1 and kind in ("engine", "loops") and dice.random() < 0.5
@@ -165,13 +166,15 @@ def draw(kind: str, seed: int) -> Case:
     case.restore = dice.random() < 0.2
     _give_habits(random.Random(f"habits of {kind} {seed}"), case)
     if case.settings.get("optimizer") in _BY_MATRIX:
-        for layout in case.layouts:  # what is updated as a whole does not stream in pieces
+        for layout in case.layouts:  # these rules update whole parameters, not pieces
             layout.pop("update", None)
     return case
 
 
 def _give_habits(dice: random.Random, case: Case) -> None:
-    """Give half of the cases habits, and let plain PyTorch run beside them, since the twin may be as wrong."""
+    """Add habits to half of the cases, with plain PyTorch as a second reference, because the twin can have the same
+    error.
+    """
     if case.world > 1 or dice.random() < 0.5:
         return
     habits.give(case, dice)
@@ -183,7 +186,7 @@ def _give_habits(dice: random.Random, case: Case) -> None:
         if dice.random() < 0.5:
             layout = case.layouts[0]
             layout |= {"parameters": "nvme", "optimizer": "nvme"}
-            if layout.pop("optimizer_memory", None) is not None:  # no part of the states is on the device now
+            if layout.pop("optimizer_memory", None) is not None:  # no optimizer state is on the device now
                 del layout["update"]
 
 
@@ -212,7 +215,7 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
     if case.one or dice.random() < (0.6 if clip == "speculative" else 0.3):
         settings["optimizer"] = dice.choice(["smooth", "smooth", "groups"]) if not case.one else "smooth"
     if clip != "speculative" and not case.one and dice.random() < 0.3:
-        # Over ranks rules by matrix sum the norm up from other parts in stage 0.
+        # Over ranks, rules by matrix sum the norm from other parts in stage 0.
         settings["optimizer"] = dice.choice(["lomo", *(_BY_MATRIX if case.world == 1 else [])])
     if dice.random() < 0.15:
         settings["sequence_tile"] = dice.choice([1, 2, 4])
@@ -220,7 +223,7 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
 
 
 def _forwards(dice: random.Random) -> dict[str, Any]:
-    """Draw what `MeZO` is told."""
+    """Sample `MeZO` arguments."""
     chances = {
         "num_perturbations": (0.4, lambda: dice.choice([2, 2, 3])),
         "layer_fraction": (0.5, lambda: dice.choice([0.01, 0.3, 0.5, 0.75])),
@@ -235,7 +238,7 @@ def _forwards(dice: random.Random) -> dict[str, Any]:
 
 
 def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, Any]:
-    """Draw where the states are, and how they move."""
+    """Sample the placement and the transfer settings."""
     low = ["cpu", "nvme"] if is_speculative else ["cpu", "cpu", "nvme", "nvme", "auto", "device"]
     layout: dict[str, Any] = {
         "parameters": dice.choice([*low, "device"] if is_speculative else low),
@@ -244,7 +247,7 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "activations": dice.choice(["device", "device", "cpu", "nvme"]),
         "graphs": dice.choice(["device", "device", "cpu", "nvme"]),
     }
-    if layout["optimizer"] == "device":  # states above their parameters, or apart from gradients, are refused
+    if layout["optimizer"] == "device":  # states above the parameters, or apart from the gradients, are refused
         layout["gradients"] = "auto"
         if layout["parameters"] in ("cpu", "nvme"):
             layout["parameters"] = "device"
@@ -261,9 +264,9 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "zero_stage": (0.6 if world > 1 else 0.1, lambda: dice.randrange(4)),
     }
     drawn = {key: value for key, (chance, make) in chances.items() if dice.random() < chance for value in [make()]}
-    if drawn.get("update") == "both":  # a part of the states is on the device
+    if drawn.get("update") == "both":  # some optimizer states are on the device
         layout |= {"optimizer": "auto", "optimizer_memory": dice.choice([1, 1 << 14, 1 << 16, 1 << 18])}
-        if is_speculative:  # which is not done where all of them are
+        if is_speculative:  # unsupported with all states on the device
             layout["parameters"] = "cpu"
     return layout | drawn
 
@@ -273,7 +276,7 @@ def _throttle(dice: random.Random) -> dict[str, Any]:
     return {lane: {"latency_seconds": dice.choice([1e-4, 5e-4, 2e-3])} for lane in lanes}
 
 
-# -- what is done ----------------------------------------------------------------------------------------------------
+# -- operations ------------------------------------------------------------------------------------------------------
 
 _WEIGHTS: dict[str, dict[str, int]] = {
     "engine": {"step": 12, "evaluate": 2, "own": 2, "read": 1, "lr": 1, "forward": 1, "ungraded": 1, "empty": 1},
@@ -325,7 +328,7 @@ def _ops(dice: random.Random, case: Case) -> list[Op]:
         saved = saved or do == "save"
         op = _op(dice, case, do, shapes)
         if do == "fail":
-            ops.append({**op["of"], "counted": True})  # what a fault is to come into the middle of is measured first
+            ops.append({**op["of"], "counted": True})  # a counted run first, to place the fault
         ops.append(op)
     if ops[-1]["do"] in ("reopen", "world", "load"):
         ops.append(_op(dice, case, "step", shapes))
@@ -335,7 +338,7 @@ def _ops(dice: random.Random, case: Case) -> list[Op]:
 def _op(dice: random.Random, case: Case, do: str, shapes: Sequence[dict[str, Any]]) -> Op:
     op: Op = {"do": do, "seed": dice.randrange(10**6)}
     if dice.random() < (0.9 if case.kind == "interrupts" else 0.5):
-        op["look"] = True  # at the weights, which waits for all updates
+        op["look"] = True  # read the weights; this waits for all updates
     if do in ("step", "evaluate", "own", "forward", "ungraded", "empty"):
         op["batch"] = dice.choice(list(shapes)) | {"seed": dice.randrange(10**6)}
         if not models.has_own_loss(case.model) or dice.random() < 0.15:

@@ -1,5 +1,4 @@
-"""Command lines and YAML: read, refused in one paragraph, or turned into a configuration that survives being written
-down. Now and then one is really run."""
+"""Command lines and YAML: parsed, refused in one paragraph, or equal after a round trip. Some commands really run."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.oracles import Wrong
 
 _YAML = "YAML "
-"""What a line of the file begins with; the other words are of the command line. A tab parts a key from its value."""
+"""Prefix of YAML lines. Other words belong to the command line. A tab separates key and value."""
 _LONGEST_MESSAGE = 2000
 _RUN_S = 120
 
@@ -87,7 +86,7 @@ _ODD = [
 
 
 def draw_words(dice: random.Random) -> list[str]:
-    """Draw a command line, and lines of a YAML file."""
+    """Sample a command line with YAML lines."""
     words = []
     for _ in range(dice.choice([0, 1, 2, 3, 5, 8])):
         key, value = _draw_setting(dice)
@@ -122,7 +121,7 @@ def _draw_setting(dice: random.Random) -> tuple[str, str]:
 
 
 def run_words(case: Case) -> Any:
-    """Judge a command line; return its Outcome."""
+    """Check a command line. Return the Outcome."""
     from tests.fuzz.runner import Outcome
 
     outcome = Outcome()
@@ -143,7 +142,7 @@ def run_words(case: Case) -> Any:
 
 
 def _argv(words: list[str], folder: Path) -> list[str]:
-    """Return the words of the command line; what is YAML goes to a file that they name."""
+    """Return the command line. YAML lines go to a file named in the command line."""
     argv: list[str] = []
     sections: dict[str, list[str]] = {}
     rest: list[str] = []
@@ -167,7 +166,7 @@ def _argv(words: list[str], folder: Path) -> list[str]:
 
 
 def _parsed(argv: list[str], outcome: Any) -> Config | None:
-    """Return the configuration, or None where it was refused as it should be."""
+    """Return the configuration. None: refused correctly."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -187,7 +186,7 @@ def _parsed(argv: list[str], outcome: Any) -> Config | None:
 
 
 def _check_config(config: Config) -> None:
-    """What was read is the same after it was written down, resolved or gone on with."""
+    """Check that a configuration is equal after YAML, resolve and resume round trips."""
     for where, one in (("as given", config), ("resolved", config.resolve(has_accelerator=False, max_positions=64))):
         Path("written.yaml").write_text(one.to_yaml())
         try:
@@ -206,7 +205,7 @@ def _compare(one: Config, other: Config, how: str) -> None:
 
 
 def _really_run(argv: list[str], folder: Path) -> None:
-    """Run the command on a tiny model: it trains, or says in a paragraph why not, and leaves nothing on the tier."""
+    """Run the command on a tiny model. Training succeeds or fails with one paragraph, and no tier files remain."""
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 24,

@@ -1,4 +1,4 @@
-"""Exceptions and interrupts in the middle of what an engine does: at a counted place, so that they come there again."""
+"""Exceptions and interrupts during engine operations, at a counted place for exact repetition."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _PACKAGE = str(Path(offload.__file__).parent)
 
 
 class Told(Exception):
-    """Raised on purpose, by a model or on a lane."""
+    """Raised on purpose, in a model or on a lane."""
 
 
 class Faults:
-    """Counts the places where a fault can come, and raises at the one that it is told.
+    """Counts the possible places of a fault, and raises at the armed place.
 
-    forward: a module of the model is called (by a recompute, too); backward: a gradient passes one; lane: a piece of
-    work of a lane; lines: a line of the package, in the thread that calls (a signal); time: a moment by the clock (a
-    signal, which alone comes into the middle of a wait).
+    - forward: a module call, including recomputation.
+    - backward: a gradient at a module output.
+    - lane name: a piece of work on this lane.
+    - lines: a package line in the calling thread (SIGINT).
+    - time: a clock time (SIGINT). Only this fault can interrupt a wait.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,14 +48,14 @@ class Faults:
                 module.register_forward_hook(self._after)
 
     def watch(self, engine: Engine) -> None:
-        """Watch the lanes of an engine."""
+        """Count the work on all engine lanes, and fail the armed work."""
         lanes = parts_of(engine).lanes
         for lane in lanes._all:
             lane.submit = self._submitting(lane.name, lane.submit)  # type: ignore[method-assign]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, count every place."""
+        """Count all places inside the block."""
         self.counts.clear()
         begin = time.perf_counter()
         with self._traced():
@@ -62,12 +64,12 @@ class Faults:
 
     @contextmanager
     def armed(self, where: str, share: float) -> Iterator[None]:
-        """Within, raise once `share` of what was counted has passed."""
+        """Raise inside the block after `share` of the counted places."""
         number, self.counts = int(share * self.counts[where]) + 1, Counter()
         self._armed, self.has_raised = (where, number), False
         try:
             if where == "time":
-                with _timer(number / 4e6, self._note):  # it was counted under a trace, which takes its time
+                with _timer(number / 4e6, self._note):  # the count ran under a slow trace
                     yield
             elif where == "lines":
                 with self._traced():
@@ -81,7 +83,7 @@ class Faults:
         self.has_raised = True
 
     def _at(self, where: str) -> bool:
-        """Count a place; True where the fault is to come."""
+        """Count a place. Return whether the fault is due."""
         self.counts[where] += 1
         here = self._armed == (where, self.counts[where])
         self.has_raised = self.has_raised or here
@@ -127,15 +129,18 @@ class Faults:
 
 
 def is_lock(frame: FrameType) -> bool:
-    """True at the `with` of a lock. It is visited again on the way out, before the lock is let go: no signal comes
-    there, since Python looks for signals after calls into C, not before them."""
+    """Return whether a frame is at the `with` of a lock.
+
+    Python visits this line again before the lock release. A fault there would be unreal: Python checks for signals
+    after C calls, not before them.
+    """
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return text.startswith("with ") and "lock:" in text
 
 
 @contextmanager
 def _timer(seconds: float, note: Callable[[], None]) -> Iterator[None]:
-    """Within, an interrupt comes once after so many seconds."""
+    """Raise one SIGINT inside the block after `seconds`."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         note()

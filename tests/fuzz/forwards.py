@@ -1,4 +1,4 @@
-"""Training by forward passes alone, beside plain PyTorch that does the same (tests/engine/zeroth_order.py)."""
+"""Training with forward passes alone, against the same steps in plain PyTorch (tests/engine/zeroth_order.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuzz.cases import Case, Op
 from tests.fuzz.oracles import same
 
 _NEAR = 2e-5
-"""How far losses may be apart whose sums are in another order, as a share."""
+"""Allowed relative loss difference after a change of summation order."""
 
 
 def rule_of(case: Case) -> MeZO:
@@ -26,12 +26,14 @@ def rule_of(case: Case) -> MeZO:
 
 
 def compare(case: Case, ops: Sequence[Op], seen: Sequence[Any], blocks: Sequence[str], notes: Counter[str]) -> str:
-    """Return how steps differ from those of plain PyTorch, if they do. It measures the losses itself, compares them as
-    exactly as the order of sums allows, and then moves by the slopes that were seen: its weights have the same bits,
-    however batches were cut. `seen`: what each op gave, and the weights after it. `blocks`: the names of modules.
+    """Return the first difference between the steps and plain PyTorch, or an empty text.
+
+    Plain PyTorch measures the losses for comparison, exactly or up to the summation order. Updates use the recorded
+    slopes, so weights must be bit-equal for every batch split. `seen`: result and weights per operation. `blocks`:
+    module names.
     """
     spec, precision = case.model, case.settings.get("precision", "fp32")
-    if spec.get("half"):  # weights of two precisions at once
+    if spec.get("half"):  # weights in two precisions
         return ""
     own = models.build(spec)
     plain = PlainMeZO(models.build(spec), rule_of(case), precision, seed=case.settings.get("seed", 0))
@@ -74,7 +76,7 @@ def compare(case: Case, ops: Sequence[Op], seen: Sequence[Any], blocks: Sequence
 
 
 def _measures(case: Case) -> tuple[bool, bool]:
-    """Return whether plain PyTorch has the losses of a case, and whether it has their bits."""
+    """Return (plain PyTorch can measure the losses, the losses are bit-equal)."""
     spec, settings = case.model, case.settings
     is_cut = "micro_batch_size" in settings or case.world > 1
     is_exact = not is_cut and "head_chunk_bytes" not in settings
@@ -83,13 +85,13 @@ def _measures(case: Case) -> tuple[bool, bool]:
         return False, False
     if is_cut and (models.is_random(spec) or models.mixes_rows(spec)):
         return False, False
-    # A unit that is used twice moves its buffers for both passes before it is used again.
+    # A shared unit moves the buffers for both passes before the next use.
     again = any(isinstance(tile, int) for tile in spec.get("tiles", ()))
     return not (again and models.moves(spec)), is_exact
 
 
 def _loss(plain: PlainMeZO, case: Case, op: Op) -> float:
-    """Return the loss over the rows of all ranks."""
+    """Return the loss over the rows on all ranks."""
     is_own = not op.get("loss_fn")
     shares = [models.batch(case.model, op["batch"], rank) for rank in range(case.world)]
     counts = [models.targets(case.model, share, is_own) for share in shares]
@@ -103,7 +105,7 @@ def _loss(plain: PlainMeZO, case: Case, op: Op) -> float:
 def _judge(
     plain: PlainMeZO, measured: ZerothOrderRecord, losses: list[tuple[float, float]] | None, is_exact: bool
 ) -> str:
-    """Return what is wrong with what a step has measured."""
+    """Return the first error in a measured step, or an empty text."""
     if measured.step != plain.num_steps or measured.seed != plain.seed or measured.lr != plain.rule.lr:
         return f"it is told as step {measured.step} of seed {measured.seed} at {measured.lr}"
     slopes = tuple((plus - minus) / (2 * plain.rule.eps) for plus, minus in measured.losses)

@@ -1,6 +1,7 @@
-"""Habits of users' code beyond tensors in and tensors out. A case has each of them under its own key, by which it is
-left out again: `make fuzz ARGS="--without keeps,probe"`. What a habit gives is what plain PyTorch gives, or is refused
-by name.
+"""Habits in user code beyond tensors in and tensors out.
+
+A case stores each habit under a separate key, and `make fuzz ARGS="--without keeps,probe"` leaves habits out. The
+engine must give the plain PyTorch result or refuse the habit by name.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ HABITS = {
     "scheduler": r"betas|momentum",
     "change": r"betas|eps|momentum|weight_decay",
 }
-"""The names of habits, and what a refusal has to speak of."""
+"""Habit names, each with a pattern for the refusal text."""
 
 _UNKNOWN = ("precision", "micro_batch_size")
-"""Settings under which plain PyTorch is not compared with what moves in forwards."""
+"""Settings without a plain PyTorch comparison for models with state changes in forward passes."""
 _PATTERNS = ["", "norm", "0", "up|fc", "head", "linear"]
 
 
 def give(case: Any, dice: random.Random) -> None:
-    """Let a case of one rank have some habits."""
+    """Add some habits to a one-rank case."""
     chosen = dice.sample(["keeps", "writes", "hollow", "odd", "skip", "outside", "probe", "freeze", "midway"], 2)
     kinds, is_mosaic = {op["do"] for op in case.ops}, case.model["make"] == "mosaic"
     if is_mosaic:
@@ -46,15 +47,16 @@ def give(case: Any, dice: random.Random) -> None:
             "odd": lambda: dice.choice([7, 13, 100]),
         }
         ops = [op for op in case.ops if op["do"] in ("step", "own", "evaluate", "read", "lr")]
-        if kinds & {"reopen", "fail"} or not ops:  # another model has kept nothing, and who failed has kept something
+        # a new model lacks the kept state, and a failed pass has already kept some
+        if kinds & {"reopen", "fail"} or not ops:
             del chances["keeps"]
         case.model |= {habit: make() for habit, make in chances.items() if habit in chosen}
-        if "keeps" in case.model:  # plain PyTorch keeps as much in whatever it is known beside
+        if "keeps" in case.model:  # for equal kept state, drop operations without a plain PyTorch equivalent
             case.ops = [{key: value for key, value in op.items() if key != "lost_forward"} for op in ops]
             case.settings = {key: value for key, value in case.settings.items() if key not in _UNKNOWN}
             case.model.pop("half", None)
     for op in case.ops:
-        # The unit left out may be all that a frozen model trains, and torch refuses a loss without a gradient.
+        # The skipped unit can be the only trainable one, and torch refuses a loss without gradient.
         if is_mosaic and "skip" in chosen and "batch" in op and "frozen" not in case.model:
             op["batch"]["skip"] = dice.choice([-1, 0, 1])
         if op["do"] not in ("step", "own"):
@@ -64,7 +66,7 @@ def give(case: Any, dice: random.Random) -> None:
         if "outside" in chosen and case.forwards is None:
             trained = ["scale"] * ("loss_fn" in op or op["do"] == "own") + ["delta"] * is_mosaic
             op |= {"outside": dice.choice(trained)} if trained else {}
-        # torch's checkpoint refuses a midway change as well.
+        # torch checkpointing refuses a midway change too.
         if "midway" in chosen and op["do"] == "own" and "heck" not in str(case.model):
             op["midway"] = dice.choice(_PATTERNS)
         if "probe" in chosen and op["do"] == "own" and is_mosaic and op.get("outside") != "delta":
@@ -72,7 +74,7 @@ def give(case: Any, dice: random.Random) -> None:
 
 
 def is_named(refusal: str, habits: Sequence[str]) -> bool:
-    """True where a refusal speaks of one of these habits, or where a pass was seen to be another one."""
+    """Return whether a refusal names one of the habits, or reports another pass than in the model."""
     return "is not that of the model" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
 
 
@@ -80,7 +82,7 @@ def is_named(refusal: str, habits: Sequence[str]) -> bool:
 
 
 class Keeping(nn.Module):
-    """What it gives hangs on what its calls in train mode have kept, in no buffer; `cache` is for the model to read."""
+    """The output depends on state kept by earlier training calls outside buffers. `cache` is read by the model."""
 
     def __init__(self, width: int, where: str) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Keeping(nn.Module):
 
 
 class Writing(nn.Module):
-    """Gives a term of each row to whoever called it, in a container among its arguments."""
+    """Returns a term per row to the caller in a container argument."""
 
     def __init__(self, width: int, how: str) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class Writing(nn.Module):
 
 
 class Hollow(nn.Module):
-    """Has a parameter without elements behind all others."""
+    """Has an empty parameter after all others."""
 
     def __init__(self, width: int, _: bool) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ UNITS: dict[str, type[nn.Module]] = {"keeps": Keeping, "writes": Writing, "hollo
 
 
 class Outside:
-    """What is trained beside a model: something that is added to its embeddings, and a factor of its loss."""
+    """Parameters trained outside the model: an addend to the embeddings, and a loss factor."""
 
     def __init__(self, width: int) -> None:
         self.delta, self.scale = nn.Parameter(torch.full((1, 1, width), 0.1)), nn.Parameter(torch.tensor(0.9))
@@ -168,7 +170,7 @@ class Outside:
 
     @torch.no_grad()
     def learn(self, op: Mapping[str, Any]) -> tuple[float, ...]:
-        """Take a step; return the sum of the gradient, if anything was trained."""
+        """Take a gradient step. Return (gradient sum,), or an empty tuple without a trained parameter."""
         if "outside" not in op:
             return ()
         trained = self.delta if op["outside"] == "delta" else self.scale
@@ -179,7 +181,7 @@ class Outside:
 
 
 def probed(how: str, given: dict[str, Any], width: int, loss: Callable[[dict[str, Any]], Tensor]) -> dict[str, Any]:
-    """Return a batch moved against the loss, by a backward that is not to reach the weights."""
+    """Return a batch moved against the loss. The backward pass for this must not reach the weights."""
     delta = torch.zeros(*given["labels"].shape, width, requires_grad=True)
     found = loss({**given, "delta": delta})
     if how == "inputs":
@@ -190,8 +192,9 @@ def probed(how: str, given: dict[str, Any], width: int, loss: Callable[[dict[str
 
 
 def freeze(named: Mapping[str, Sequence[nn.Parameter]], pattern: str | None) -> None:
-    """Freeze the parameters whose names are like this, and thaw all others; None leaves them. `named`: those that were
-    trained at first.
+    """Freeze parameters with matching names and unfreeze the others.
+
+    `pattern` None: no change. `named`: initially trainable parameters.
     """
     for name, uses in named.items() if pattern is not None else ():
         for parameter in uses:

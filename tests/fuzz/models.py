@@ -1,4 +1,4 @@
-"""Random models: what one is made of (plain data, drawn from a seed), the model, and its batches."""
+"""Random models: the specification (plain data sampled from a seed), the model, and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.families import SPECIAL
 from tests.fuzz import habits
 
 Spec = dict[str, Any]
-"""How a model is made, and of what; a key that is left out has a plain default, so that a case can be shrunk."""
+"""Specification of a model. A missing key has a plain default, so that cases can shrink."""
 
 # -- families --------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def _llama_like(spec: Spec, **more: Any) -> dict[str, Any]:
 
 
 def _renamed(spec: Spec, **names: str) -> dict[str, Any]:
-    """Of a family with names of its own for some sizes, which is always tied."""
+    """Return renamed sizes for a family that always ties the embeddings."""
     return {names.get(key, key): value for key, value in _plain(spec).items() if key != "tie_word_embeddings"}
 
 
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
     "llama": lambda s: t.LlamaForCausalLM(t.LlamaConfig(**_llama_like(s), **_dropout(s, "attention_dropout"))),
     "qwen3": lambda s: t.Qwen3ForCausalLM(t.Qwen3Config(**_llama_like(s, head_dim=4))),
     "gemma2": _gemma2,
-    # Its window is filled by long rows, and not by short ones.
+    # Long rows fill the window, short rows do not.
     "mistral": lambda s: t.MistralForCausalLM(t.MistralConfig(**_llama_like(s, sliding_window=6))),
     "mixtral": lambda s: t.MixtralForCausalLM(t.MixtralConfig(**_llama_like(s, num_local_experts=3))),
     "gpt2": lambda s: t.GPT2LMHeadModel(
@@ -86,7 +86,7 @@ UNSHIFTED = ("bert",)
 
 
 class Tile(nn.Module):
-    """A residual block: hidden states [batch, sequence, width] to the same."""
+    """A residual block over hidden states [batch, sequence, width]."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Tile(nn.Module):
 
 
 class Empty(nn.Module):
-    """No parameters at all."""
+    """A block without parameters."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Dropping(Tile):
 
 
 class Noise(nn.Module):
-    """Random numbers, and no parameters."""
+    """Random noise, without parameters."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Noise(nn.Module):
 
 
 class Moving(nn.Module):
-    """A running mean, which every forward in train mode moves."""
+    """A running mean, updated in every training forward pass."""
 
     persistent = True
 
@@ -143,7 +143,7 @@ class MovingUnsaved(Moving):
 
 
 class Assigning(MovingUnsaved):
-    """Its running mean is another tensor after every forward that trains. (The oracles leave out evaluations.)"""
+    """Replaces the running-mean tensor after every training forward pass. (The oracles leave out evaluations.)"""
 
     def forward(self, h: Tensor) -> Tensor:
         before = self.mean
@@ -170,7 +170,7 @@ class WeightNormed(Tile):
 
 
 class Spectral(Tile):
-    """Its power iteration moves buffers, too."""
+    """The power iteration updates buffers."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, inner)
@@ -187,7 +187,7 @@ class Orthogonal(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of three experts those are used that the hidden states choose, so some get no gradient."""
+    """Three experts, selected by the hidden states, so that some get no gradient."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Experts(nn.Module):
 
 
 class Idle(Tile):
-    """One of its parameters is never used."""
+    """Has an unused parameter."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, inner)
@@ -211,7 +211,7 @@ class Idle(Tile):
 
 
 class Narrow(nn.Module):
-    """A single odd vector."""
+    """A single vector as the only parameter."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -222,14 +222,14 @@ class Narrow(nn.Module):
 
 
 class Wide(Tile):
-    """Much larger than its neighbours."""
+    """Much larger than the neighbours."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, 7 * inner)
 
 
 class HalfNorm(Tile):
-    """Weights that come in bfloat16 beside a norm that computes in fp32."""
+    """bfloat16 weights beside an fp32 norm."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, inner)
@@ -242,7 +242,7 @@ class HalfNorm(Tile):
 
 
 class Prompt(nn.Module):
-    """A unit whose forward takes no tensor."""
+    """A unit with a forward method without tensor arguments."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -274,16 +274,21 @@ TILES: dict[str, type[nn.Module]] = {
 RANDOM = {"dropping", "noise"}
 MOVING = {"moving", "moving-unsaved", "assigning", "spectral"}
 MIXING = {"TreesOfTensors", "Sparse"}
-"""Handmade models in which what a row gives hangs on the others."""
+"""Handmade models with dependencies between rows."""
 
 
 class Mosaic(nn.Module):
-    """Embedding, tiles, head. Takes `x` [batch, sequence]; with `labels` it returns its own loss.
+    """Embedding, tiles, head. Takes `x` [batch, sequence]; with `labels` the model returns the loss.
 
-    A tile that is a number is the tile at that place again. tied: the head has the embedding's weight. prompt: learned
-    rows come before the tokens. shift, counts: as a causal model, and whether the loss takes `num_items_in_batch`.
-    sure: so certain of `x` that the loss of a label that equals it is exactly 0. Further keys are habits (habits.py);
-    `delta` is added to the embeddings, the tile `skip` is left out; where that is 1, the head's weight is read as well.
+    - A number in `tiles` repeats the tile at this place.
+    - tied: the head uses the embedding weight.
+    - prompt: learned rows before the tokens.
+    - shift: shifted labels, like a causal model. counts: the loss accepts `num_items_in_batch`.
+    - sure: logits for `x` are so large that a label equal to `x` has loss 0.
+    - Other keys are habits (habits.py).
+
+    `delta` is added to the embeddings. The tile `skip` is left out; for `skip` 1 the forward pass also reads the head
+    weight.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -349,7 +354,7 @@ class Mosaic(nn.Module):
         return {"loss": loss / num_items_in_batch if summed else loss, "logits": logits}
 
     def _through(self, h: Tensor, skip: int) -> Tensor:
-        """Return hidden states after all tiles; what these note in containers is added."""
+        """Return the hidden states after all tiles, plus terms from container arguments."""
         notes: dict[str, Any] = {"terms": [torch.zeros_like(h[:, :1, :1])], "term": torch.ones_like(h[:, :1, :1])}
         self.kept: list[Tensor] = []
         for number, tile in enumerate(self.tiles):
@@ -371,12 +376,14 @@ def _name(kind: Any) -> str:
     return kind if isinstance(kind, str) else "tile"
 
 
-# -- drawing ---------------------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------------------------
 
 
 def draw(dice: random.Random, *, gentle: bool = False) -> Spec:
-    """Return how a random model is made. gentle: nothing random, no moving buffer, no row that mixes with others: the
-    loss over several ranks is that of one."""
+    """Return a random model specification.
+
+    gentle: no randomness, no moving buffers and no mixed rows, so that the loss is equal for one rank and several.
+    """
     roll = dice.random()
     if roll < 0.3:
         return _draw_family(dice, gentle)
@@ -403,7 +410,7 @@ def _draw_family(dice: random.Random, gentle: bool) -> Spec:
     heads = dice.choice([1, 2, 4])
     spec = {"make": dice.choice([*FAMILIES, "llama", "gpt2"]), "heads": heads, "width": heads * dice.choice([4, 8, 12])}
     spec |= {"depth": dice.choice([1, 2, 2, 3, 4]), "groups": dice.choice([1, heads])} | _sizes(dice)
-    if spec["make"] == "mixtral":  # torch's grouped product of matrices wants rows of 16 bytes
+    if spec["make"] == "mixtral":  # grouped matrix products in torch need rows with 16 bytes
         spec |= {"width": 8 * heads, "inner": 16}
     if not gentle:
         spec |= _maybe(dice, 0.3, dropout=lambda: 0.1)
@@ -424,11 +431,11 @@ def _draw_mosaic(dice: random.Random, gentle: bool) -> Spec:
     return spec
 
 
-# -- making ----------------------------------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------------------------
 
 
 def build(spec: Spec) -> nn.Module:
-    """Return the model in train mode, every weight of it random. Does not touch the global generator's later use."""
+    """Return the model in train mode with random weights. Reseeds the global torch generator."""
     torch.manual_seed(spec.get("seed", 0))
     kind = spec["make"]
     if kind == "handmade":
@@ -457,7 +464,7 @@ def is_family(spec: Spec) -> bool:
 
 
 def has_own_loss(spec: Spec) -> bool:
-    """True where the model makes its loss itself."""
+    """Return whether the model computes the loss."""
     return is_family(spec) or bool(spec.get("own-loss"))
 
 
@@ -470,40 +477,40 @@ def num_words(spec: Spec) -> int:
 
 
 def is_random(spec: Spec) -> bool:
-    """True where a forward draws random numbers."""
+    """Return whether a forward pass uses random numbers."""
     if spec["make"] == "handmade":
         return spec["name"] == "Noisy"
     return bool(spec.get("dropout")) or bool(RANDOM.intersection(map(str, spec.get("tiles", ()))))
 
 
 def moves(spec: Spec) -> bool:
-    """True where a forward changes buffers."""
+    """Return whether a forward pass changes buffers."""
     return "keeps" in spec or bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
 
 
 def mixes_rows(spec: Spec) -> bool:
-    """True where what a row gives hangs on the others."""
+    """Return whether the output for a row depends on other rows."""
     return moves(spec) or spec.get("name") in MIXING
 
 
 def shares(model: nn.Module) -> bool:
-    """True where a weight, or a module with weights, is in several places."""
+    """Return whether a weight, or a module with weights, has several places."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return len(names) > len(list(model.parameters()))
 
 
 def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Return a rank's rows of a batch that `draw_batch` drew."""
+    """Return the rows of one rank in a batch from `draw_batch`."""
     rows, length, padding = drawn["rows"][rank], drawn["lengths"][rank], drawn["padding"][rank]
     generator = torch.Generator().manual_seed(1000 * drawn["seed"] + rank)
     ids = torch.randint(3, num_words(spec), (rows, length), generator=generator)
     labels = ids.clone()
-    if spec.get("sure"):  # right labels everywhere but in a few places
+    if spec.get("sure"):  # correct labels in most places
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = 3
     for row in range(rows):
         labels[row, : min(row % 3, length - 1)] = -100
     if drawn.get("ignored") and (rows > 1 or len(drawn["rows"]) > 1) and rank == 0:
-        labels[: 1 if len(drawn["rows"]) == 1 else rows] = -100  # over several ranks, one of them has no target at all
+        labels[: 1 if len(drawn["rows"]) == 1 else rows] = -100  # over several ranks, one rank has no targets
     given: dict[str, Any] = {"input_ids" if is_family(spec) else "x": ids, "labels": labels}
     given |= {"skip": drawn["skip"]} if "skip" in drawn else {}
     if padding and is_family(spec):
@@ -518,7 +525,7 @@ def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Any]
 
 
 def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
-    """The mean over the labels that are targets, of a model without a loss of its own (or instead of that)."""
+    """Return the mean over the target labels, for a model without a loss."""
     logits = getattr(outputs, "logits", None)
     if logits is None:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs
@@ -526,7 +533,7 @@ def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
 
 
 def loss_of(model: nn.Module, given: dict[str, Any], is_own: bool) -> Tensor:
-    """Return the loss of a model that is called directly: its own, or that of its outputs."""
+    """Return the loss from a direct model call: the model loss, or the cross entropy over the outputs."""
     if is_own:
         return find_loss(model(**given))
     inputs = {key: value for key, value in given.items() if key != "labels"}
@@ -534,7 +541,7 @@ def loss_of(model: nn.Module, given: dict[str, Any], is_own: bool) -> Tensor:
 
 
 def draw_batch(dice: random.Random, world: int, *, alike: bool = False) -> dict[str, Any]:
-    """Draw the shape of a batch by rank: rows, lengths, padding. alike: the same lengths on all ranks."""
+    """Sample the batch shape by rank: rows, lengths, padding. alike: equal lengths on all ranks."""
     lengths = [dice.choice([2, 3, 3, 4, 5, 6, 8, 9, 13])] * world
     if not alike and world > 1 and dice.random() < 0.3:
         lengths = [dice.choice([2, 3, 4, 7, 9, 12]) for _ in range(world)]
@@ -544,13 +551,13 @@ def draw_batch(dice: random.Random, world: int, *, alike: bool = False) -> dict[
         "lengths": lengths,
         "padding": [dice.choice([0, 0, 0, 1, 2]) for _ in range(world)],
     }
-    if any(drawn["padding"]):  # all ranks give the same keys
+    if any(drawn["padding"]):  # all ranks pass the same keys
         drawn["mask"] = True
     return drawn | _maybe(dice, 0.2, mask=lambda: True, left=lambda: True, ignored=lambda: True)
 
 
 def targets(spec: Spec, given: Mapping[str, Tensor], own_loss: bool) -> int:
-    """Count the targets of a batch, independently of the engine."""
+    """Count the targets in a batch, independently of the engine."""
     labels = given["labels"]
     if own_loss and shifts(spec):
         labels = labels[:, 1:]
@@ -558,5 +565,5 @@ def targets(spec: Spec, given: Mapping[str, Tensor], own_loss: bool) -> int:
 
 
 def bits(value: float) -> float | str:
-    """Return a number that is equal to itself also where it is NaN."""
+    """Return a number comparable with ==, with text for NaN."""
     return "nan" if math.isnan(value) else value

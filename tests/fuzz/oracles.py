@@ -1,4 +1,4 @@
-"""What must hold: sameness to the bit, budgets, and nothing left behind."""
+"""Invariants: equal bits, budgets, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.engine.compare import same_bits
 from tests.engine.inside import parts_of, states
 
 _PATIENCE_S = 5.0
-"""For threads that end by themselves."""
+"""Time limit for threads to end."""
 _OF_A_STEP = ("unit inputs", "kept tensors")
-"""What a step holds on the device until its backward."""
+"""Device allocations released by the backward pass of a step."""
 
 
 class Wrong(Exception):
-    """An oracle was contradicted."""
+    """An invariant is violated."""
 
 
 def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Return how named tensors differ, or nothing where they have the same bits."""
+    """Return the difference between named tensors, or an empty text for equal bits."""
     if list(found) != list(wanted):
         return f"names {sorted(set(found) ^ set(wanted))[:4]}, or their order"
     wrong = [name for name in wanted if not same_bits(found[name], wanted[name])]
@@ -42,7 +42,7 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
 
 
 def near(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], within: float) -> str:
-    """Return how named weights differ by more than a share of the largest of their layer."""
+    """Return the first named weights further apart than `within`, relative to the largest value in the layer."""
     scales: dict[str, float] = {}
     for name, value in wanted.items():
         layer = name.rpartition(".")[0]
@@ -59,7 +59,7 @@ def _largest(value: Tensor) -> float:
 
 
 def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
-    """Return the moments and step counts of this rank, and every buffer of the model."""
+    """Return moments and step counts on this rank, and every model buffer."""
     found: dict[str, Any] = {}
     for name, state in states(engine).items():
         found |= {
@@ -72,13 +72,13 @@ def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
 
 
 def check_ledgers(engine: Engine, after_step: bool) -> None:
-    """The budgets hold, and after a whole step nothing of it is still on the device."""
+    """Check the budgets, and after a whole step the release of device memory."""
     parts = parts_of(engine)
     for ledger in (parts.device.ledger, parts.host, parts.nvme_ledger):
         if ledger.budget_bytes is not None and ledger.peak_bytes > ledger.budget_bytes:
             raise Wrong(f"{ledger.tier} held {ledger.peak_bytes} bytes, and its budget is {ledger.budget_bytes}")
     if after_step and _of_a_step(engine):
-        gc.collect()  # an exception may have left a cycle of frames, which hold what a step that failed had made
+        gc.collect()  # an exception can leave a frame cycle with tensors from a failed step
         if _of_a_step(engine):
             raise Wrong(f"after a step there still is {_of_a_step(engine)}")
 
@@ -89,15 +89,19 @@ def _of_a_step(engine: Engine) -> list[tuple[str, int]]:
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Within, engines come and go; afterwards there is no file in `folder` nor one without a name, no thread, no
-    descriptor, no shared memory, and no exception that Python has swallowed."""
-    gc.freeze()  # what the imports made is no garbage, and need not be looked at for each case
+    """Check that engines in this block leave no trace.
+
+    Traces are files in `folder`, unnamed files, threads, descriptors, shared memory and swallowed exceptions.
+    """
+    gc.freeze()  # keeps imported objects out of each collection
     swallowed: list[str] = []
     before, hook = _traces(folder), sys.unraisablehook
 
     def note(event: Any) -> None:
-        """An interrupt must not be lost; what a half-made object of somebody else's says of itself is not ours, and no
-        set of weak references is: Python has one of threads (tests/engine/test_ownership.py).
+        """Record lost interrupts and errors from our objects.
+
+        Errors in half-built foreign objects and in weak reference sets are ignored: Python has a set with threads
+        (tests/engine/test_ownership.py).
         """
         if "WeakSet" in getattr(event.object, "__qualname__", ""):
             return
@@ -126,7 +130,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
 
 
 def _traces(folder: Path) -> set[str]:
-    # What compiles shows its progress by tqdm, which keeps a thread for the whole process.
+    # The compiler shows progress with tqdm, and tqdm keeps a thread for the whole process.
     working = [thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"]
     threads = {f"thread {thread.name} {thread.ident}" for thread in working}
     shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}  # noqa: PTH208
@@ -138,7 +142,7 @@ def _descriptors() -> set[str]:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-            # shutil.rmtree holds the folder that it removes by a number, which an interrupt leaves open.
+            # shutil.rmtree holds the removed folder as a descriptor, left open after an interrupt.
             is_removed = target.endswith(" (deleted)") and os.path.isdir(f"/proc/self/fd/{name}")  # noqa: PTH112
         except OSError:
             continue

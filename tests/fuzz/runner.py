@@ -1,5 +1,7 @@
-"""Runs one case: a resident engine first, then the engine that is tested, each op compared with what the first gave;
-where it is asked for, plain PyTorch and a run of one rank, too."""
+"""Run one case: a resident engine first, then the engine under test, with a comparison after each operation.
+
+Some cases also run plain PyTorch and one rank.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ from tests.fuzz.faults import Faults, Told
 from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
 
 _BACKEND = "aot_eager"
-"""Traces and differentiates as any backend's blocks are, and runs operation by operation: with the bits of what is not
-compiled, and without the seconds that generating code takes.
+"""Traces and differentiates blocks like any backend, but runs operation by operation.
+
+The bits equal uncompiled code, without seconds for code generation.
 """
 RULES = {
     "smooth": AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=(("up|q_proj", {"lr_scale": 0.5}),)),
@@ -60,50 +63,50 @@ RULES = {
     "adalomo": AdaLomo(lr=0.02),
     "muon": Muon(lr=0.02, rest=LOMO(lr=0.05), groups=(("up", {"rule": AdamW(lr=0.05, eps=1.0)}),)),
 }
-"""smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
+"""smooth: an update as precise as the gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
 _REORDERS = {"head_chunk_bytes", "sequence_tile"}
-"""Settings that add up in another order."""
+"""Settings that change the summation order."""
 _PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs", "optimizer_memory")
 
 
 @dataclass
 class Outcome:
-    """What became of a case: what was wrong, if anything; what was refused, where that ended it; what was done."""
+    """The result of a case: an error, a refusal that ended the case, and counts of finished operations."""
 
     wrong: str = ""
     refused: str = ""
-    is_sound: bool = True  # the process can go on with another case
+    is_sound: bool = True  # the process can run another case
     notes: Counter[str] = field(default_factory=Counter)
 
 
 class Refused(Exception):
-    """The engine has refused what it may refuse, by the name of the error."""
+    """The engine refused an operation with a permitted error. The text begins with the error class."""
 
 
 @dataclass
 class Seen:
-    """What an op gave, and the weights after it, as far as it was looked at them."""
+    """Result of an operation, and the weights after the operation. None: not read."""
 
     result: Any = None
     weights: dict[str, Tensor] | None = None
 
 
 class Player:
-    """Makes an engine of a case and does its ops."""
+    """Builds the engine for a case and runs operations."""
 
     def __init__(
         self, case: Case, comm: Comm, folder: Path, layout: Mapping[str, Any], budgets: Mapping[str, int]
     ) -> None:
         self.case, self.comm, self.folder, self._budgets = case, comm, folder, budgets
         self.faults: Faults | None = None
-        self.owes_fault = False  # one on a lane that works for the next step has not come out yet
+        self.owes_fault = False  # a fault on a prefetching lane has not surfaced yet
         self._num_saved = 0
         self._saved: Path | None = None
         self._under_way: tuple[Saving, Path] | None = None
-        self.records: list[ZerothOrderRecord] = []  # of the steps by forwards that have led to the weights as they are
+        self.records: list[ZerothOrderRecord] = []  # MeZO steps that led to the current weights
         self._num_records_saved = 0
-        self.may_copy = True  # states for a checkpoint, into memory that is left over
+        self.may_copy = True  # whether checkpoints may copy states to spare memory
         self.outside = habits.Outside(models.width_of(case.model))
         self._frozen: str | None = None
         self.engine = self.open(layout)
@@ -132,7 +135,7 @@ class Player:
         self.engine.close()
 
     def do(self, op: Op) -> Any:
-        """Return what an op gives; Refused where the engine refuses it."""
+        """Return the result of an operation. Raises Refused for a refusal by the engine."""
         torch.manual_seed(op["seed"])
         self._freeze(self.engine, op.get("freeze"))
         try:
@@ -147,7 +150,7 @@ class Player:
 
     def _batch(self, op: Op) -> dict[str, Any]:
         drawn = op["batch"]
-        if op["do"] != "step":  # a mean over no targets
+        if op["do"] != "step":  # avoids a mean without targets
             drawn = {**drawn, "ignored": False}
         return self.outside.given(op, models.batch(self.case.model, drawn, self.comm.rank))
 
@@ -174,7 +177,7 @@ class Player:
     def _num_targets(self, op: Op) -> int:
         spec = self.case.model
         given = [models.batch(spec, op["batch"], rank) for rank in range(self.comm.size)]
-        # What the engine finds out about a loss is its own; a family's is known.
+        # The engine detects the target count from the loss. For a family the count is known.
         return sum(models.targets(spec, one, not op.get("loss_fn")) for one in given)
 
     def _empty(self, op: Op) -> Any:
@@ -204,7 +207,7 @@ class Player:
         )
 
     def loss(self, op: Op) -> Tensor:
-        """Call the model as an own loop does."""
+        """Call the model like a custom loop."""
         return called(self.case, self.engine.model, self.outside, op, self._batch(op))
 
     def _ungraded(self, op: Op) -> Any:
@@ -232,7 +235,7 @@ class Player:
             self._saved = folder
 
     def settle(self) -> None:
-        """Let a checkpoint that is under way come to its end."""
+        """Finish a pending checkpoint."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             saving, folder = under_way
@@ -246,7 +249,7 @@ class Player:
             del self.records[self._num_records_saved :]
 
     def _replay(self, op: Op) -> Any:
-        """Let one rank alone make all steps again, from what they have measured, wherever its states are."""
+        """One rank repeats all steps from the recorded measurements, with any placement."""
         wanted, problem = self.weights(), ""
         if self.comm.rank == 0:
             layout = self.case.layouts[op["layout"]] | {"zero_stage": 0}
@@ -272,7 +275,7 @@ class Player:
             raise Wrong(f"exported: {problem}")
 
     def _reopen(self, op: Op) -> Any:
-        """Go on in a new engine, which lies elsewhere."""
+        """Continue in a new engine with another placement."""
         self.settle()
         before, lr, num_records = self._saved, self.engine.lr, self._num_records_saved
         self._save(op)
@@ -283,13 +286,13 @@ class Player:
         self.engine.lr, self._saved, self._num_records_saved = lr, before, num_records
 
     def _world(self, op: Op) -> Any:
-        """Let one rank alone load what all have saved, and save it; all go on from that."""
+        """One rank loads the checkpoint of all ranks and saves a new one. All ranks continue from there."""
         self.settle()
         before, num_records = self._saved, self._num_records_saved
         self._save(op)
         self._num_records_saved = num_records
         self.settle()
-        if models.moves(self.case.model):  # every rank has moved its own, and one rank has one
+        if models.moves(self.case.model):  # buffers differ by rank, and the checkpoint has one copy
             self.engine.load_checkpoint(self._saved or "")
             self._saved = before
             return
@@ -310,7 +313,7 @@ class Player:
 
 
 def called(case: Case, model: nn.Module, outside: habits.Outside, op: Op, given: dict[str, Any]) -> Tensor:
-    """Return the loss of a model that is called as an own loop does it."""
+    """Return the loss from a model call in a custom loop."""
     is_own = not op.get("loss_fn")
     if "probe" in op:
         width = models.width_of(case.model)
@@ -319,7 +322,7 @@ def called(case: Case, model: nn.Module, outside: habits.Outside, op: Op, given:
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    """Return what the engines of a case are told, its rule as an object where it has values of its own."""
+    """Return the engine settings for a case, with an update-rule object for MeZO cases."""
     return case.settings if case.forwards is None else {**case.settings, "optimizer": forwards.rule_of(case)}
 
 
@@ -331,7 +334,7 @@ def open_engine(
     comm: Comm,
     budgets: Mapping[str, int],
 ) -> Engine:
-    """Return an engine over a model, laid out as a case says."""
+    """Return an engine over a model in a layout."""
     places = {key: layout[key] for key in _PLACES if key in layout}
     if "nvme" in places.values() or "host_extra" in layout:
         (folder / "nvme").mkdir(parents=True, exist_ok=True)
@@ -349,13 +352,13 @@ def open_engine(
 
 
 def twin_layout(case: Case) -> dict[str, Any]:
-    """Return how the twin lies: resident. (Speculative clipping is not done on the device.)"""
+    """Return the resident layout. (Speculative clipping needs the CPU tier.)"""
     tier = "cpu" if case.settings.get("clip") == "speculative" else "device"
     return {"parameters": tier, "optimizer": tier, "prefetch": 0, "recompute": "always"}
 
 
 def agreed(comm: Comm, problem: str) -> str:
-    """Return what is wrong on any rank, so that all of them stop."""
+    """Return the errors from all ranks, so that all ranks stop."""
     found = [f"rank {rank}: {one}" for rank, one in enumerate(comm.gather_objects(problem, "verdict")) if one]
     return "; ".join(found) if comm.size > 1 else problem
 
@@ -364,7 +367,7 @@ def agreed(comm: Comm, problem: str) -> str:
 
 
 def run_case(case: Case, comm: Comm | None = None) -> Outcome:
-    """Run a case of engines; return what became of it."""
+    """Run an engine case. Return the outcome."""
     comm, outcome = comm or Comm(), Outcome()
     with tempfile.TemporaryDirectory(prefix="offload-fuzz-") as name:
         folder = Path(comm.gather_objects(name, "folder of a case")[0])
@@ -375,16 +378,16 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
                 mock.patch.object(saved_graph, "SMALLEST_BYTES", 1),
             ):
                 _run(case, comm, folder, outcome)
-                comm.barrier("end of the engines")  # all ranks use one folder
+                comm.barrier("end of the engines")  # all ranks share a folder
         except Refused as refused:
             outcome.refused = str(refused)
         except Wrong as wrong:
             outcome.wrong = str(wrong)
         try:
-            comm.barrier("end of a case")  # before rank 0's folder goes
+            comm.barrier("end of a case")  # before rank 0 deletes the folder
         except RankLostError:
             outcome.is_sound = False
-            if not outcome.wrong and not outcome.refused:  # what this rank has found itself says more
+            if not outcome.wrong and not outcome.refused:  # an error on this rank says more
                 raise
     return outcome
 
@@ -394,7 +397,7 @@ def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
     seen = record(case, comm, folder / "twin", ops)
     check_refusals(case, comm, folder / "calm", ops, seen)
     outcome.notes.update(op["do"] for op in ops[: len(seen)])
-    if not seen:  # the very first op gave gradients that are no numbers
+    if not seen:  # the first operation had non-finite gradients
         return
     if case.plain and case.forwards is not None:
         problem = forwards.compare(case, ops, seen, _last["blocks"], outcome.notes) if comm.rank == 0 else ""
@@ -423,8 +426,10 @@ def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
 
 @contextmanager
 def closing(player: Player) -> Iterator[None]:
-    """Close the engine at the end. What all ranks have found together is no error of the engine's, and closes it as the
-    end of its work does."""
+    """Close the engine at the end.
+
+    A verdict shared by all ranks is no engine error, and closes the engine normally.
+    """
     verdict = None
     try:
         yield
@@ -451,7 +456,7 @@ _last: dict[str, Any] = {}
 
 
 def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
-    """Do the ops with the resident twin, without faults. Ends early where gradients are not finite."""
+    """Run the operations on the resident twin without faults. Ends early at non-finite gradients."""
     player = make(case, comm, folder, twin_layout(case), {})
     seen: list[Seen] = []
     with closing(player):
@@ -473,7 +478,7 @@ def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
 
 
 def check_refusals(case: Case, comm: Comm, folder: Path, ops: list[Op], seen: list[Seen]) -> None:
-    """What the twin refuses because of a habit, it refuses by a name."""
+    """A refusal by the twin for a habit must name the habit."""
     refused = [
         (number, one.result)
         for number, one in enumerate(seen)
@@ -494,7 +499,7 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
 
 
 def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, outcome: Outcome) -> None:
-    """Do an op and compare it with what the twin gave."""
+    """Run an operation and compare the result with the twin."""
     try:
         result = do_counted(player, op)
     except Refused as refused:
@@ -508,7 +513,7 @@ def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, out
         outcome.notes["refused ops"] += 1
         result = wanted.result
     if isinstance(wanted.result, Refused) and not isinstance(result, Refused) and player.case.habits:
-        raise wanted.result  # by a name, which was checked
+        raise wanted.result  # the refusal has a checked name
     problem = "" if same_result(result, wanted.result) else f"gave {result}, the twin {wanted.result}"
     if not problem and wanted.weights is not None:
         problem = same(player.weights(), wanted.weights)
@@ -519,8 +524,10 @@ def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, out
 
 
 def do_counted(player: Player, op: Op) -> Any:
-    """Do an op; count the places for faults where one is to come into the next. What failed on a lane that worked ahead
-    comes out in the first op that needs it, and costs that attempt only."""
+    """Run an operation, and count fault places if the next operation has a fault.
+
+    A fault on a prefetching lane surfaces in the first dependent operation and fails only this attempt.
+    """
     try:
         if player.faults is None or not op.get("counted"):
             return player.do(op)
@@ -548,7 +555,7 @@ def player_gives_nothing(wanted: Any) -> bool:
 
 
 def finish(player: Player, seen: list[Seen], case: Case, comm: Comm) -> None:
-    """Compare everything once more, moments and step counts as well, and let the model have its weights back."""
+    """Compare all weights, moments, step counts and buffers at the end, and the weights restored to the model."""
     if not seen or seen[-1].weights is None:
         return
     problem = same(player.weights(), seen[-1].weights)
@@ -578,8 +585,11 @@ def same_value(found: Any, wanted: Any) -> bool:
 
 
 def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome: Outcome) -> None:
-    """Do an op with a fault in the middle of it. Afterwards the engine is as before, as after, or torn and sound again
-    once it has loaded; in the end the op is done, and all is as the twin has it."""
+    """Run an operation with a fault inside.
+
+    Then the engine has the weights from before or after the operation, or is torn and becomes sound through a
+    checkpoint load. Finally the operation is repeated if necessary, and must give the twin's result.
+    """
     faults, of = player.faults, op["of"]
     assert faults is not None
     assert before.weights is not None
@@ -623,11 +633,11 @@ def recover(
         if problem:
             raise Wrong(f"{where}: torn, and after load_checkpoint {problem}") from None
     else:
-        is_made = player.engine.num_steps != num_steps  # a step may leave all weights as they were
+        is_made = player.engine.num_steps != num_steps  # a step can leave all weights unchanged
         is_before, is_after = (not same(now, seen.weights or {}) for seen in (before, after))
         state = "before" if is_before and not (is_made and is_after) else "after" if is_after else "neither"
     outcome.notes[f"{state} a fault"] += 1
-    # As in plain PyTorch, a forward of an own loop has moved its buffers.
+    # Like in plain PyTorch, a forward pass in a custom loop has moved buffers.
     if state == "before" and of["do"] == "own" and models.moves(player.case.model):
         player.engine.load_checkpoint(sound)
     if state == "neither":
@@ -646,7 +656,7 @@ def recover(
 
 
 def read_after_fault(player: Player) -> dict[str, Tensor]:
-    """Return the weights; what failed behind a step may come out now, and leaves the engine torn."""
+    """Return the weights. A fault behind a step can surface here and leaves the engine torn."""
     try:
         return player.weights()
     except Told:
@@ -663,7 +673,7 @@ def _trace(error: BaseException) -> str:
 
 
 def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Mapping[str, Any]) -> dict[str, int]:
-    """Return budgets that are little more than what these ops need at least."""
+    """Return budgets slightly above the minimum for these operations."""
     calm = dict(layout)
     if calm.get("recompute") == "auto":
         calm["recompute"] = "always"
@@ -676,7 +686,8 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
             of = op["of"] if op["do"] == "fail" else op
             with suppress(Refused):
                 player.do(of)
-            if op["do"] == "fail":  # it may be done again after a load: recorded anew, units may keep other graphs
+            # the operation can run again after a load, with a new recording pass and other saved graphs
+            if op["do"] == "fail":
                 player.engine.save_checkpoint(folder / "probe")
                 player.engine.load_checkpoint(folder / "probe")
                 with suppress(Refused):
@@ -698,8 +709,10 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
 
 
 def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome) -> None:
-    """Train plain PyTorch on the same steps, up to the first op that it does not know; compare loss, norm and weights:
-    to the bit where the order of all sums is the same."""
+    """Train plain PyTorch on the same steps, up to the first unknown operation.
+
+    Compare loss, norm and weights, bit for bit if the summation order is equal.
+    """
     spec, settings = case.model, case.settings
     rows, rule = settings.get("micro_batch_size"), settings.get("optimizer")
     is_exact = not rows and settings.get("clip") != "speculative" and not _REORDERS & settings.keys()
@@ -750,7 +763,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
                 losses[-1].backward()
                 reference.collect()
             loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
-            # What is used in several places sums up over these first, and over the passes then.
+            # A shared parameter sums over its places first, and then over the passes.
             is_shared = models.shares(reference.model) or any(len(uses) > 1 for uses in reference.named.values())
             is_exact = is_exact and not (spec["make"] == "mixtral" or is_shared)
             if not is_exact and not is_wide:
@@ -772,7 +785,7 @@ def _judge_plain(plain: tuple[float, ...], seen: Seen, reference: Reference, is_
     if not problem and seen.weights is not None:
         if is_exact:
             problem = same(seen.weights, reference.masters)
-        elif getattr(reference.rule, "eps", 0) == 1.0 and not reference.split:  # of RULES["smooth"]
+        elif getattr(reference.rule, "eps", 0) == 1.0 and not reference.split:  # from RULES["smooth"]
             problem = near(seen.weights, reference.masters, 1e-5 if reference.rows else 3e-6)
     if problem:
         raise Wrong(f"{where}, plain PyTorch: {problem}")
@@ -781,7 +794,7 @@ def _judge_plain(plain: tuple[float, ...], seen: Seen, reference: Reference, is_
 def step(
     reference: Reference, given: dict[str, Any], op: Op, count: Any, outside: habits.Outside
 ) -> tuple[Tensor, float]:
-    """A step of the reference on a model that makes its loss, whatever kind of thing it returns."""
+    """Take a reference step on a model with a loss, for any output type."""
     total = torch.zeros(())
     num_rows = len(given["labels"])
     rows = reference.rows or num_rows
@@ -798,7 +811,7 @@ def step(
 
 
 def compare_one(case: Case, comm: Comm, folder: Path, ops: list[Op], seen: list[Seen]) -> None:
-    """Let one rank do the same on all ranks' rows."""
+    """Repeat the run on one rank with the rows of all ranks."""
     problem = ""
     if comm.rank == 0:
         alone = copy.deepcopy(case)
@@ -815,7 +828,7 @@ def _compare_one(case: Case, world: int, folder: Path, ops: list[Op], seen: list
     alone = _alone(case, world, folder, ops, seen)
     problem = _apart(alone, [seen[one.number] for one in alone])
     if problem:
-        # A model may be so small that the order of sums moves it far: take the ranks' rows with the last rank's first.
+        # In a tiny model the summation order can matter much: run again with the ranks' rows in reverse order.
         again = _alone(case, world, folder, ops, seen, order=-1)
         distances = [
             abs(one - two) / _bound(one)
@@ -828,7 +841,7 @@ def _compare_one(case: Case, world: int, folder: Path, ops: list[Op], seen: list
 
 @dataclass
 class Alone(Seen):
-    """What the op of that number gave on one rank: loss, and of a step the norm."""
+    """Result of operation `number` on one rank: loss, and for a step the norm."""
 
     number: int = 0
 
@@ -863,7 +876,7 @@ def _bound(value: float) -> float:
 
 
 def _apart(alone: list[Alone], ranks: list[Seen], slack: float = 1.0) -> str:
-    """Return where one rank and several are further apart than the order of sums explains."""
+    """Return the first difference between one rank and several above the effect of the summation order."""
     for one, several in zip(alone, ranks, strict=True):
         its = list(several.result[: len(one.result)]) if len(one.result) > 1 else [several.result]
         if not all(abs(x - y) <= slack * _bound(x) for x, y in zip(one.result, its, strict=True)):

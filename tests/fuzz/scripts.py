@@ -1,5 +1,7 @@
-"""Scripts whose scheduler, or whose own code, changes more of an optimizer's groups than the rate: over an engine they
-train as over torch's optimizer, or are refused by name (by torch where a group has no such key)."""
+"""Scripts that change more optimizer group values than the learning rate, in a scheduler or directly.
+
+Over an engine they train like torch's optimizer, or are refused by name (by torch for an unknown group key).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.fuzz.cases import Case
 
 _NUM_STEPS, _RATE = 8, 0.03
 _NEAR = 1e-4
-"""How far losses may be apart, as a share: torch's kernels round otherwise."""
+"""Allowed relative loss difference: torch kernels round differently."""
 _SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=_NUM_STEPS + 1),
     "one cycle of rates": lambda optimizer: lr_scheduler.OneCycleLR(
@@ -43,7 +45,7 @@ def draw_script(dice: random.Random) -> dict[str, Any]:
 
 
 def run_script(case: Case) -> Any:
-    """Judge a script; return its Outcome."""
+    """Check a script. Return the Outcome."""
     from tests.fuzz.runner import Outcome
 
     outcome, settings = Outcome(), {"rule": "adamw", "over": "accelerator", "tier": "cpu", **case.settings}

@@ -1,4 +1,4 @@
-"""Makes a failing case smaller: leaves one part out after the other, as long as it fails alike."""
+"""Shrinks a failing case: removes one part after another while the same failure occurs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _LONGEST_S = 120.0
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], longest_s: float = _LONGEST_S) -> Case:
-    """Return a smaller case for which `fails` is true, too. From the last op to the first: what comes late matters
-    most."""
+    """Return a smaller case with `fails` true. Removal runs from the last operation to the first, because late
+    operations matter most.
+    """
     deadline, again = time.monotonic() + longest_s, True
     while again:
         again = False
@@ -26,6 +27,6 @@ def shrink(case: Case, fails: Callable[[Case], bool], longest_s: float = _LONGES
 
 
 def _order(part: str) -> tuple[int, int]:
-    """Ops go first, the last of them before the others."""
+    """Operations come first, in reverse order."""
     head, _, key = part.partition(".")
     return (0, -int(head[2:])) if head.startswith("op") and not key else (1, 0)

@@ -1,4 +1,4 @@
-"""The fuzzer itself: fixed cases of every kind pass, and what it is made of does what it says."""
+"""The fuzzer itself: fixed cases pass for every kind, and the fuzzer parts work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.fuzz.workers import Crew, signature
 from tests.matrix import quick
 
 FEW = {"engine": 3, "loops": 2, "saves": 1, "interrupts": 1, "commands": 4}
-"""How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
+"""Number of cases per kind in the default tests. Cases over several ranks start processes and are slow."""
 MANY = {"engine": 16, "loops": 6, "saves": 5, "interrupts": 6, "ranks2": 4, "ranks3": 2, "commands": 12}
-"""How many the long run adds, enough to see that each kind runs: to look for what is wrong is for `make fuzz`."""
+"""Additional cases in the long run, as a check of each kind. `make fuzz` searches for errors."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_shrinking_leaves_what_the_failure_needs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["steps-of-first-parameters-not-counted", "moving-buffers-not-put-back"])
 def test_a_broken_engine_is_found(crew: Crew, name: str) -> None:
-    """All of them: make fuzz ARGS=--mutations."""
+    """All mutations: make fuzz ARGS=--mutations."""
     cases = drawn(0, ["engine"], 60)
     assert any(crew.run(case.name, case.world, name).wrong for case in cases)
 

@@ -1,7 +1,6 @@
-"""Processes that run cases, one after another: one, or several that are the ranks of a case. Those that fail or hang
-are replaced.
+"""Worker processes for cases: one, or one per rank. Failed or hanging workers are replaced.
 
-python -m tests.fuzz.workers        gets its cases by its standard input, which is a connection
+python -m tests.fuzz.workers        receives cases on standard input, a connection
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from tests import forks
 from tests.distributed.ranks import ROOT, free_port
 
 CASE_S = 90.0
-"""A case that takes longer hangs. (On a busy machine one of several ranks with delays takes a few seconds.)"""
+"""Time limit of a case in seconds. (On a busy machine a case over ranks with delays takes a few seconds.)"""
 _GRACE_S = 8.0
-"""For the other ranks of a case, once one of them has failed."""
+"""Seconds for the other ranks in a case after the first failure."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 
 
 class Worker:
-    """A process, and the file that it writes to."""
+    """A process and the file with the output."""
 
     def __init__(self, path: Path) -> None:
         self.path, (self.connection, theirs) = path, Pipe()
@@ -44,7 +43,7 @@ class Worker:
                 stdin=theirs.fileno(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the one who asked
+                start_new_session=True,  # Ctrl-C must reach only the parent
             )
 
     @property
@@ -52,7 +51,7 @@ class Worker:
         return self.path.read_text(errors="replace")
 
     def take(self) -> Any:
-        """Return a reply that is there, or None where the process has ended without one."""
+        """Return an available reply. None: the process ended without a reply."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -65,7 +64,7 @@ class Worker:
 
 
 class Crew:
-    """As many workers as the largest case needs; a case of one rank takes the first of them."""
+    """A pool with as many workers as the largest case needs. A one-rank case uses the first worker."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="offload-fuzz-crew-")
@@ -73,20 +72,20 @@ class Crew:
         self._num_started = 0
 
     def run(self, name: str, world: int, mutation: str | None = None, limit_s: float = CASE_S) -> Any:
-        """Run a case on so many ranks; return its Outcome."""
+        """Run a case on `world` ranks. Return the Outcome."""
         while len(self._workers) < world:
             self._num_started += 1
             self._workers.append(Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
         working, port = self._workers[:world], free_port() if world > 1 else 0
         marks = [len(worker.said) for worker in working]
         for rank, worker in enumerate(working):
-            with suppress(OSError):  # that it is gone is seen below
+            with suppress(OSError):  # a dead worker is detected below
                 worker.connection.send_bytes(pickle.dumps((name, rank, world, port, mutation, limit_s)))
         replies = self._wait(working, time.monotonic() + limit_s + _GRACE_S)
         broken = [rank for rank, reply in enumerate(replies) if reply is None or not reply.is_sound]
         outcome = self._judge(working, replies, marks)
         if broken:
-            for worker in working:  # a rank that has lost another is about to end
+            for worker in working:  # a rank that lost another rank ends soon
                 worker.end()
             del self._workers[:world]
         return outcome
@@ -118,7 +117,7 @@ class Crew:
             elif reply.wrong:
                 wrong.append(told + reply.wrong if told and not reply.wrong.startswith("rank ") else reply.wrong)
         first = next((reply for reply in replies if reply is not None), None)
-        # Who lost another comes after what became of that one; a rank that has no room left is alone with that.
+        # Errors about a lost rank come last. An out-of-memory refusal on one rank counts alone.
         wrong.sort(key=lambda text: "RankLost" in text)
         refused = [reply for reply in replies if reply is not None and reply.refused.startswith("DoesNotFit")]
         if refused and all("RankLost" in text for text in wrong):
@@ -137,7 +136,7 @@ class Crew:
 
 
 def prepare() -> None:
-    """Make this process ready for cases: one thread, short delays, nothing of the imports for the garbage collector."""
+    """Prepare this process for cases: one thread, short delays, imports outside the garbage collector."""
     import logging
     import warnings
 
@@ -148,16 +147,16 @@ def prepare() -> None:
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # whose thread stays
+    transformers.logging.disable_progress_bar()  # the progress thread would stay
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    lane._LONGEST_DELAY_S = 0.001  # the work of tiny models takes less than that
+    lane._LONGEST_DELAY_S = 0.001  # longer than the work in tiny models
     gc.collect()
     gc.freeze()
 
 
 def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: str | None = None) -> Any:
-    """Run a case in this process, as one of its ranks; return its Outcome. Whatever goes wrong is one."""
+    """Run a case in this process as one rank. Return the Outcome, also for any exception."""
     from contextlib import ExitStack
 
     from tests import mutations
@@ -166,7 +165,8 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
 
     try:
         case = parse(name)
-        for variable in _RANK_VARIABLES if world == 1 else ():  # of another case, which accelerate would join
+        # variables from another case; accelerate would join that group
+        for variable in _RANK_VARIABLES if world == 1 else ():
             os.environ.pop(variable, None)
         with ExitStack() as stack:
             if mutation:
@@ -202,12 +202,12 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:
     told = (rank, world, rank, world, port, "127.0.0.1")
     variables = {name: str(value) for name, value in zip(_RANK_VARIABLES, told, strict=True)}
-    os.environ.update(variables)  # torch reads them itself
+    os.environ.update(variables)  # torch reads the variables directly
     return variables
 
 
 def describe(error: BaseException) -> str:
-    """Return one line that says what was raised where in the package, and the end of the trace."""
+    """Return one line with the exception and the package function, followed by the end of the trace."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f"{Path(f.filename).name}:{f.name}" for f in frames if "/offload/" in f.filename] or ["outside"]
     trace = "".join(traceback.format_exception(error)[-14:])
@@ -215,7 +215,7 @@ def describe(error: BaseException) -> str:
 
 
 def signature(wrong: str) -> str:
-    """Return what failures of one cause have in common: the first line without numbers and names of weights."""
+    """Return the common signature of failures with one cause: the first line without numbers and weight names."""
     line = wrong.partition("\n")[0]
     line = re.sub(r"[\w.]*\.[\w.]+(?= by )", "NAME", line)
     return re.sub(r"'[^']*'|[-+]?\d[\d.e+-]*|nan|inf", "#", line)[:160]

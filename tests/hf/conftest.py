@@ -1,4 +1,4 @@
-"""Small pieces, so that small models are read and written in many."""
+"""Small read and write pieces, to split even small models."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Folders whose weights are in few bits, made of small random models, and what their weights are by other hands:
-transformers' own functions where these run on a CPU, and numpy else.
+"""Quantized model folders from small random models, with independently dequantized weights.
+
+The reference is transformers code where this runs on a CPU, and numpy otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 Members = dict[str, Tensor]
-"""The tensors of a weight, by how their names end."""
+"""The stored tensors for a weight, by name suffix."""
 
 
 def llama() -> Any:
@@ -52,7 +53,7 @@ def gpt_oss() -> Any:
 
 
 def fp8(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """Blocks of 32 x 32, of which the last ones may have less; transformers dequantises whole ones alone."""
+    """Blocks with 32 x 32 elements. Edge blocks may be smaller; transformers dequantizes only whole blocks."""
     rows, width = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -width % 32, 0, -rows % 32))
     scale = padded.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).abs().amax((1, 3)).clamp(min=1e-6) / 448
@@ -65,7 +66,7 @@ def fp8(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 
 def mxfp4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """Of experts [n, rows, columns], a block is 32 neighbours of a column."""
+    """Experts [n, rows, columns]: a block has 32 neighbours in a column."""
     num, rows, columns = weight.shape
     blocks = weight.transpose(1, 2).reshape(num, columns, rows // 32, 32)
     exponent = torch.floor(torch.log2(blocks.abs().amax(-1).clamp(min=1e-20))) - 2
@@ -76,7 +77,7 @@ def mxfp4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 
 def nf4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """As bitsandbytes saves it: of a record of `Nf4`, whose bytes are its own, and in numpy what they stand for."""
+    """Return tensors in bitsandbytes layout, taken from `Nf4` records, and the values dequantized with numpy."""
     flat, codec = weight.reshape(-1), Nf4()
     records = torch.cat([stretch for *_, stretch in codec.encoded([flat])]).view(-1, codec.record_bytes)
     numel = flat.numel()
@@ -106,7 +107,7 @@ def nf4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 
 def nf4_single(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """Without double quantisation."""
+    """Return tensors without double quantization."""
     members, _ = nf4(weight, dtype)
     codes = members[".weight"].view(-1).numpy()
     sizes = weight.reshape(-1, 64).abs().amax(1).float()
@@ -123,21 +124,21 @@ def nf4_single(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 
 def _grouped(weight: Tensor, group: int, most: float) -> tuple[Tensor, Tensor]:
-    """Return weights divided by the scales of their groups, and these, bf16 [rows, groups]."""
+    """Return weights divided by group scales, and the scales, bf16 [rows, groups]."""
     blocks = weight.view(weight.shape[0], -1, group)
     scale = (blocks.abs().amax(-1) / most).clamp(min=1e-6).bfloat16()
     return (blocks / scale[..., None].float()).view(weight.shape), scale
 
 
 def _times(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply as compressed-tensors does: in the dtype of the scales."""
+    """Multiply in the dtype of the scales, like compressed-tensors."""
     group = codes.shape[1] // scale.shape[1]
     numbers = codes.numpy().astype(np.float64) * np.repeat(scale.double().numpy(), group, 1)  # exact
     return torch.from_numpy(numbers).to(torch.float32).to(scale.dtype).to(dtype)
 
 
 def int4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """Packed, eight in a word, with a scale for 32 neighbours of a row."""
+    """Eight elements packed in a word, with a scale for 32 neighbours in a row."""
     scaled, scale = _grouped(weight, 32, 7.5)
     codes = scaled.round().clamp(-8, 7).to(torch.int8)
     words = (codes.numpy().astype(np.int64) + 8).reshape(len(codes), -1, 8) << np.arange(0, 32, 4)
@@ -148,14 +149,14 @@ def int4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 
 def int8(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """With a scale for each row."""
+    """One scale per row."""
     scaled, scale = _grouped(weight, weight.shape[1], 127)
     codes = scaled.round().clamp(-128, 127).to(torch.int8)
     return {".weight": codes, ".weight_scale": scale}, _times(codes, scale, dtype)
 
 
 def float8(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
-    """With one scale."""
+    """One scale per tensor."""
     scale = (weight.abs().amax() / 448).bfloat16().view(1)
     codes = (weight / scale.float()).to(torch.float8_e4m3fn)
     members = {".weight": codes, ".weight_scale": scale}
@@ -178,14 +179,15 @@ FORMATS: dict[str, tuple[Callable[..., tuple[Members, Tensor]], dict[str, Any]]]
     "int8": (int8, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
     "float8": (float8, _compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
 }
-"""How a weight is encoded and what a configuration says of it, by a name for each."""
+"""Encoder and configuration entry by format name."""
 
 
 def quantized(
     folder: Path, kind: str, make: Callable[[], Any] | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write a random model to `folder` with the matrices of its blocks in few bits, and beside it, to `folder`-plain,
-    the same with what these are dequantised to; return `folder`.
+    """Write a random model with quantized block matrices to `folder`, and the dequantized model to `folder`-plain.
+
+    Returns `folder`.
     """
     plain, (encode, quantization) = folder.with_name(f"{folder.name}-plain"), FORMATS[kind]
     torch.manual_seed(3)

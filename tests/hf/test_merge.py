@@ -1,4 +1,4 @@
-"""Adapters merged into their base a module at a time, against PEFT's own merge of a model in memory."""
+"""Adapters merged module by module into the base, against the PEFT merge of a resident model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def adapted(base: Path, case: dict[str, Any], tmp_path: Path) -> Path:
-    """Save an adapter over a base, of which every value has been trained."""
+    """Save an adapter over a base, with a random change in every trainable value."""
     if isinstance(case.get("config"), dict):
         (tmp_path / "adapter.json").write_text(json.dumps(case["config"]))
         case = {"config": str(tmp_path / "adapter.json")}
@@ -101,7 +101,7 @@ def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) -> None:
-    """Which PEFT does."""
+    """PEFT merges it into both."""
     base = tmp_path / "base"
     model: Any = families.build(families.gemma2)
     model.save_pretrained(base)
@@ -119,7 +119,7 @@ def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) ->
     ids=["a bank that all modules share", "a tie that is kept"],
 )
 def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], tmp_path: Path) -> None:
-    """An engine has it under the first one, and PEFT asks for the other."""
+    """The engine stores the tensor under the first name, and PEFT reads the second."""
     base, file = tmp_path / "base", tmp_path / "adapter.json"
     model: Any = families.build(families.gemma2)
     model.save_pretrained(base)

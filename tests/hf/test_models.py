@@ -1,4 +1,4 @@
-"""Models from shapes and folders: initial weights as the family makes them, on demand, and what is refused."""
+"""Models from configurations and folders: initial weights by family, lazy filling, and refused models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def fill_all(built: BuiltModel) -> None:
-    """Give every parameter its initial value."""
+    """Fill every parameter with the initial value."""
     for parameter, source in (built.fill("", built.model) or {}).items():
         parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
     built.close()
@@ -100,7 +100,7 @@ def test_filled_weights_are_distributed_as_transformers_makes_them(family: str, 
     built = build_model(section, seed=5)
     fill_all(built)
     pairs = list(zip(built.model.named_parameters(), theirs.named_parameters(), strict=True))
-    assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]  # tied weights are tied in both
+    assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]  # both have the same ties
     assert not [a[0] for a, b in pairs if not same_distribution(a[1].detach(), b[1].detach())]
     for (_, mine), (name, buffer) in zip(built.model.named_buffers(), theirs.named_buffers(), strict=True):
         assert torch.equal(mine, buffer), name
@@ -120,8 +120,8 @@ def test_padding_rows_are_zero_and_constructor_values_stay(tmp_path: Path) -> No
             self.linear = nn.Linear(8, 8)
             with torch.no_grad():
                 self.linear.bias.fill_(2.0)
-                self.linear.bias *= 4  # noted too, in its order
-            self.norm = self.linear.weight.norm().item()  # a read: what was noted is made first
+                self.linear.bias *= 4  # recorded in order
+            self.norm = self.linear.weight.norm().item()  # a read runs the recorded operations first
 
     with DeferredInit(0) as deferred:
         model = Scaled()
@@ -204,7 +204,7 @@ def test_pretrained_weights_are_those_of_the_folder(tmp_path: Path) -> None:
 def test_what_hangs_on_the_dtype_of_loading_is_as_from_pretrained_makes_it(
     name: str, files: torch.dtype, tmp_path: Path
 ) -> None:
-    """Buffers, and tensors beside them, are made in the dtype that computes, and parameters in that of the files."""
+    """Buffers and other tensors have the compute dtype, and parameters have the file dtype."""
     family, auto = families()[name], transformers.AutoModelForCausalLM
     if auto._model_mapping.get(family.model_class.config_class, None) is not family.model_class:
         pytest.skip("a part of a larger model, or a family that shares its configuration")
@@ -219,7 +219,7 @@ def test_what_hangs_on_the_dtype_of_loading_is_as_from_pretrained_makes_it(
 
 
 def tensors_beside(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model that are no parameters."""
+    """Return all tensors of a model except parameters: buffers and plain attributes."""
     plain = {
         f"{name}.{key}": value
         for name, module in model.named_modules()
@@ -273,7 +273,7 @@ def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
 
 
 def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> BuiltModel:
-    """Change the tensors of a folder; return the model that it gives, filled."""
+    """Change the tensors in a folder. Return the filled model."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -284,7 +284,7 @@ def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> B
 
 
 def test_a_head_that_no_file_has_is_initialised_with_a_note(tmp_path: Path) -> None:
-    """Also where the files are those of the base model alone."""
+    """Covers folders with the base model alone."""
     model = model_kind(config := AutoConfig.for_model("llama", **FAMILIES["llama"])).auto.from_config(config)
     model.model.save_pretrained(tmp_path)
     config.architectures = ["LlamaForCausalLM"]
@@ -344,14 +344,14 @@ def test_weights_of_torch_alone_are_refused_with_the_command_that_converts_them(
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*Convert them once: python -c .*-safetensors"):
         build_model(ModelSection(path=str(folder)), seed=0)
-    (folder / "pytorch_model.bin").unlink()  # of a hub's model only safetensors are downloaded
+    (folder / "pytorch_model.bin").unlink()  # hub models are downloaded only as safetensors
     monkeypatch.setattr(models, "locate", lambda section: folder)
     with pytest.raises(ConfigError, match=r"the hub's model some/one has no weights as safetensors.*--model.path one"):
         build_model(ModelSection(path="some/one"), seed=0)
 
 
 def test_a_model_of_shapes_leaves_its_configuration_as_it_is() -> None:
-    """From which the model itself may be built later, in the dtype of its files."""
+    """The same configuration can build the real model later, in the file dtype."""
     config = AutoConfig.for_model("llama", **FAMILIES["llama"], dtype="bfloat16")
     empty_model(ModelSection(), config)
     assert config.dtype == torch.bfloat16
@@ -372,7 +372,7 @@ def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None
     roberta.save_pretrained(tmp_path / "b")
     section = ModelSection(path=str(tmp_path / "b"), init="random")
     build_model(section, seed=0, sequence_length=64)
-    with pytest.raises(ConfigError, match="65.*64"):  # two rows of its table are no positions
+    with pytest.raises(ConfigError, match="65.*64"):  # two rows in the position table are no positions
         build_model(section, seed=0, sequence_length=65)
 
 

@@ -1,4 +1,4 @@
-"""What a model remembers of the folder that it came from, for another process."""
+"""Folder properties remembered by a model, for another process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def rename(folder: Path, old: str, new: str) -> None:
         ("llama", "", ""),
         ("mixtral", "", ""),
         ("olmo_hybrid", "", ""),
-        ("bert", "LayerNorm.weight", "LayerNorm.gamma"),  # as before 2019
+        ("bert", "LayerNorm.weight", "LayerNorm.gamma"),  # old name, before 2019
     ],
 )
 def test_a_fresh_model_is_written_as_the_one_that_was_read(name: str, old: str, new: str, tmp_path: Path) -> None:
-    """Break: do not tell a fresh model, and old names are lost."""
+    """Break: skip `use_conversions` for a fresh model; this loses the old names."""
     model = families()[name].build()
     model.save_pretrained(tmp_path / "given")
     rename(tmp_path / "given", old, new)
@@ -41,7 +41,7 @@ def test_a_fresh_model_is_written_as_the_one_that_was_read(name: str, old: str, 
     fill_by_parts(found, weights)
     used = json.loads(json.dumps(conversions_used(found)))
     assert used["untied"] == []
-    fresh = families()[name].build()  # the same weights, from a seed
+    fresh = families()[name].build()  # equal weights, from a seed
     assert conversions_used(fresh) == {"rules": None, "untied": []}
     fresh.generation_config = found.generation_config
     use_conversions(fresh, used)

@@ -1,4 +1,4 @@
-"""What a model.path names, found out before torch is there."""
+"""Checks on model.path before the torch import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.training.early import check_names
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that names are relative to, with something of each kind."""
+    """The working directory, with one entry per path type."""
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "adapter", "packed", "model"):
         (tmp_path / name).mkdir()
@@ -64,7 +64,7 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
         check_names(Config.load(None, {"data.source": "no.txt"}))
     check_names(Config.load(None, {"data.source": ["text.txt", "*.none", "builtin:stdlib", "https://a/b"]}))
     (here / "run/checkpoints").mkdir(parents=True)
-    check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # it has the model
+    check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # the run folder holds the model
     monkeypatch.setattr(models, "_reaches_hub", lambda: False)
     with pytest.raises(ConfigError, match=r"gpt2, which does not exist.*hub cannot be reached"):
         models.locate(ModelSection(path="gpt2"))

@@ -1,6 +1,4 @@
-"""Folders whose weights are in few bits: the model is what transformers dequantises them to, read in whatever parts,
-and what is not known is refused by name.
-"""
+"""Quantized model folders: any read parts equal the transformers dequantization, and unknown formats are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def load(folder: Path) -> BuiltModel:
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
-    """Change the tensors and the quantization_config of a folder."""
+    """Change the tensors and the quantization_config in a folder."""
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     change(tensors, config["quantization_config"])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -63,7 +61,7 @@ def test_weights_are_what_they_are_dequantised_to(kind: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_they_are_what_from_pretrained_dequantises_them_to(kind: str, tmp_path: Path) -> None:
-    """transformers does that by itself where there is no GPU."""
+    """transformers dequantizes by default without a GPU."""
     needs("accelerate")
     folder = quantized(tmp_path / "base", kind)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
@@ -73,7 +71,7 @@ def test_they_are_what_from_pretrained_dequantises_them_to(kind: str, tmp_path: 
 
 
 def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:
-    """DeepSeek's files have a tensor for each projection of each expert, and blocks that are not whole."""
+    """DeepSeek files have a tensor per projection and expert, and partial blocks."""
     folder = quantized(tmp_path / "base", "fp8", deepseek)
     built, plain = load(folder), fill_all(load(tmp_path / "base-plain"))
     assert not built.notes
@@ -83,7 +81,7 @@ def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:
         name = names[id(parameter)]
         source: Any = built.source(name)
         stacked += [name] if isinstance(source, StackedInCodes) else []
-        step = 3 * codec.block  # no divisor of a row
+        step = 3 * codec.block  # does not divide a row
         ends = [(begin, min(begin + step, parameter.numel())) for begin in range(0, parameter.numel(), step)]
         records = torch.cat([source.records(*each) for each in ends])
         found = codec.read(records, slice(0, parameter.numel()), torch.bfloat16)
@@ -95,7 +93,7 @@ def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:
 
 
 def test_what_stands_in_no_codes_of_its_own_is_read_as_it_is_decoded(tmp_path: Path) -> None:
-    """An expert's rows are no whole records: its projections are put together of weights."""
+    """A row of an expert is no whole number of records, so the projections are assembled from dequantized weights."""
     folder = quantized(tmp_path / "base", "fp8", lambda: deepseek(moe_intermediate_size=24))
     built, plain = load(folder), fill_all(load(tmp_path / "base-plain"))
     experts = built.model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
@@ -154,7 +152,7 @@ def test_what_is_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None
 
 
 def test_records_are_the_bytes_of_the_files(tmp_path: Path) -> None:
-    """What rests of a weight has as many bytes as its tensors, but for what fills the last record."""
+    """The offloaded records have as many bytes as the stored tensors, except for padding in the last record."""
     for kind in ("fp8", "mxfp4", "int4", "int8"):
         folder = quantized(tmp_path / kind, kind)
         built = load(folder)

@@ -1,4 +1,4 @@
-"""Weights that are read part by part are those that `from_pretrained` reads."""
+"""Weights read in parts equal the weights from `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.zoo.families import families
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small llama, untied, bf16."""
+    """A small untied llama in bf16."""
     torch.manual_seed(0)
     LlamaForCausalLM(llama()).bfloat16().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 def edit(folder: Path, change) -> None:
-    """Write the weights of a folder anew, changed."""
+    """Change the stored weights in a folder."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -45,7 +45,7 @@ def edit(folder: Path, change) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [one for one in names_and_dtypes() if not one.marks])
 def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of all other families test_write.py sees it, before it writes what was read."""
+    """test_write.py checks all other families before each write."""
     model = families()[name].build(dtype=dtype)
     model.save_pretrained(tmp_path)
     wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
@@ -53,7 +53,7 @@ def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dty
 
 
 def assert_read(found: nn.Module, weights: FolderWeights, wanted: nn.Module, info: dict[str, Any]) -> None:
-    """Fill a model by parts: it is then as `from_pretrained` gave it."""
+    """Fill a model by parts and compare with the `from_pretrained` result."""
     assert [n for n, _ in found.named_parameters()] == [n for n, _ in wanted.named_parameters()]
     assert [p.dtype for p in found.parameters()] == [p.dtype for p in wanted.parameters()]
     fill_by_parts(found, weights)
@@ -101,7 +101,8 @@ def test_nothing_is_read_before_it_is_asked_for_and_nothing_twice(folder: Path, 
     assert all(name.startswith("model.layers.1.") for name in taken)
     fill(weights, "model.layers.1", model.model.layers[1])
     assert len(taken) == 9
-    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(()).expand(48, 32))  # as a unit rests
+    # the placeholder of an offloaded unit
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(()).expand(48, 32))
     fill(weights, "model", model.model)
     assert len(taken) == len(set(taken)) == 9 * 2 + 2
     assert not model.model.layers[1].mlp.up_proj.weight.any()
@@ -219,7 +220,7 @@ def test_added_tokens_get_the_mean_row_if_asked_for(tmp_path: Path, tied: bool) 
         assert same(new[:40], old)
         assert same(new[40:], mean.expand(3, 32))
         assert same(weights.source(name).read(39 * 32 + 7, 41 * 32 + 9), new.reshape(-1)[39 * 32 + 7 : 41 * 32 + 9])
-    # transformers' own resize draws from a normal distribution so narrow that bf16 shows its mean
+    # The resize in transformers samples from a normal distribution so narrow that bf16 rounds to the mean.
     torch.manual_seed(0)
     model.resize_token_embeddings(43)
     torch.testing.assert_close(found.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=1e-3, rtol=1e-2)
@@ -247,7 +248,7 @@ def test_the_dtype_is_the_configurations_and_else_the_files(folder: Path) -> Non
         fill_by_parts(found, weights)
         assert found.dtype == wanted
         assert differences(loaded, found) == []
-        for begin, end in ((100, 1280), (7, 9)):  # part of a tensor, in another dtype than the file's
+        for begin, end in ((100, 1280), (7, 9)):  # a partial tensor, in a dtype other than the file dtype
             part = weights.source("lm_head.weight").read(begin, end)
             assert same(part, loaded.lm_head.weight.detach().reshape(-1)[begin:end])
 
@@ -290,7 +291,8 @@ def test_bin_files_are_refused_with_the_command_that_converts_them(folder: Path)
     with pytest.raises(ConfigError, match="pytorch_model.bin") as refused:
         read(LlamaForCausalLM, folder)
     command = str(refused.value).split('python -c "')[1].split('"')[0]
-    code = command.replace("t.AutoTokenizer.from_pretrained(a).save_pretrained(b)", "pass")  # there is none here
+    # the folder has no tokenizer
+    code = command.replace("t.AutoTokenizer.from_pretrained(a).save_pretrained(b)", "pass")
     assert code != command
     exec(code, {})
     found, weights = read(LlamaForCausalLM, Path(f"{folder}-safetensors"))
@@ -321,7 +323,7 @@ def test_a_truncated_file_is_refused_by_name(folder: Path) -> None:
 
 
 def test_a_value_that_is_nan_is_refused_by_name(folder: Path) -> None:
-    """When a folder is verified, and when its weights are taken over, before any step."""
+    """`verify` and the first read of the weights report NaN, before any step."""
     name = "model.layers.1.mlp.up_proj.weight"
 
     def spoil(tensors) -> None:
@@ -338,7 +340,7 @@ def test_a_value_that_is_nan_is_refused_by_name(folder: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_header_is_never_read_in_silence(folder: Path) -> None:
-    """The container has no checksum: what is found is whatever contradicts itself, the configuration or the names."""
+    """Safetensors files have no checksum: detection needs a contradiction in the file, configuration or names."""
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     header = int.from_bytes(whole[:8], "little")
@@ -407,8 +409,9 @@ def test_the_peak_of_reading_is_one_unit(tmp_path: Path) -> None:
 
 
 def peak_of(program: str, *arguments: Path) -> tuple[float, float]:
-    """Run a program over a large model that prints what it grew by, the bytes of a unit and of all, and seconds; return
-    the first two.
+    """Run a program over a large model. Return (peak growth, largest unit) in bytes.
+
+    The program prints peak growth, unit bytes, total bytes and seconds.
     """
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], check=True, capture_output=True, text=True
@@ -420,7 +423,7 @@ def peak_of(program: str, *arguments: Path) -> tuple[float, float]:
 
 
 def make_large(folder: Path) -> None:
-    """Write a model of 600 MiB in bf16."""
+    """Write a model with 600 MiB in bf16."""
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
     more = {"intermediate_size": 1536, "num_hidden_layers": 6, "num_local_experts": 8}
     config = MixtralForCausalLM.config_class(**sizes, **more)

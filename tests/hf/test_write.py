@@ -1,6 +1,4 @@
-"""A folder that is written part by part is the one that `save_pretrained` writes, byte for byte where nothing is to be
-chosen.
-"""
+"""A folder written in parts equals the `save_pretrained` folder, byte for byte where the format leaves no choice."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tests.zoo.families import families
 
 
 def rest(model: nn.Module) -> Callable[[str, int, int], torch.Tensor]:
-    """Put one NaN in the place of every parameter, as in an engine; return what gives the values, each of them once."""
+    """Replace each parameter by an expanded NaN, like an engine. Return a function that gives each value once."""
     values, resting = dict(model.named_parameters()), {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -54,7 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run a model without a cache, which a small configuration may leave too short."""
+    """Run a model without a cache, because a small configuration can give a too short cache."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     used = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
     try:
@@ -70,8 +68,10 @@ def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "dtype"), names_and_dtypes())
 def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The files equal those of `save_pretrained` and those that were read: weights, configuration, generation. What was
-    read is what `from_pretrained` reads."""
+    """Weights, configuration and generation files equal the `save_pretrained` files and the source files.
+
+    The read model equals `from_pretrained`.
+    """
     model = families()[name].build(dtype=dtype)
     model.save_pretrained(tmp_path / "given")
     loaded, info = type(model).from_pretrained(tmp_path / "given", dtype="auto", output_loading_info=True)
@@ -87,7 +87,7 @@ def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dty
 
 @pytest.mark.parametrize("name", [one for one in names() if one.values[0] in list(families())[::4] or not one.marks])
 def test_a_model_that_was_never_loaded_is_written_and_loads_with_equal_logits(name: str, tmp_path: Path) -> None:
-    """Of all other families tests/zoo/test_folders.py compares logits, after an engine had them in fp32."""
+    """tests/zoo/test_folders.py compares logits for all other families, after fp32 training in an engine."""
     family = families()[name]
     model = family.build(calm=True).eval()
     batch = {
@@ -108,14 +108,15 @@ def test_a_model_that_was_never_loaded_is_written_and_loads_with_equal_logits(na
     assert state.keys() == expected.keys()
     assert all(torch.equal(bits(state[key]), bits(expected[key])) for key in state)
     for parameter in again.parameters():
-        parameter.data = parameter.data.clone()  # a mapped file is aligned to 8 bytes, by which kernels sum otherwise
+        # a mapped file is aligned to 8 bytes, and kernels then sum in another order
+        parameter.data = parameter.data.clone()
     if not family.is_random:
-        # of a twin: the first run of phimoe in a process differs from all later ones
+        # a second model, because the first phimoe run in a process differs from all later runs
         assert same(logits(again, batch), logits(family.build(), batch))
 
 
 def test_old_names_that_were_read_are_written_again(tmp_path: Path) -> None:
-    """As `save_pretrained` does: it reverses the rules that were used, and adds none that were not."""
+    """Like `save_pretrained`: reverse the conversion rules used at load, and no others."""
     model = families()["bert"].build()
     model.save_pretrained(tmp_path / "given")
     path = tmp_path / "given" / "model.safetensors"
@@ -133,7 +134,7 @@ def test_old_names_that_were_read_are_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "bloom"])
 def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None:
-    """Stacked experts may lie in other files: transformers keeps those of a stack together, however large."""
+    """Our export can put stacked experts in different files. transformers keeps a stack in one file, however large."""
     model = families()[name].build()
     model.save_pretrained(tmp_path / "theirs", max_shard_size=60_000)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -258,7 +259,7 @@ def test_what_a_killed_export_has_left_is_removed(tmp_path: Path) -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     (tmp_path / f".out.part-{child.pid}").mkdir()
-    (tmp_path / ".out.part-1").mkdir()  # of a process that lives
+    (tmp_path / ".out.part-1").mkdir()  # from a live process
     model = LlamaForCausalLM(llama())
     write_model(model, rest(model), tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.part-1"}
@@ -283,7 +284,7 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(position: int, tmp_pat
 
 
 def test_other_rules_of_transformers_are_noticed(tmp_path: Path, monkeypatch) -> None:
-    """Where a part would get another name or shape than in the whole, nothing is written."""
+    """If a partial write changes a name or shape, no file is written."""
     model = families()["mixtral"].build()
     revert = core_model_loading.revert_weight_conversion
 
@@ -329,7 +330,7 @@ print(status("VmHWM") - before, max(sizes), done.num_bytes, time.perf_counter() 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
 def test_the_peak_of_writing_is_one_unit(tmp_path: Path) -> None:
-    """`get` gives fp32 and the files are bf16: the largest parameter takes twice the room that it has in its unit."""
+    """`get` returns fp32 and the files are bf16, so the largest parameter needs twice its unit size."""
     make_large(tmp_path / "model")
     peak, largest = peak_of(_WRITE, tmp_path / "model", tmp_path / "out")
     assert peak < largest + 150 * 2**20
@@ -359,7 +360,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 def test_a_model_with_code_of_its_own_is_written_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with what its own `save_pretrained` adds. No command runs such code, and says what does."""
+    """Files added by a custom `save_pretrained` are included. Commands refuse custom code and name an alternative."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path / "cache")
     given = tmp_path / "given"

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of trainers over ranks."""
+"""Functions executed by one rank in the multi-rank trainer tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integrations.plain import LR, SameBits, decays, letters, llama, logge
 
 
 def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a job be one of accelerate's ranks; afterwards what accelerate keeps of that is forgotten."""
+    """Make a job run as an accelerate rank, and reset the accelerate state afterwards."""
 
     @wraps(job)
     def run(**arguments: Any) -> Any:
@@ -31,7 +31,7 @@ def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
         GradientState._reset_state()
         try:
             result = job(**arguments)
-            gc.collect()  # a model in DDP that outlives its process group may wait for it for ever
+            gc.collect()  # a DDP model that outlives the process group can hang
             dist.barrier()
             return result
         finally:
@@ -45,7 +45,7 @@ def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
 
 @as_rank
 def trained(folder: str, offloads: bool, **how: Any) -> dict[str, Any]:
-    """Train, with evaluations and checkpoints, and return what came of it."""
+    """Train with evaluations and checkpoints. Return losses, norms and weights."""
     arguments: dict[str, Any] = {
         "max_grad_norm": 0.0,
         "eval_strategy": "steps",
@@ -90,7 +90,7 @@ def results(trainer: Any) -> dict[str, Any]:
 
 @as_rank
 def trl_trained(name: str, folder: str, offloads: bool) -> dict[str, Any]:
-    """Train with one of TRL's trainers; return what came of it."""
+    """Train with a TRL trainer. Return losses, norms and weights."""
     from tests.integrations.test_trl import made
 
     trainer = made(name, Path(folder), offloads, max_steps=2, max_grad_norm=0.0, learning_rate=LR)
@@ -110,7 +110,7 @@ def trl_trained(name: str, folder: str, offloads: bool) -> dict[str, Any]:
 
 @as_rank
 def script(folder: str, offloads: bool) -> dict[str, Any]:
-    """Run a script over accelerate, and go on from what it saved; return what came of it."""
+    """Run an accelerate script and resume from the saved state. Return the outcome."""
     from tests.integrations.test_accelerate import Script
 
     runs = Script(Path(folder), offloads, 1, 1e9)
@@ -128,7 +128,7 @@ def script(folder: str, offloads: bool) -> dict[str, Any]:
 
 @as_rank
 def factory_refused(folder: str) -> str:
-    """A plain Trainer over ranks would wrap the model."""
+    """A plain Trainer would wrap the model in DDP."""
     from transformers import Trainer, TrainingArguments
 
     from offload.integrations.transformers import offload_optimizer_factory
@@ -147,7 +147,7 @@ def factory_refused(folder: str) -> str:
 
 @as_rank
 def saved_where_it_cannot(folder: str) -> list[str]:
-    """Save where rank 0 meets something in the way, each time something else; return what is said."""
+    """Save repeatedly, each time with another obstacle on rank 0. Return the error messages."""
     trainer = offload_trainer(
         Path(folder), llama(), OffloadTrainer, max_steps=1, kwargs={"processing_class": letters()}
     )
@@ -170,7 +170,7 @@ def saved_where_it_cannot(folder: str) -> list[str]:
 
 
 def _outcome(save: Callable[[], Any], in_the_way: Path) -> str:
-    """Return what a save raises whose rank 0 finds a folder where it writes a file."""
+    """Return the error of a save when rank 0 finds a folder at the path of the file."""
     if dist.get_rank() == 0:
         in_the_way.mkdir(parents=True)
         (in_the_way / "somebody's").touch()

@@ -1,4 +1,4 @@
-"""Trainers as they are, with the engine's own arithmetic in their optimizer: what an offloaded one has to equal."""
+"""Plain trainers with the engine arithmetic in the optimizer: the reference for offloaded trainers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PLACEMENT = Placement(parameters="cpu", optimizer="cpu", device_memory="2MiB")
 
 
 class SameBits(torch.optim.Optimizer):
-    """AdamW of resident parameters by the kernel that the engine has, clipped by the norm as the engine sums it.
+    """AdamW over resident parameters with the C++ kernel of the engine, clipped by the engine's norm.
 
-    (torch.optim.AdamW differs in up to 4 units in the last place of a weight, after which no two runs compare.)
+    (torch.optim.AdamW differs by up to 4 units in the last place of a weight. After such a difference the runs
+    diverge.)
     """
 
     def __init__(
@@ -83,7 +84,7 @@ def llama(vocabulary: int = 64, made: Any = LlamaForCausalLM, **config: Any) -> 
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of letters."""
+    """Return a tokenizer with one token per letter."""
     words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -93,7 +94,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def rows(count: int = 48, length: int = 12, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Return rows of tokens, some of which are no targets."""
+    """Return token rows with some ignored targets."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (count, length), generator=generator)
     labels = tokens.clone()
@@ -130,7 +131,10 @@ def decays(model: nn.Module) -> Callable[[str], bool]:
 def plain_trainer(
     folder: Path, model: nn.Module, kind: type = Trainer, arguments: type = TrainingArguments, **more: Any
 ) -> Any:
-    """Return a trainer as it is over `SameBits`, which clips for it. `more`: arguments; `kwargs`: the trainer's."""
+    """Return a plain trainer over `SameBits`, with clipping in the optimizer.
+
+    `more` has training arguments. `kwargs` in `more` has keyword arguments for the trainer.
+    """
     kwargs = {"train_dataset": rows(), **more.pop("kwargs", {})}
     set_seed(0)
     args = arguments(**common(folder, **more) | {"max_grad_norm": 0.0})
@@ -140,14 +144,14 @@ def plain_trainer(
 def offload_trainer(
     folder: Path, model: nn.Module, kind: type, arguments: type = TrainingArguments, **more: Any
 ) -> Any:
-    """Return a trainer over an engine, from the same arguments."""
+    """Return an engine trainer from the same arguments."""
     kwargs = {"train_dataset": rows(), "offload": {"placement": PLACEMENT}, **more.pop("kwargs", {})}
     set_seed(0)
     return kind(model=model, args=arguments(**common(folder, **more)), **kwargs)
 
 
 def assert_same_run(offloaded: Any, plain: Any) -> None:
-    """Losses, norms, and the weights that both have reached are equal in every bit."""
+    """Check that losses, norms and final weights are equal in every bit."""
     assert logged(offloaded) == logged(plain)
     assert logged(offloaded)
     assert logged(offloaded, "learning_rate") == logged(plain, "learning_rate")
@@ -164,6 +168,6 @@ def assert_same_weights(found: Mapping[str, torch.Tensor], wanted: Mapping[str, 
 
 
 def needs(*libraries: str) -> None:
-    """Skip the module where a library is not installed."""
+    """Skip the module if a library is missing."""
     for library in libraries:
         pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[hf]'")

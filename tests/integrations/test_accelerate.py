@@ -1,4 +1,4 @@
-"""Scripts over accelerate with an engine, against themselves."""
+"""Accelerate scripts with an engine against the same scripts without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_state_of_others() -> Iterator[None]:
-    """accelerate keeps one for the process."""
+    """Reset the process-wide accelerate state before and after each test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     yield
@@ -38,10 +38,10 @@ def no_state_of_others() -> Iterator[None]:
 
 
 class Script:
-    """A training script as those of diffusers are: each step is accumulated, clipped, scheduled."""
+    """A training script in the style of diffusers: each step accumulates, clips and schedules."""
 
     def __init__(self, folder: Path, offloads: bool, accumulation: int = 2, clip: float = CLIP, **more: Any) -> None:
-        self.limit = clip if offloads else 1e9  # SameBits does it itself
+        self.limit = clip if offloads else 1e9  # SameBits clips in the optimizer
         make = more.pop("model", llama)
         how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "cpu": True, **more}
         kind = OffloadAccelerator if offloads else Accelerator
@@ -82,13 +82,13 @@ class Script:
 
 
 def test_what_is_saved_of_a_model_in_bf16_is_in_bf16(tmp_path: Path) -> None:
-    """By each call of a script: of the model, of accelerate, and of both."""
+    """Every save call in a script: by the model, by accelerate, and by both."""
     script = Script(tmp_path, True, model=lambda: llama().to(torch.bfloat16))
     script.run(1)
     accelerator, model = script.accelerator, script.accelerator.unwrap_model(script.model)
     wanted, found = {key: value.clone() for key, value in model.state_dict().items()}, script.weights()
     accelerator.save_model(script.model, str(tmp_path / "whole"))
-    model.save_pretrained(tmp_path / "folder", state_dict=dict(found))  # which it empties
+    model.save_pretrained(tmp_path / "folder", state_dict=dict(found))  # save_pretrained empties the dictionary
     for state in (found, *(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "folder"))):
         assert state.keys() == wanted.keys()
         assert [name for name in wanted if not same(state[name], wanted[name])] == []
@@ -110,7 +110,7 @@ def test_a_script_runs_as_without_an_engine(
 
 
 class Hooked(Script):
-    """Saves and loads its model by hooks, as diffusers' scripts do, of which some train an adapter."""
+    """Saves and loads the model in accelerate hooks, like the diffusers scripts. A subclass trains an adapter."""
 
     kind: Any = LlamaForCausalLM
 
@@ -124,11 +124,11 @@ class Hooked(Script):
             for model in models:
                 assert isinstance(self.accelerator.unwrap_model(model), self.kind)
                 self.accelerator.unwrap_model(model).save_pretrained(Path(folder) / "model")
-                weights.pop()  # so that it is not saved again
+                weights.pop()  # accelerate must not save the model again
 
     def on_load(self, models: list[Any], folder: str) -> None:
         for _ in range(len(models)):
-            model = models.pop()  # so that it is not loaded again
+            model = models.pop()  # accelerate must not load the model again
             loaded = self.kind.from_pretrained(folder, subfolder="model")
             model.config = loaded.config
             model.load_state_dict(loaded.state_dict())
@@ -158,13 +158,13 @@ def with_adapter() -> Any:
 
     model = llama().requires_grad_(False)
     torch.manual_seed(5)
-    return inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)  # as add_adapter does
+    return inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)  # like add_adapter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "precision"), [(Hooked, "no"), (HookedAdapter, "bf16")])
 def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, precision: str) -> None:
-    """They are given it, and what they save is as it is; what they load is what the engine has loaded."""
+    """Hooks receive the model and save the engine weights. The engine trains on with the weights loaded by a hook."""
     how = {"mixed_precision": precision, **({"model": with_adapter} if kind is HookedAdapter else {})}
     whole = kind(tmp_path, **how)
     whole.run(1)
@@ -184,7 +184,7 @@ def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, pr
     resumed.accelerator.load_state(str(tmp_path / "saved"))
     resumed.run(2)
     assert_same_weights(resumed.weights(), whole.weights())
-    with pytest.raises(ConfigError, match=r"load_state_dict\(\)"):  # outside of a hook
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\)"):  # outside a hook
         resumed.model.load_state_dict(shown)
 
 
@@ -256,7 +256,7 @@ def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
-    """Their learning rates keep their ratio; a frozen model beside it stays as it is."""
+    """The learning rates keep the ratio. A frozen model in the same script does not change."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model, frozen = llama(), llama().requires_grad_(False)
     head = list(model.lm_head.parameters())
@@ -278,7 +278,7 @@ def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
 
 
 def prepared(**more: Any) -> tuple[OffloadAccelerator, Any, Any]:
-    """Return an accelerator, its model and its optimizer."""
+    """Return (accelerator, model, optimizer)."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model: Any = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR, **more))
@@ -286,7 +286,7 @@ def prepared(**more: Any) -> tuple[OffloadAccelerator, Any, Any]:
 
 
 def test_zero_grad_drops_what_a_script_does_not_want() -> None:
-    """As one does that leaves out a step whose loss is not finite."""
+    """A script skips a step with a non-finite loss."""
     one, other = ({key: value[None] for key, value in row.items()} for row in rows(2))
     found = []
     for drops in (False, True):
@@ -317,7 +317,7 @@ def test_a_clip_of_some_parameters_or_to_nothing_is_refused(how: str) -> None:
 
 
 def test_an_optimizer_may_hold_frozen_parameters_too() -> None:
-    """They are none of the engine's groups: a clip of those that train is one of all."""
+    """The engine groups leave out frozen parameters, so clipping all trainable parameters counts as a full clip."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model: Any = llama()
     model.model.requires_grad_(False)
@@ -329,7 +329,7 @@ def test_an_optimizer_may_hold_frozen_parameters_too() -> None:
 
 
 def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
-    """A scheduler that was made before has set all learning rates to 0."""
+    """A scheduler made before `prepare` has set all learning rates to 0."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model: Any = llama()
     head = list(model.lm_head.parameters())

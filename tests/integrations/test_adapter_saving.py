@@ -1,6 +1,4 @@
-"""Every way of saving an adapter while an engine has the model: each gives the bytes that the same run gives with all
-in memory.
-"""
+"""All methods to save an adapter under an engine: each writes the same bytes as a resident run."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def adapted(case: str) -> Any:
 
 
 def from_the_model(model: Any, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Save as a script does that has nothing but the model."""
+    """Save in a script that holds only the model."""
     model.save_pretrained(folder / "model", save_embedding_layers=False)
     yield "model.save_pretrained", (folder / "model" / FILE).read_bytes()
     yield (
@@ -82,7 +80,7 @@ def from_the_model(model: Any, folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def of_a_trainer(case: str, folder: Path, offloads: bool, reads: bool = True, **how: Any) -> dict[str, bytes]:
-    """Train with checkpoints, of which the first is the best and is loaded at the end."""
+    """Train with checkpoints. The first checkpoint is the best one and is loaded at the end."""
     arguments: dict[str, Any] = {
         "save_strategy": "steps",
         "save_steps": 1,
@@ -106,7 +104,7 @@ def of_a_trainer(case: str, folder: Path, offloads: bool, reads: bool = True, **
         trainer.optimizer = trainer.optimizer and SameBits(trainer.model, clip=0.0, decayed=decays(trainer.model))
     trainer.train()
     trainer.save_model(str(folder / "saved"))
-    if not trainer.args.should_save:  # it is not rank 0
+    if not trainer.args.should_save:  # not rank 0
         return {}
     found = {f"checkpoint-{step}": (folder / f"checkpoint-{step}" / FILE).read_bytes() for step in (1, 2, 3)}
     assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-1")
@@ -121,7 +119,7 @@ def of_a_trainer(case: str, folder: Path, offloads: bool, reads: bool = True, **
 
 
 def of_an_own_loop(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
-    """Train by hand."""
+    """Train in a custom loop."""
     model = adapted(case)
     batches = [{key: torch.stack([row[key] for row in rows(4, seed=seed)]) for key in rows(1)[0]} for seed in (1, 2)]
     if offloads:
@@ -139,7 +137,7 @@ def of_an_own_loop(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
 
 
 def of_accelerate(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
-    """Train by a script over accelerate, and save as its documentation does."""
+    """Train in an accelerate script, and save with the documented calls."""
     script = Script(folder, offloads, model=lambda: adapted(case))
     script.run(2)
     model = script.accelerator.unwrap_model(script.model)
@@ -152,7 +150,7 @@ def of_accelerate(case: str, folder: Path, offloads: bool) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub on this disk."""
+    """A simulated hub on the local disk."""
 
     def upload(*_: Any, folder_path: str, **__: Any) -> None:
         shutil.copytree(folder_path, Path(folder_path) / "pushed", ignore=lambda *_: ["pushed"], dirs_exist_ok=True)
@@ -163,7 +161,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(*_: Any, **__: Any) -> Repository:
         return Repository()
 
-    for owner in (huggingface_hub.HfApi, transformers.trainer):  # by which the Trainer does it, by its version
+    # older and newer versions of Trainer use different owners
+    for owner in (huggingface_hub.HfApi, transformers.trainer):
         for name, stand_in in (("create_repo", create), ("upload_folder", upload)):
             monkeypatch.setattr(owner, name, stand_in, raising=False)
 
@@ -188,7 +187,7 @@ def test_each_way_gives_the_bytes_of_a_resident_run(tmp_path: Path, way: str, ca
 
 @jobs.as_rank
 def saved_by_ranks(folder: str, offloads: bool, zero_stage: int) -> dict[str, bytes]:
-    """What rank 0 has saved; in stage 3 no rank can read the model by itself, which is refused."""
+    """Return the files saved by rank 0. In ZeRO stage 3 a single rank cannot read the model and gets an error."""
     kwargs: dict[str, Any] = {"eval_dataset": rows()[:12]}
     if offloads:
         kwargs["offload"] = {"placement": PLACEMENT, "zero_stage": zero_stage}
@@ -219,7 +218,7 @@ class Normed(torch.nn.Module):
 
 
 def of_kind(kind: str) -> Any:
-    """Return a model of PEFT with an adapter of a kind, or with what PEFT saves beside one, and does not train."""
+    """Return a PEFT model with an adapter type, or with untrained tensors that PEFT saves beside an adapter."""
     if kind == "running statistics":
         torch.manual_seed(5)
         model: Any = get_peft_model(Normed(), LoraConfig(r=4, target_modules=["inner"], modules_to_save=["norm"]))

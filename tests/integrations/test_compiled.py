@@ -1,4 +1,4 @@
-"""Trainers and scripts that ask for torch.compile, or bring a compiled model, against an engine told to compile."""
+"""Trainers and scripts with torch.compile or a compiled model, against an engine with `compile`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from offload.integrations.transformers import OffloadTrainer, offload_optimizer_
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is told of torch.compile is kept in the environment, and for the process."""
+    """torch.compile settings stay in the environment and in the process; reset both."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setattr(forwards, "BACKEND", backend(1 + 2**-18))
@@ -52,7 +52,7 @@ def compiled() -> Any:
 
 
 def told(folder: Path) -> Any:
-    """By the Trainer's own argument."""
+    """Compile with the Trainer argument."""
     return offload_trainer(folder, llama(), OffloadTrainer, torch_compile=True)
 
 
@@ -77,7 +77,7 @@ def by_the_factory(folder: Path) -> Any:
         "torch_compile": True,
         "remove_unused_columns": False,
         "kwargs": kwargs,
-    }  # a plain Trainer looks at a wrapper
+    }  # a plain Trainer inspects the wrapper
     return offload_trainer(folder, compiled(), plain, **how)  # type: ignore[arg-type]
 
 

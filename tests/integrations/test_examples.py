@@ -1,4 +1,4 @@
-"""Every example runs, without a network, as its first lines say."""
+"""Every example runs without a network, with the command in the first lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = {
 }
 QUICK = ("own_loop",)
 AS_WRITTEN = ("trainer", "peft_lora", "trl_sft")
-"""These run as docs/how-to/trainer.md says, with steps and lengths of their own; of others two short ones will do."""
+"""Examples with default steps and lengths, as in docs/how-to/trainer.md. The others run two short steps."""
 SHORT = ("--steps", "2", "--length", "64")
 
 

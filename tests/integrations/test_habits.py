@@ -1,4 +1,4 @@
-"""What Trainers of one's own and scripts over accelerate also do: each is equal to plain, or refused by name."""
+"""Habits in custom Trainers and accelerate scripts: an engine gives the plain result or refuses the habit by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadMixin, OffloadTrainer  # noqa: E402
 
 EPS = 1e-4
-"""So large that what differs in the last place of a gradient stays there."""
+"""Large epsilon: a difference in the last place of a gradient stays small."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def no_state_of_others() -> None:
 
 
 def by_depth(model: Any) -> torch.optim.Optimizer:
-    """Learning rates that fall with depth."""
+    """Return an optimizer with learning rates that decrease with depth."""
     layers = [{"params": [*layer.parameters()], "lr": 1e-2 / (1 + 9 * n)} for n, layer in enumerate(model.model.layers)]
     rest = [p for name, p in model.named_parameters() if ".layers." not in name]
     return torch.optim.AdamW([*layers, {"params": rest, "lr": 1e-4}], eps=EPS)
@@ -53,7 +53,7 @@ class OwnOptimizer(Trainer):
 
 
 class OwnPair(Trainer):
-    """As older scripts have it: with a scheduler that moves betas."""
+    """An older style: optimizer and scheduler in one method, with a scheduler for the betas."""
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         self.optimizer = by_depth(self.model)
@@ -82,7 +82,7 @@ class Surgery(Trainer):
 
 
 class Decayed(Trainer):
-    """Counts on the two groups that a Trainer makes."""
+    """Assumes the two parameter groups of a plain Trainer."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert len(self.get_learning_rates()) == 2
@@ -91,7 +91,7 @@ class Decayed(Trainer):
 
 
 class Each(TrainerCallback):
-    """Does something to each of a Trainer's groups after a step, or to each parameter before it."""
+    """Changes each parameter group after a step, or each parameter before the step."""
 
     def __init__(self, to_group: Callable[[Any], Any] = id, to_parameter: Callable[[Any], Any] = id) -> None:
         self.to_group, self.to_parameter = to_group, to_parameter
@@ -143,7 +143,7 @@ TRAINERS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
 
 
 def run_trainer(folder: Path, kind: Any, pair: Any = None, calls: Any = None, **more: Any) -> list[float]:
-    """Return the losses, and the learning rate of the last step."""
+    """Return the losses and the last learning rate."""
     model, kwargs = llama(), {"train_dataset": rows(), **more.pop("kwargs", {})}
     kwargs |= {"optimizers": pair(model)} if pair else {}
     set_seed(0)
@@ -175,7 +175,7 @@ class Twice(Trainer):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the Trainer's engine has given its model back")
 def test_a_subclass_of_the_offload_trainer_makes_its_optimizer_as_well(tmp_path: Path) -> None:
-    """Anew for each train(), and after an evaluation."""
+    """The optimizer is new for each train() and after an evaluation."""
     below: Any = type("Below", (Twice, OffloadTrainer), {"create_optimizer": OwnOptimizer.create_optimizer})
     wanted = run_trainer(tmp_path, type("Plain", (Twice, OwnOptimizer), {}))
     assert run_trainer(tmp_path, below) == pytest.approx(wanted, rel=1e-4)
@@ -184,7 +184,10 @@ def test_a_subclass_of_the_offload_trainer_makes_its_optimizer_as_well(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_collected", [False, True])
 def test_a_model_of_one_trainer_goes_on_in_another(tmp_path: Path, is_collected: bool) -> None:
-    """Which has its weights from there, whoever still refers to the first one; that takes it back to train on."""
+    """The second trainer continues with the weights from the first, even while the first is alive.
+
+    A later call on the first trainer takes the model back.
+    """
 
     def runs(kind: Any) -> list[float]:
         model, found = llama(), []
@@ -210,7 +213,7 @@ def test_a_model_of_one_trainer_goes_on_in_another(tmp_path: Path, is_collected:
 
 
 class Script:
-    """A loop with what a habit needs: the model, its optimizer, the accelerator, the iterator of what it clips."""
+    """A training loop with the objects for a habit: model, optimizer, accelerator, parameter iterator for clipping."""
 
     def __init__(self, kind: Any, make: Any = None, schedule: Any = None, **more: Any) -> None:
         torch.manual_seed(0)
@@ -334,7 +337,7 @@ def test_habits_of_scripts(habit: Callable[[Any], Any], how: dict[str, Any], ref
 
 
 def test_a_model_of_one_accelerator_goes_on_in_another() -> None:
-    """And its weights in what they were: the first engine computes in bf16."""
+    """The first engine computes in bf16, and the weights keep the original dtype."""
     first = Script(OffloadAccelerator, mixed_precision="bf16", offload={})
     model = first.model
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,5 +1,6 @@
-"""What the integrations rely on in other libraries: where one of these fails, that library has moved a hook, and what
-stands on it (named beside it) has to be looked at.
+"""Assumptions about other libraries.
+
+A failure means a moved hook in a library. Each test names the dependent code.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def test_the_trainer_names_its_files_as_before() -> None:
 
 
 def test_checkpointing_of_gradients_is_left_off() -> None:
-    """By whichever name transformers has for it: else each unit would be computed a third time."""
+    """Both transformers names turn off checkpointing. Otherwise each unit would run a third forward pass."""
     from offload.engine.assemble import leave_off_checkpointing
     from tests.integrations.plain import llama
 
@@ -127,7 +128,7 @@ def test_checkpointing_of_gradients_is_left_off() -> None:
 
 
 def test_vllm_gets_the_engines_weights() -> None:
-    """TRL asks `_iter_named_params` for names and tensors."""
+    """TRL calls `_iter_named_params` for names and tensors."""
     needs("trl")
     from trl.generation.vllm_generation import VLLMGeneration
     from trl.trainer import grpo_trainer

@@ -1,4 +1,4 @@
-"""Adapters of PEFT over a frozen base that streams, against resident ones."""
+"""PEFT adapters over a streamed frozen base, against resident models."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
         own = {"offload"} if folder != "." else set()
         assert {each.name for each in here.iterdir()} == {each.name for each in there.iterdir()} | own
         assert_same_weights(*(load_file(each / "adapter_model.safetensors") for each in (here, there)))
-    with Reader(tmp_path / "offloaded" / "checkpoint-2" / "offload") as reader:  # as an adapter's folder: no base
+    # an adapter checkpoint has no base weights
+    with Reader(tmp_path / "offloaded" / "checkpoint-2" / "offload") as reader:
         assert set(reader.contents) == {n for n, p in plain.model.named_parameters() if p.requires_grad}
     resumed = offload_trainer(tmp_path / "offloaded", lora(**CASES[name]), OffloadTrainer, **how)
     torch.manual_seed(3)
@@ -109,7 +110,7 @@ def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_prefix_is_seen_and_trained(make: Callable[[], nn.Module], task: str, settings: dict[str, Any]) -> None:
-    """PEFT gives its keys and values as a cache that is not empty."""
+    """PEFT passes the prefix keys and values as a non-empty cache."""
     model = get_peft_model(families.build(make), PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
     count = count_labels if make is families.t5 else None
     train_both(model, [families.tokens(seed) for seed in range(2)], count=count, within=1e-4, **settings)

@@ -1,4 +1,4 @@
-"""Trainers over two ranks, each with rows of its own: an engine's ranks against DDP."""
+"""Trainers over two ranks with separate rows: engine ranks against DDP."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ def assert_same(offloaded: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("average", [True, False], ids=["", "own counts"])
 def test_a_run_is_that_of_ddp(tmp_path: Path, average: bool) -> None:
-    """Losses, evaluations and weights, in every bit; and resumed in new trainers."""
+    """Losses, evaluations and weights are equal in every bit, also after a resume in new trainers."""
     assert_same(*both(tmp_path, average_tokens_across_devices=average))
 
 
 @pytest.mark.slow
 def test_accumulation_over_ranks(tmp_path: Path) -> None:
-    """DDP adds up a rank's own gradients before those of the ranks, an engine each backward's over the ranks: another
-    order of the sum, which an update that is proportional to its gradients does not enlarge."""
+    """The summation order differs, so the comparison has a tolerance.
+
+    DDP accumulates gradients per rank and reduces once. The engine reduces after each backward pass. With a large
+    epsilon the update is proportional to the gradient and does not amplify the difference.
+    """
     for mine, theirs in zip(*both(tmp_path, gradient_accumulation_steps=4, adam_epsilon=1.0), strict=True):
         for key in ("loss", "eval_loss", "norms"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
@@ -44,7 +47,7 @@ def test_accumulation_over_ranks(tmp_path: Path) -> None:
 
 
 def both(folder: Path, **how: Any) -> list[list[dict[str, Any]]]:
-    """Return what ranks came to over an engine, and by themselves."""
+    """Return the rank results with an engine and with DDP."""
     return [
         ranks.run(2, jobs.trained, folder=str(folder / str(offloads)), offloads=offloads, **how)
         for offloads in (True, False)
@@ -57,7 +60,7 @@ OVER_RANKS = ("sft nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OVER_RANKS)
 def test_trl_over_ranks(tmp_path: Path, name: str) -> None:
-    """GRPO's ranks generate texts of different lengths."""
+    """GRPO ranks generate texts with different lengths."""
     needs("trl")
     plain, offloaded = (
         ranks.run(2, jobs.trl_trained, name=name, folder=str(tmp_path), offloads=offloads) for offloads in (False, True)
@@ -84,7 +87,7 @@ def test_a_plain_trainer_over_ranks_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_rank_0_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
-    """Else the others would go on, or wait for it."""
+    """Otherwise the other ranks would continue, or wait for rank 0."""
     one, other = ranks.run(2, jobs.saved_where_it_cannot, folder=str(tmp_path))
     assert one == other
     assert all(one), one

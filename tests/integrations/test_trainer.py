@@ -1,4 +1,4 @@
-"""transformers' Trainer over an engine, against itself."""
+"""The transformers Trainer with an engine against the same Trainer without one."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, accumulation: int) -
 
 
 def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
-    """File by file: a whole folder at the end, and a checkpoint, which has the engine's states beside it."""
+    """All files are compared: the final folder and a checkpoint, with extra engine states in the checkpoint."""
     how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "kwargs": {"processing_class": letters()}}
     plain = plain_trainer(tmp_path / "plain", llama(), **how)
     offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadTrainer, **how)
     for trainer in (plain, offloaded):
         trainer.train()
         trainer.save_model()
-        trainer.save_model()  # again, over what is there
+        trainer.save_model()  # overwrites the files
     for folder in (".", "checkpoint-2", "checkpoint-3"):
         there, here = tmp_path / "plain" / folder, tmp_path / "offloaded" / folder
         own = {"offload"} if folder != "." else set()
@@ -77,13 +77,13 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "at its end"])
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
-    """Bit for bit, with dropout, from a trainer that is made anew, and in one that goes on."""
+    """Equal bits with dropout, in a new trainer and in a trainer that continues."""
     how: dict[str, Any] = {
         "max_steps": 5,
         "save_strategy": "steps",
         "save_steps": 1,
         "lr_scheduler_type": "cosine",
-        "accelerator_config": {"use_seedable_sampler": at == 3},  # else torch's generator orders the rows
+        "accelerator_config": {"use_seedable_sampler": at == 3},  # otherwise torch's generator orders the rows
         "kwargs": {"train_dataset": rows(12)},
     }
     whole = offload_trainer(tmp_path, llama(attention_dropout=0.1), OffloadTrainer, **how)
@@ -93,7 +93,7 @@ def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
     assert logged(resumed) == logged(whole)
-    if at == 2:  # a second train() would draw another order, as the plain trainer's does
+    if at == 2:  # a second train() would shuffle differently, like the plain trainer
         return
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.slow
 def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> None:
-    """With the callback it logs the true norm, and resumes bit for bit; what it saves are the weights."""
+    """The callback logs the true norm. The run resumes bit for bit, and saved files hold the weights."""
 
     def made(**more: Any) -> Any:
         set_seed(0)
@@ -112,7 +112,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
             TrainingArguments(**common(tmp_path, **how)),
             train_dataset=rows(),
             optimizer_cls_and_kwargs=(offload_optimizer_factory, own),
-            callbacks=[OffloadCallback()],  # which it would have anyhow
+            callbacks=[OffloadCallback()],  # the factory adds the callback anyway
         )
 
     plain = plain_trainer(tmp_path / "plain", llama(), max_steps=4)
@@ -143,7 +143,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
 def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float) -> None:
-    """Which finds no gradients itself, and tells the factory nothing; the callback joins it by itself."""
+    """The Trainer finds no gradients and passes no clip limit; the callback is added automatically."""
 
     def made(**settings: Any) -> Any:
         set_seed(0)
@@ -172,7 +172,7 @@ def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float
 def test_a_plain_trainer_is_refused_what_it_would_stumble_over_later(
     tmp_path: Path, argument: str, is_made: bool
 ) -> None:
-    """The best weights are loaded after the last step, into a model that does not take them."""
+    """The best weights would be loaded after the last step, into a model that rejects them."""
     how = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1, argument: True}
     args, model = TrainingArguments(**common(tmp_path, **how)), llama()
     settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (offload_optimizer_factory, {"placement": PLACEMENT})}
@@ -239,7 +239,7 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
 def test_every_name_of_optim_is_a_rule_or_refused(name: str, tmp_path: Path) -> None:
-    """A new one of transformers' has to be looked at: see `_NAMED`."""
+    """A new optimizer name in transformers needs a decision: see `_NAMED`."""
     args = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to=[])
     if name not in _NAMED:
         with pytest.raises(ConfigError, match=f"optim is '{name}', which has no update rule that does the same.*sgd"):
@@ -254,7 +254,7 @@ def test_every_name_of_optim_is_a_rule_or_refused(name: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
-    """Without autocast: as `engine.step` on the same batches; fp32 masters are what is saved."""
+    """No autocast: same as `engine.step` on the same batches. Saved weights are the fp32 masters."""
     trainer = offload_trainer(tmp_path, llama(), OffloadTrainer, bf16=True, lr_scheduler_type="constant")
     batches: list[Any] = []
     collate = trainer.data_collator
@@ -275,7 +275,7 @@ def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
 
 
 def test_schedulers_keep_the_ratio_of_groups(tmp_path: Path) -> None:
-    """A group's learning rate is a multiple of the engine's; whatever else is refused."""
+    """A group's learning rate is a multiple of the engine rate. Other changes are refused."""
     rule = AdamW(lr=LR, groups=(("embed", {"lr_scale": 0.1}),))
     engine = Engine(llama(), rule, PLACEMENT)
     optimizer = OffloadOptimizer(engine)
@@ -304,7 +304,7 @@ def test_a_missing_library_is_named_with_the_extra() -> None:
 
 
 def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the end of a run, without a hub: the folder is looked at where it would be uploaded."""
+    """The push at the end runs without a hub: the test inspects the folder at the upload call."""
     pushed: list[dict[str, torch.Tensor]] = []
 
     def upload_folder(*, folder_path: str, **_: Any) -> None:
@@ -329,7 +329,7 @@ def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_model_that_is_made_anew_gets_an_engine_of_its_own(tmp_path: Path) -> None:
-    """Each train() of a Trainer with model_init begins with another model."""
+    """Each train() of a Trainer with model_init builds a new model."""
     trainer = offload_trainer(tmp_path, None, OffloadTrainer, kwargs={"model_init": lambda: llama()})
     trainer.evaluate(rows(4))
     first, found = trainer.engine, []
@@ -362,7 +362,7 @@ def test_gradients_of_a_run_that_was_interrupted_are_in_no_other(tmp_path: Path)
 
 
 def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> None:
-    """from_pretrained would read what an index names."""
+    """Otherwise from_pretrained would read the old files in the index."""
     old = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     for name in old:
         (tmp_path / name).write_text("of an earlier run")
@@ -377,7 +377,7 @@ def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_plain_trainer_takes_an_engines_optimizer(tmp_path: Path) -> None:
-    """With the callback it clips; without it the Trainer would look for gradients, and find none."""
+    """The callback enables clipping. Without the callback the Trainer would find no gradients."""
     engine = Engine(llama(), AdamW(lr=LR), PLACEMENT)
     args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
     optimizer = OffloadOptimizer(engine)

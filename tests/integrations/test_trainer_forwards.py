@@ -1,4 +1,4 @@
-"""transformers' Trainer over an engine that trains by forward passes alone."""
+"""The transformers Trainer over an engine without backward passes (MeZO)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
 
 
 class Watched(OffloadTrainer):
-    """Notes what it trains on, and fails before batch number `fails_at`."""
+    """Records the batches, and fails before batch `fails_at`."""
 
     fails_at = -1
 
@@ -49,7 +49,7 @@ def trainer(folder: Path, rule: MeZO = RULE, kind: type = Watched, **more: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [RULE, replace(RULE, num_perturbations=2, magnitude_quantile=0.5)], ids=["one", "two"])
 def test_a_run_is_plain_mezo(tmp_path: Path, rule: MeZO) -> None:
-    """With the Trainer's schedule; its norm clips nothing. What it logs makes the run again."""
+    """The Trainer schedule applies, and the gradient norm clips nothing. The log can replay the run."""
     run = trainer(tmp_path, rule, save_strategy="no", warmup_steps=1)
     run.train()
     plain = PlainMeZO(llama(), rule, seed=run.args.seed)
@@ -101,7 +101,7 @@ def test_a_plain_trainer_goes_backward(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_over_the_optimizer() -> None:
-    """`descend` is the step; `step` alone has nothing to update from, and accelerate's calls do no harm."""
+    """`descend` is the step. `step` alone has no gradient and raises; accelerate calls are harmless."""
     engine = Engine(llama(), RULE, PLACEMENT)
     optimizer = OffloadOptimizer(engine)
     with pytest.raises(ConfigError, match="descend"):

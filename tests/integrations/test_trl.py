@@ -1,4 +1,4 @@
-"""TRL's trainers over an engine, against themselves."""
+"""TRL trainers over an engine against plain TRL trainers."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] 
 }
 
 ACCUMULATED = ("sft nll", "sft padding_free", "dpo", "kto", "grpo")
-"""Of each kind of loss and of batch one: the number of rows in a step is the same matter to the others."""
+"""One case per loss type and batch layout. The other cases treat the rows in a step like one of these."""
 FEW = ("sft nll", "dpo", "grpo", "lora")
-"""Of each kind: a head of its own, a second model, a text that is drawn, adapters."""
+"""One case each: TRL loss over the head, reference model, generated text, adapter."""
 
 
 def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
@@ -120,11 +120,11 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
     ],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulation: int) -> None:
-    """With gradient checkpointing, which TRL turns on by itself."""
+    """TRL enables gradient checkpointing by default."""
     how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
     plain, offloaded = (made(name, tmp_path, offloads, **how) for offloads in (False, True))
     for trainer in (plain, offloaded):
-        set_seed(1)  # of what GRPO draws
+        set_seed(1)  # seed for GRPO sampling
         trainer.train()
     assert plain.args.gradient_checkpointing
     assert_same_run(offloaded, plain)
@@ -133,7 +133,7 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FEW, "kto"])
 def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
-    """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
+    """Equal to the plain trainer, including moments. The chosen metric selects a checkpoint before the last."""
     how: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -189,13 +189,13 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, the adapter off": ("grpo", {"beta": 0.1}),
     "grpo, a copy of the adapter": ("grpo", {"beta": 0.1}),
 }
-"""What is compared with: the base itself, with the adapter off, or where one is trained further, what it was."""
+"""Reference policy: the base with the adapter off, or, for further training, the initial adapter."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_an_adapter_over_a_frozen_base(tmp_path: Path, name: str) -> None:
-    """Whose reference is no second model. How far the policy is from it has the plain trainer's bits."""
+    """The reference needs no second model. The policy-reference distance equals the plain trainer, bit for bit."""
     needs("peft")
     from peft import LoraConfig, get_peft_model
 

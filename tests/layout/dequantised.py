@@ -1,4 +1,4 @@
-"""What weights are once they were put in few bits, computed plainly, one block at a time: the oracle of codecs."""
+"""Reference dequantization, one block at a time: the oracle for codecs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = torch.tensor(
 
 
 def int8(weights: Tensor) -> Tensor:
-    """Symmetric: 127 steps on either side, of the largest magnitude of 128."""
+    """Symmetric int8: 127 steps per sign, scaled by the largest magnitude in a block with 128 elements."""
     found = []
     for block in weights.float().split(128):
         step = block.abs().max() / 127
@@ -26,7 +26,10 @@ def int8(weights: Tensor) -> Tensor:
 
 
 def nf4(weights: Tensor) -> Tensor:
-    """Each of 64 by the nearest level of the largest magnitude; these, less their mean, in 8 bits, 256 at a time."""
+    """Nearest level per element, scaled by the largest magnitude in a block with 64 elements.
+
+    The magnitudes, minus their mean, are quantized to 8 bits in groups with 256.
+    """
     blocks = weights.float().split(64)
     sizes = torch.stack([block.abs().max() for block in blocks])
     levels = [
@@ -42,11 +45,11 @@ def nf4(weights: Tensor) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"int8": int8, "nf4": nf4}
-"""By the name of the codec."""
+"""Reference function by codec name."""
 
 
 def _dynamic() -> Tensor:
-    """The 256 numbers of arXiv:2110.02861, section 2."""
+    """Return the 256 numbers in arXiv:2110.02861, section 2."""
     sizes = [
         (0.1 + 0.9 * (2 * place + 1) / (2 << level)) * 10.0 ** (level - 6)
         for level in range(7)

@@ -1,5 +1,6 @@
-"""Codecs of frozen weights: their bytes are those that they are to be, and what they stand for is what a plain
-computation gives; in any pieces, to any dtype, over the records themselves.
+"""Codecs for frozen weights: exact bytes, and decoded values equal to a plain computation.
+
+Covers all pieces, dtypes, and in-place decoding over the records.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CODES = """
 0ed9631feb8420fda6310ec9521fdb7410ec9631feb8420fda6310ec9521fdb7410ec9631feb8420eda6310ec8521fdb7410ec9631feb842
 """
 SIZES, SCALES = "00172ea0d0e6fe", "49b2b93f49b2f83f"
-"""What bitsandbytes 0.50.2 makes of `some_weights` on a CPU: of magnitudes the codes, the scale and the mean."""
+"""bitsandbytes 0.50.2 on a CPU for `some_weights`: magnitude codes, scale and mean."""
 
 
 def some_weights() -> Tensor:
@@ -42,7 +43,7 @@ def weights(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def records_of(codec: Coded, values: Tensor, piece: int = codecs.PIECE_NUMEL) -> Tensor:
-    """Return records [n, bytes] of all of a parameter."""
+    """Return the records for a whole parameter, uint8 [n, bytes]."""
     stretches = list(codec.encoded(values.split(piece)))
     assert [begin for begin, *_ in stretches] == [0, *(end for _, end, _ in stretches[:-1])]
     assert stretches[-1][1] == len(values)
@@ -50,7 +51,7 @@ def records_of(codec: Coded, values: Tensor, piece: int = codecs.PIECE_NUMEL) ->
 
 
 def parts(records: Tensor, numel: int) -> tuple[bytes, bytes, bytes]:
-    """Return codes, codes of magnitudes, and the scales of the first record."""
+    """Return (codes, magnitude codes, scales in the first record) as bytes."""
     codes, sizes = (records[:, span].reshape(-1) for span in (slice(8192), slice(8192, 8448)))
     its = codes[: -(-numel // 2)], sizes[: -(-numel // 64)], records[0, 8448:]
     return tuple(part.numpy().tobytes() for part in its)  # type: ignore[return-value]
@@ -71,7 +72,7 @@ def test_nf4_makes_the_bytes_that_it_is_known_by() -> None:
         (4096, torch.bfloat16),
         (16384 * 3 + 64 * 7, torch.float16),
         ((1 << 20) + 97, torch.float32),
-        pytest.param((5 << 20) + 1, torch.bfloat16, marks=pytest.mark.slow),  # a second
+        pytest.param((5 << 20) + 1, torch.bfloat16, marks=pytest.mark.slow),  # takes a second
     ],
 )
 def test_nf4_is_that_of_bitsandbytes(numel: int, dtype: torch.dtype) -> None:
@@ -90,7 +91,7 @@ def test_nf4_is_that_of_bitsandbytes(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_codes_stand_for_is_what_plain_arithmetic_gives(name: str) -> None:
-    """To the bit in int8; in nf4 but for the last bits of the numbers of the dynamic map. In 16 bits it is rounded."""
+    """Exact in int8. In nf4 the last bits of dynamic map numbers can differ. 16-bit results are rounded."""
     for numel in (4096, 16384 + 128, 50_001):
         values = weights(numel, seed=numel)
         found, wanted = decoded(CODECS[name], values, torch.float32), PLAIN[name](values)
@@ -133,7 +134,7 @@ def test_a_mean_is_the_same_by_any_number_of_threads() -> None:
 def test_weights_are_decoded_over_their_own_records(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a slot of an accelerator, at whose end records arrive."""
+    """Like in a device slot, with records at the end."""
     monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)
     codec, values = CODECS[name], weights(4 * 16384)
     assert isinstance(codec, Coded)

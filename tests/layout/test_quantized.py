@@ -1,4 +1,4 @@
-"""Codecs of files that are in few bits: they decode over their own records, in pieces, every code that there is."""
+"""Codecs for quantized model files: in-place decoding over the records, in pieces, for every code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODECS: dict[str, Quantized] = {
 
 
 def records_of(codec: Quantized, num: int) -> torch.Tensor:
-    """Return any records, of whatever bits but scales that are no numbers."""
+    """Return records with random bits but finite scales."""
     torch.manual_seed(1)
     parts = [torch.randint(0, 256, (num, size), dtype=torch.uint8) for size in codec.fields]
     if isinstance(codec, Grid):
@@ -53,7 +53,7 @@ def test_records_may_lie_where_their_weights_are_to_be(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_mxfp4_is_transformers_own_for_every_exponent(dtype: torch.dtype) -> None:
-    """But the last one, which stands for no number."""
+    """All exponents except the last, a NaN."""
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (2, 85, 3, 16), dtype=torch.uint8)
     exponents = torch.arange(2 * 85 * 3).remainder(255).to(torch.uint8).view(2, 85, 3)
@@ -64,7 +64,7 @@ def test_mxfp4_is_transformers_own_for_every_exponent(dtype: torch.dtype) -> Non
 
 
 def test_what_is_bf16_in_compute_alone_is_rounded_as_masters_are_split() -> None:
-    """1.00390625 lies between two numbers of bf16: it goes away from zero, and to even where the folder is in bf16."""
+    """1.00390625 is a tie in bf16: rounded away from zero, but to even in a bf16 folder."""
     tie = torch.full((1, 16), 1.00390625, dtype=FP32)
     for rounds, wanted in (((), 1.0078125), ((FP16,), 1.0078125), ((BF16,), 1.0)):
         codec = Grid("int8", INT8, 16, 16, (1, 16), FP32, rounds)

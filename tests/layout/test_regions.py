@@ -1,4 +1,4 @@
-"""Regions for arbitrary models: every parameter once, none over another, everything aligned."""
+"""Regions for arbitrary models: every parameter once, no overlap, all aligned."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align, b
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]
-ALIGNMENT, SHARD = 128, 2048  # elements: 256 bytes of bf16, and pages of 4096 bytes in the planes of two
+ALIGNMENT, SHARD = 128, 2048  # elements: 256 bytes in bf16, and 4096-byte pages in two-byte planes
 
 shapes = st.sampled_from([(), (0,), (1,), (127,), (128,), (129,), (7, 9), (2048,), (3, 683), (70, 60)])
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
-    """Return parameters, and units in which each occurs at least once; some are tied to a second one or occur twice
-    in one."""
+    """Return parameters and units. Each parameter occurs at least once; some are tied or occur twice in a unit."""
     count = draw(st.integers(1, 12))
     parameters = [
         ParameterInfo(
@@ -97,7 +96,7 @@ def test_a_rule_may_keep_no_low_half_of_what_it_trains(model):
 @settings(max_examples=40)
 @given(models())
 def test_parameters_of_equal_settings_are_neighbours(model):
-    """So that one kernel call serves them."""
+    """One kernel call then updates all of them."""
     parameters, units = model
     for region in build_regions(parameters, units, MOMENTS):
         settings = [(parameters[index].lr_scale, parameters[index].weight_decay) for index in region.parameters]
@@ -132,7 +131,7 @@ def test_align(size, multiple, result):
 @settings(max_examples=25)
 @given(models(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2048, 4096, 1 << 20]), st.integers(0, 3))
 def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, stage):
-    """Neither the ranges of ranks nor the tiles of a disk; and what is cut is all of the region, once."""
+    """Rank ranges and disk tiles respect matrix parameters. The pieces cover each region exactly once."""
     regions = build_regions(*model, MOMENTS, num_ranges, factors={0: ()}, num_ranges=num_ranges if stage else 1)
     for region in regions:
         if not region.trainable:

@@ -1,4 +1,4 @@
-"""A made-up tree of what the kernel shows of control groups, and the real one where it may be written to."""
+"""A simulated tree of kernel files for control groups, and a real group if permitted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.machine import limits
 
 
 def write(root: Path, files: dict[str, object]) -> Path:
-    """Make the files of a tree, by their paths in it."""
+    """Write the files in a tree, by relative path."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
@@ -20,8 +20,9 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def second_version(root: Path, groups: dict[str, tuple[object, int, int]]) -> Path:
-    """Make a tree with a unified hierarchy, whose deepest group is this process's: limit, what is taken, and what of
-    that is page cache, by the path of each group.
+    """Write a tree with a unified hierarchy (cgroup v2). The process is in the deepest group.
+
+    `groups`: (limit, used bytes, page-cache bytes) by group path.
     """
     files: dict[str, object] = {
         "proc/self/cgroup": f"0::{max(groups, key=len)}",
@@ -37,8 +38,9 @@ def second_version(root: Path, groups: dict[str, tuple[object, int, int]]) -> Pa
 
 @contextlib.contextmanager
 def real_group(num_bytes: int) -> Iterator[Path | None]:
-    """Make a control group below this process's own, limited to so many bytes; None where that is not allowed. Whoever
-    is put into it has to end before the context does.
+    """Make a limited control group below the own group of this process. None: not permitted.
+
+    Processes in the group must end before the context does.
     """
     version = limits._VERSIONS
     for kind, own in limits._groups(Path("/")):
@@ -49,7 +51,7 @@ def real_group(num_bytes: int) -> Iterator[Path | None]:
         except OSError:
             continue
         try:
-            if not os.access(folder / name, os.W_OK):  # no controller of memory here
+            if not os.access(folder / name, os.W_OK):  # no memory controller here
                 continue
             (folder / name).write_text(str(num_bytes))
             yield folder

@@ -1,4 +1,4 @@
-"""Which resource limits a step, by hand."""
+"""The limiting resource in a step, computed by hand."""
 
 from __future__ import annotations
 

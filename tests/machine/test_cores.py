@@ -1,4 +1,4 @@
-"""Which cores ranks get: nobody without one, no node twice as busy as it must be, no more threads than cores."""
+"""Core assignment to ranks: at least one core each, balanced nodes, no more threads than cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_kernels_lists_are_read(text: str, cores: set[int]) -> None:
 
 
 def tree(folder: Path, **nodes: str) -> Path:
-    """Make what the kernel shows of its nodes."""
+    """Write the kernel files for NUMA nodes."""
     for name, cores in nodes.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "cpulist").write_text(f"{cores}\n")
@@ -62,7 +62,7 @@ NODES = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
         (range(16), NODES, [1, 1, 0, 0], [Share(NODES[1], 2)] * 2 + [Share(NODES[0], 2)] * 2),
         (range(16), NODES, [1, None], [Share(NODES[1], 2)] * 2),
         (range(4, 10), NODES, [None, None], [Share(frozenset({4, 5, 6, 7}), 1), Share(frozenset({8, 9}), 1)]),
-        (range(8), NODES, [1, 1], [Share(NODES[0], 2)] * 2),  # may not run near its GPU
+        (range(8), NODES, [1, 1], [Share(NODES[0], 2)] * 2),  # the cores near the GPU are not permitted
         (range(2), {}, [None] * 3, [Share(frozenset({0, 1}), 3)] * 3),
     ],
 )
@@ -100,7 +100,7 @@ def test_nobody_is_without_a_core_and_shares_are_disjoint_or_equal(
         sharing = [other for other in found if other.cores == one.cores]
         assert one.num_ranks == len(sharing)
         assert sum(other.num_threads for other in sharing) <= max(len(one.cores), len(sharing))
-    if all(node is None for node in near):  # spread as evenly as can be
+    if all(node is None for node in near):  # spread evenly
         counts = [sum(share.cores == cores for share in found) for cores in {share.cores for share in found}]
         assert max(counts) - min(counts) <= 1
 

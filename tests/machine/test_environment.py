@@ -1,4 +1,4 @@
-"""What env.json says of the processor."""
+"""The processor entry in env.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines that are described in files: what is shipped, what may be written, what is refused."""
+"""Machine specifications in files: shipped files, valid values, refused values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_names_are_taken_as_people_write_them(said: str) -> None:
 
 
 def written(folder: Path, **changes: Any) -> Path:
-    """Write a description with some values changed; `...` leaves a key out, and "rates.x" is below rates."""
+    """Write a specification with changed values. `...` removes a key; a `rates_` prefix selects a key below rates."""
     values = LEAST | {"rates": dict(LEAST["rates"])}
     for key, value in changes.items():
         table = values["rates"] if key.startswith("rates_") else values
@@ -109,7 +109,7 @@ def test_a_number_may_be_one_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_path: Path) -> None:
-    """Break: take "25Gb/s" for bytes."""
+    """Break: read "25Gb/s" as bytes."""
     assert parse_link(said) == wanted
     machine = Hardware.read(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
     assert (machine.num_machines, machine.rates.network_bytes_per_s) == (2, wanted)

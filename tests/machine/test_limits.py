@@ -1,4 +1,4 @@
-"""What bounds the memory of a process: both versions of control groups, as the kernel shows them, nodes and ulimits."""
+"""Memory limits for a process: both cgroup versions as shown by the kernel, NUMA nodes and ulimits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def found(root: Path) -> list[tuple[str, int, int]]:
-    """Return place, size and what is left of the groups' limits."""
+    """Return (place, limit, free bytes) for each group limit."""
     return [(limit.where, limit.most_bytes, limit.free_bytes) for limit in memory_limits(root) if limit.is_group]
 
 
@@ -39,7 +39,7 @@ def test_every_group_up_to_the_mount_counts_and_page_cache_is_left(tmp_path: Pat
 
 
 def first_version(root: Path, own: str, shown: str) -> Path:
-    """A tree in which the memory is of a first version's hierarchy, beside a second one that has none."""
+    """Return a tree with the memory controller in a v1 hierarchy, beside a v2 hierarchy without it."""
     controller = "sys/fs/cgroup/memory dir"
     return write(
         root,
@@ -71,7 +71,7 @@ def test_the_first_version_as_a_machine_and_as_a_container_shows_it(tmp_path: Pa
 @pytest.mark.parametrize("own", ["/../../elsewhere", "/elsewhere"])
 def test_a_namespace_that_does_not_show_where_it_is_has_the_limits_of_its_top(tmp_path: Path, own: str) -> None:
     tree = second_version(tmp_path / "tree", {"/": (1000, 300, 100)})
-    for other in (tmp_path / "elsewhere", tree / "sys/elsewhere"):  # where that path would lead from the mount
+    for other in (tmp_path / "elsewhere", tree / "sys/elsewhere"):  # wrong path: not relative to the mount
         write(other, {"memory.max": 5, "memory.current": 5})
     (tree / "proc/self/cgroup").write_text(f"0::{own}\n")
     line = (tree / "proc/self/mountinfo").read_text().replace(" / /sys", " /kubepods/x /sys")
@@ -94,7 +94,7 @@ def test_nothing_that_can_be_read_is_no_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("allowed", "is_kept"), [("1", True), ("0-1", False), ("", False)])
 def test_nodes_that_a_process_is_kept_from_are_not_its_memory(tmp_path: Path, allowed: str, is_kept: bool) -> None:
     for node in range(2):
-        cached = {"Active(file)": 1, "Inactive(file)": 2, "SReclaimable": 3}  # which the kernel gives back
+        cached = {"Active(file)": 1, "Inactive(file)": 2, "SReclaimable": 3}  # reclaimable by the kernel
         table = {"MemTotal": 9, "MemFree": 1, "MemUsed": 8, **cached}
         lines = [f"Node {node} {name}:   {value} kB" for name, value in table.items()]
         write(tmp_path, {f"sys/devices/system/node/node{node}/meminfo": "\n".join(lines)})

@@ -1,4 +1,4 @@
-"""What NVIDIA's library tells, played; without it nothing is said."""
+"""GPU properties from a simulated NVML. Without the library they are omitted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PlayedError(Exception):
 
 
 def played(**changes: Any) -> Any:
-    """Return a module as nvidia-ml-py is, with one GPU that does not tell all."""
+    """Return a simulated nvidia-ml-py module with one GPU and some unsupported queries."""
 
     def refuse(*_: Any) -> None:
         raise PlayedError

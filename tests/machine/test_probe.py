@@ -1,4 +1,4 @@
-"""This machine measured, and what is kept of that. No figure is compared with another: the machine may be busy."""
+"""Hardware measurements and their cache. Figures are not compared, because the machine can be busy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = cpu_only("without an accelerator; tests/accelerator has the one wit
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Play the measurements; what was measured is noted."""
+    """Simulate the measurements, and record each call."""
     seen: list[str] = []
 
     def machine(*_: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_folders_of_one_disk_share_what_is_free(tmp_path: Path, measured: list[s
 
 
 def test_both_ways_are_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is measured fits into an eighth of what is free."""
+    """The measurement buffers fit into an eighth of the free memory."""
     taken: list[int] = []
 
     def copies(num_copies: int, num_bytes: int) -> float:
@@ -140,7 +140,7 @@ def test_rates_are_kept_and_memory_is_looked_at_anew(
 def test_what_depends_on_something_else_is_measured_again(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Break: name an item of the environment in LEFT_OUT, or know a disk by its number alone."""
+    """Break: add an environment item to LEFT_OUT, or identify a disk only by the device number."""
 
     def is_measured(**changes: Any) -> bool:
         measured.clear()

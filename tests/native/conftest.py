@@ -1,4 +1,4 @@
-"""Both implementations of the kernels."""
+"""Fixture for both kernel implementations."""
 
 import pytest
 

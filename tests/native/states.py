@@ -1,4 +1,4 @@
-"""AdamW states for the tests, and the update that torch gives from them."""
+"""AdamW states for the tests, and the corresponding torch update."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from offload.native import kernels
 
 ISAS = kernels.available_isas() or (None,)
-"""None: the torch fallback, where C++ was not built."""
+"""None: the torch fallback, if the C++ kernels are not built."""
 
 
 @dataclass
 class State:
-    """Arrays of one AdamW step, float32 [n] each."""
+    """Arrays for one AdamW step, float32 [n] each."""
 
     p: Tensor
     m: Tensor
@@ -26,19 +26,19 @@ class State:
         return State(*(getattr(self, f.name).clone() for f in fields(self)))
 
     def at(self, offset: int) -> State:
-        """The same values at an address that is `offset` elements off alignment."""
+        """Return the same values at an address `offset` elements past the alignment."""
         return State(*(torch.cat([x.new_zeros(offset), x])[offset:] for x in (self.p, self.m, self.v, self.g)))
 
 
 def ordinary(n: int, seed: int = 0) -> State:
-    """What training looks like."""
+    """Return typical training values."""
     r = torch.Generator().manual_seed(seed)
     normal = lambda: torch.randn(n, generator=r)  # noqa: E731
     return State(normal() * 0.02, normal() * 1e-3, (normal() * 1e-3) ** 2, normal() * 1e-3)
 
 
 def wild(n: int, seed: int = 0) -> State:
-    """Every magnitude from the smallest denormal to 1e30, zeros of both signs, weights that are zero or tiny."""
+    """Return all magnitudes from the smallest denormal to 1e30, signed zeros, and zero or tiny weights."""
     r = torch.Generator().manual_seed(seed)
 
     def magnitudes(low: float, high: float) -> Tensor:
@@ -60,7 +60,7 @@ def wild(n: int, seed: int = 0) -> State:
 def torch_step(
     state: State, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> State:
-    """One step of torch's single-tensor AdamW, from a copy of `state`."""
+    """Return the state after one single-tensor torch AdamW step, from a copy."""
     s = state.copy()
     parameter = torch.nn.Parameter(s.p)
     parameter.grad = s.g
@@ -73,21 +73,21 @@ def torch_step(
 
 
 def native_step(state: State, **settings: object) -> State:
-    """One step of the kernel under test, from a copy of `state` with a float32 master."""
+    """Return the state after one step of the tested kernel, from a copy with a float32 master."""
     s = state.copy()
     kernels.adamw(s.p, s.m, s.v, s.g, **settings)  # type: ignore[arg-type]
     return s
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of equal dtype are equal in every bit; any NaN equals any NaN."""
+    """Return whether two tensors with one dtype are equal in every bit. Any NaN equals any NaN."""
     if a.dtype == torch.float32:
         return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
 
 
 def ulps_apart(ours: Tensor, theirs: Tensor, before: Tensor) -> Tensor:
-    """|ours - theirs| in units of the last place of max(|p|, |update|), 0 where both are not finite in the same way."""
+    """Return |ours - theirs| in ulps at max(|p|, |update|). 0 if both are the same non-finite value."""
     import numpy
 
     scale = torch.maximum(theirs.abs(), (theirs.double() - before.double()).abs().float())

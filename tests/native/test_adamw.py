@@ -1,4 +1,4 @@
-"""AdamW against torch, instruction sets and thread counts against one another, split master against whole."""
+"""AdamW against torch; equal results for all instruction sets, thread counts, and split or whole masters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_d
 
 
 def torch_order(s: State, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> State:
-    """torch's single-tensor AdamW, operation by operation, with a correctly rounded square root (MKL's is not)."""
+    """Single-tensor torch AdamW, operation by operation, with a correctly rounded square root (unlike MKL)."""
     s = s.copy()
     beta1, beta2 = betas
     if weight_decay != 0:
@@ -52,12 +52,12 @@ def test_close_to_torch_optim(weight_decay, lr, betas, step):
     for make in (ordinary, wild):
         state = make(50_001, seed=step)
         if make is ordinary:
-            state.p[::2] = 0.0  # nothing to hide the update behind
+            state.p[::2] = 0.0  # zero weights show the update fully
         ours, theirs = native_step(state, **settings), torch_step(state, **settings)
         assert same_bits(ours.m, theirs.m)
         assert same_bits(ours.v, theirs.v)
-        # MKL, which many builds of torch take the root from, may be off by 0.75 ulp. Where it is not, all bits agree;
-        # where it is, two more roundings make up to 4 ulp of it, to be seen where the weight does not hide the update.
+        # Many torch builds take the square root from MKL, with errors up to 0.75 ulp. With an exact root all bits
+        # agree. Otherwise two more roundings give up to 4 ulp, visible for weights smaller than the update.
         exact = theirs.v.sqrt() == theirs.v.double().sqrt().float()
         assert same_bits(ours.p[exact], theirs.p[exact])
         apart = ulps_apart(ours.p, theirs.p, state.p)
@@ -69,10 +69,10 @@ def test_close_to_torch_optim(weight_decay, lr, betas, step):
 
 @matrix(strength=1, lr=[1e-5, 1e-2], betas=[(0.9, 0.999), (0.9, 0.95), (0.4, 0.6)], step=[1, 2, 10, 1000])
 def test_within_five_ulp_of_the_formula(lr, betas, step):
-    """As torch's own step is: algorithm 2 of the paper in float64, by the moments that both have in every bit."""
+    """Both steps are close to algorithm 2 of the paper in float64, computed from the bit-equal moments."""
     settings = {"step": step, "lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
     state = ordinary(50_001, seed=step)
-    state.p[::2] = 0.0  # nothing to hide the update behind
+    state.p[::2] = 0.0  # zero weights show the update fully
     for ours in (native_step(state, **settings), torch_step(state, **settings)):
         denom = (ours.v.double() / (1 - betas[1] ** step)).sqrt() + 1e-8
         update = lr / (1 - betas[0] ** step) * ours.m.double() / denom

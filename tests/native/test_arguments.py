@@ -1,4 +1,4 @@
-"""A wrong argument is named, and nothing has been modified."""
+"""Errors name the wrong argument, and no array is modified."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Kernels for weights in few bits against the same operations in torch, bit for bit; what records are is shown in
-tests/layout/test_codecs.py.
+"""Kernels for quantized weights against the same operations in torch, bit for bit.
+
+tests/layout/test_codecs.py describes the record format.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TABLES = {"int8": (), "int4": (), "nf4": (nf4_levels(), dynamic_map())}
 
 
 def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
-    """Weights as models have them, and others: zeros, the least and largest, on borders between codes, not finite."""
+    """Return weights by kind: normal, extreme magnitudes and zeros, values on code borders, or non-finite values."""
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02
     if kind == "wild":
         drawn *= torch.tensor(10.0).pow(torch.arange(numel) % 77 - 38)
@@ -63,7 +64,7 @@ def decoded_in_torch(name: str, records: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal to the last bit; any NaN is any other."""
+    """Return whether all bits are equal. Any NaN equals any NaN."""
     assert one.dtype == other.dtype
     bits = {4: torch.int32, 2: torch.int16}[one.itemsize]
     is_nan = one.isnan()
@@ -84,12 +85,12 @@ def kernels_are_there() -> None:
     threads=st.integers(1, 3),
 )
 def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, threads: int) -> None:
-    """In `broken` what is not finite spoils its block and no other, in the same way."""
+    """A non-finite element (`broken`) spoils the same single block in both implementations."""
     weights, how = values(numel, seed, kind), {"threads": threads, "isa": isa}
     records = codes.encode_int8(weights, **how)
     assert torch.equal(records, made_in_torch("int8", weights))
     hi, low = kernels.split(weights)
-    if kind != "broken":  # NaN has no halves
+    if kind != "broken":  # NaN cannot be split
         assert torch.equal(codes.encode_int8(hi, low, torch.empty_like(records), **how), records)
     assert torch.equal(codes.encode_int8(hi, **how), made_in_torch("int8", hi))
     pairs, sizes = codes.encode_nf4(weights, _borders(nf4_levels()), **how)
@@ -112,8 +113,9 @@ def test_codes_are_those_of_torch(isa: str, numel: int, seed: int, kind: str, th
 def test_records_and_the_error_that_is_left_are_those_of_torch(
     isa: str, name: str, num_records: int, seed: int, kind: str, threads: int, is_short: bool
 ) -> None:
-    """What codes and error stand for is what values and error were, to the error's own rounding; a block of zeros
-    leaves its error, and one that is not finite has none any more.
+    """Record plus new error equals value plus old error, up to the rounding of the error.
+
+    A zero block keeps the error. A non-finite block has zero error afterwards.
     """
     codec, block = codec_of(name), seed % num_records
     assert isinstance(codec, WholeNumbers)
@@ -146,7 +148,7 @@ def test_records_and_the_error_that_is_left_are_those_of_torch(
 def test_weights_are_those_of_torch(
     isa: str, name: str, num_records: int, seed: int, threads: int, is_short: bool
 ) -> None:
-    """Of any bytes, those of scales that are not finite among them; over the records themselves as well."""
+    """Random bytes include non-finite scales. Decoding also works in place over the records."""
     codec, dtype = codec_of(name), torch.bfloat16 if is_short else torch.float32
     drawn = torch.Generator().manual_seed(seed)
     records = torch.randint(256, (num_records * codec.record_bytes,), generator=drawn, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""bfloat16 conversions and accumulation against torch, bit for bit."""
+"""bfloat16 conversion and accumulation against torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.native.states import ISAS, same_bits, wild
 
 
 def rounding_cases() -> torch.Tensor:
-    """All high halves with the low halves around a tie: denormals, ties to both sides, overflow to inf, inf, NaN."""
+    """Return all high halves, with low halves around a tie: denormals, both tie directions, overflow, inf, NaN."""
     high = torch.arange(1 << 16, dtype=torch.int64) << 16
     return torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).to(torch.int32).view(torch.float32)
 

@@ -1,4 +1,4 @@
-"""copy_sum_squares: every bit of the source in `out`, none beside it, and the bits of sum_squares."""
+"""copy_sum_squares: an exact copy in `out`, no write outside, and the bits of sum_squares."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from offload.native import kernels
 from tests.native.states import ISAS
 
 DTYPES = [torch.float32, torch.bfloat16]
-BLOCK = 1 << 14  # of the sum
-FEW = 1 << 17  # from here on threads share the work
-STREAM_BYTES = 1 << 20  # from here on the stores pass the caches by
-GUARD = 40  # elements on either side of `out`, more than a line
+BLOCK = 1 << 14  # summation block
+FEW = 1 << 17  # threads share work from this size on
+STREAM_BYTES = 1 << 20  # stores bypass the caches from this size on
+GUARD = 40  # elements on both sides of `out`, more than a cache line
 
 
 def spread(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """n values of sizes so different that another order of the additions gives other bits."""
+    """Return n values with very different magnitudes: every summation order gives other bits."""
     return (torch.randn(n) * torch.logspace(-10, 10, n)).to(dtype)
 
 
@@ -29,7 +29,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, offset: int = 0, **how: object) -> None:
-    """Copy x to an address that lies `offset` elements beyond a line's begin."""
+    """Copy x to an address `offset` elements past a cache line start, and check all bits."""
     around = torch.full((x.numel() + 2 * GUARD + 128,), 3.0, dtype=x.dtype)
     begin = GUARD + -(around.data_ptr() // x.itemsize + GUARD) % 64 + offset % 64
     out = around[begin : begin + x.numel()]
@@ -87,8 +87,8 @@ def test_every_bit_pattern_of_bfloat16(isa, n):
 @pytest.mark.parametrize("n", [50, 1_000, 300_000])
 def test_special_values(isa, n):
     isa = isa if kernels.is_native() else None
-    patterns = [0x7FC00000, 0x7F800001, -0x400001, 0x7FABCDEF, -1]  # NaN: quiet, signalling, of either sign
-    patterns += [-0x80000000, 1, -0x7FFFFFFF]  # -0, the least denormals
+    patterns = [0x7FC00000, 0x7F800001, -0x400001, 0x7FABCDEF, -1]  # NaN: quiet and signalling, both signs
+    patterns += [-0x80000000, 1, -0x7FFFFFFF]  # -0 and the smallest denormals
     x = torch.randn(n)
     where = torch.arange(0, n, 7)
     bits(x)[where] = torch.tensor(patterns, dtype=torch.int32)[torch.arange(where.numel()) % len(patterns)]
@@ -140,7 +140,7 @@ def test_wrong_arrays(source, out, message):
 
 
 def test_concurrent_callers():
-    lengths = (400_000, 1_000)  # one that shares its work and one that keeps the GIL
+    lengths = (400_000, 1_000)  # a shared copy, and a copy with the GIL held
     x = torch.randn(max(lengths))
     expected = {n: kernels.sum_squares(x[:n], threads=1) for n in lengths}
     right: list[bool] = []

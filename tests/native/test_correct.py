@@ -1,4 +1,4 @@
-"""A step corrected to another gradient scale: against float64, and every way to compute it against another."""
+"""A step corrected to another gradient scale: accuracy against float64, and equal bits for all implementations."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SCALES = {"applied_scale": 0.9, "grad_scale": 0.13}
 
 
 def step(s: State, scale: float, **settings: object) -> State:
-    """The state after a step with that gradient scale, from a copy; float32 master."""
+    """Return the state after a step with this gradient scale, from a copy with a float32 master."""
     s = s.copy()
     kernels.adamw(s.p, s.m, s.v, s.g, weight_decay=WEIGHT_DECAY, grad_scale=scale, **(SETTINGS | settings))
     return s
 
 
 def corrected(s: State, is_split: bool = False, **settings: object) -> tuple[State, int]:
-    """The state after a correction, from a copy, and the count of non-finite weights."""
+    """Return (state after a correction, number of non-finite weights), from a copy."""
     s = s.copy()
     master = kernels.split(s.p) if is_split else s.p
     count = kernels.correct_adamw(master, s.m, s.v, s.g, **(SETTINGS | SCALES | settings))
@@ -45,11 +45,11 @@ def assert_same(a: State, b: State) -> None:
 
 @functools.cache
 def history(n: int, num_steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> State:
-    """The state after that many steps from zero moments, with the gradient of the next; copy before you change it."""
+    """Return the state after `num_steps` steps from zero moments, with the next gradient. Copy before changes."""
     r = torch.Generator().manual_seed(num_steps)
     size = 1e-3 * torch.randn(n, generator=r).exp()
     s = State(torch.randn(n, generator=r) * 0.02, torch.zeros(n), torch.zeros(n), torch.zeros(n))
-    s.p[::2] = 0.0  # nothing to hide the update behind
+    s.p[::2] = 0.0  # zero weights show the update fully
     for number in range(1, num_steps + 1):
         s.g = torch.randn(n, generator=r) * size
         s = step(s, 1.0, step=number, betas=betas)
@@ -58,7 +58,7 @@ def history(n: int, num_steps: int, betas: tuple[float, float] = (0.9, 0.999)) -
 
 
 def in_double(s: State, number: int, scale: float, betas: tuple[float, float]) -> tuple[Tensor, ...]:
-    """The (weights, exp_avg_sq, update) of one step in float64 from the float32 state."""
+    """Return (weights, exp_avg_sq, update) after one float64 step from the float32 state."""
     p, m, v, g = (x.double() for x in vars(s).values())
     beta1, beta2 = betas
     m = beta1 * m + (1 - beta1) * scale * g
@@ -68,7 +68,7 @@ def in_double(s: State, number: int, scale: float, betas: tuple[float, float]) -
 
 
 @pytest.mark.parametrize(
-    ("ratio", "allowed"),  # of the largest update
+    ("ratio", "allowed"),  # relative to the largest update
     [(0.5, 1e-6), (1, 1e-6), (1.01, 1e-6), (2, 1e-6), (8, 5e-6), (64, 3e-4), (1024, 6e-2), (1e7, 4)],
 )
 @pytest.mark.parametrize("number", [1, 2, 3, 100])
@@ -76,7 +76,7 @@ def in_double(s: State, number: int, scale: float, betas: tuple[float, float]) -
 @pytest.mark.parametrize("is_outlier", [False, True])
 def test_accuracy(ratio, allowed, number, betas, is_outlier):
     state = history(5_000, number - 1, betas).copy()
-    if is_outlier:  # with the right scale the gradient is like its past: what was applied has buried that
+    if is_outlier:  # the rescaled gradient resembles the history, and the applied step has hidden the history
         state.g *= ratio
     weights, v, update = in_double(state, number, 1 / ratio, betas)
     settings = {"step": number, "betas": betas, "applied_scale": 1.0, "grad_scale": 1 / ratio}
@@ -101,7 +101,7 @@ def test_no_weight_moves_farther_than_adamw_can_move_it(number, ratio):
     squares = sum((beta1**2 / beta2) ** i for i in range(number))
     farthest = LR * (1 - beta1) / (1 - beta1**number) * math.sqrt((1 - beta2**number) / (1 - beta2) * squares)
     moved = (ours.p.double() - state.p.double() * (1 - LR * WEIGHT_DECAY)).abs().max()
-    assert moved <= 1.5 * farthest  # the past of exp_avg_sq may be half of its last place where it was nearly buried
+    assert moved <= 1.5 * farthest  # a nearly hidden exp_avg_sq can lose half of the last place
 
 
 @pytest.mark.usefixtures("either")
@@ -116,7 +116,7 @@ def test_fresh_moments_get_the_bits_of_the_right_scale(betas, scales):
         step(state, applied_scale, betas=betas), betas=betas, applied_scale=applied_scale, grad_scale=grad_scale
     )
     theirs = step(state, grad_scale, betas=betas)
-    assert torch.equal(ours.m, theirs.m)  # a zero may have the other sign
+    assert torch.equal(ours.m, theirs.m)  # zeros may differ in sign
     assert torch.equal(ours.v, theirs.v)
     assert (ours.p - theirs.p).abs().max() <= 1e-8
 
@@ -198,11 +198,11 @@ _elements = st.tuples(_floats, _floats, _floats.map(abs), _floats)
 def test_exp_avg_sq_is_never_negative(elements, applied_scale, grad_scale, number, betas, is_after_its_step):
     columns = zip(*elements, strict=True)
     state = State(*(torch.tensor(column, dtype=torch.float32) for column in columns))
-    if is_after_its_step:  # the other half has never seen the gradient that is taken out of it
+    if is_after_its_step:  # the other cases correct a gradient never added to the moments
         state = step(state, applied_scale, step=number, betas=betas)
     rest = {"step": number, "betas": betas, "applied_scale": applied_scale, "grad_scale": grad_scale}
     expected, count = corrected(state, **rest)
-    assert not (expected.v < 0).any()  # NaN where the square of a gradient overflows, and then the weight is counted
+    assert not (expected.v < 0).any()  # an overflow gives NaN, and the weight is counted
     for isa in ISAS:
         ours = corrected(state, isa=isa, is_split=True, **rest)
         assert ours[1] == count

@@ -1,4 +1,4 @@
-"""What a GPU's compiler makes of the update rules, on a machine that has the compiler and no GPU."""
+"""GPU machine code for the update rules, checked with the compiler and without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.native import kernels
 from offload.native.device_update import Kind
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
-PER_ELEMENT = {  # of the operations of a rule, in csrc/*_kernel.inl; with those by which bytes are read and written
+PER_ELEMENT = {  # operations per element in csrc/*_kernel.inl, including conversions for byte states
     ("adamw", "fp32", 2): {"mul": 5, "fma": 2, "div": 2, "add": 2, "sub": 1, "sqrt": 1},
     ("adamw", "bf16", 2): {"mul": 4, "fma": 3, "div": 1, "add": 1, "sub": 1, "sqrt": 1},
     ("adamw", "int8", 2): {"mul": 4, "fma": 3 + 3 + 4, "div": 1, "add": 1 + 1, "sub": 1, "sqrt": 1},
@@ -31,7 +31,7 @@ UNROLLED = 8
 
 
 def nvrtc() -> Any:
-    """Return NVRTC: of the package nvidia-cuda-nvrtc, or of a library that NVRTC=... names."""
+    """Return NVRTC from the package nvidia-cuda-nvrtc, or from the library in the variable NVRTC."""
     found = os.environ.get("NVRTC")
     spec = importlib.util.find_spec("nvidia")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []

@@ -1,4 +1,4 @@
-"""Random directions: the same bits everywhere, and the numbers that they are made of."""
+"""Random directions: equal bits everywhere, and the number distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOWS: list[dict[str, Any]] = [{"isa": isa} for isa in kernels.available_isas()] 
 def run(
     monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], weights: torch.Tensor, master: Any, of: NoiseRange
 ) -> Any:
-    """Return both sides of weights, and the master after a step."""
+    """Return both perturbed weights, and the master after a step."""
     with monkeypatch.context() as patch:
         if how.get("fallback"):
             patch.setattr(directions, "_core", None)
@@ -74,8 +74,9 @@ def test_a_cut_changes_nothing() -> None:
 
 
 def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
-    """To one of the two neighbours of what the step makes in fp32, each with the probability of the distance to the
-    other one: so that none of a step is lost, however small it is.
+    """bf16 weights without a master round the fp32 step stochastically.
+
+    The result is a bf16 neighbour, chosen with probabilities from the distances. Small steps survive on average.
     """
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(1 << 18, generator=generator).bfloat16()
@@ -88,7 +89,7 @@ def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
     up = (bits - lower).double() / (1 << 16)
     is_up = (found.double() - lower.view(torch.float32).double()) / step
     assert set(is_up.unique().tolist()) == {0.0, 1.0}
-    for share in range(10):  # of those that are as near, as many go up as should
+    for share in range(10):  # the share rounded up equals the expected probability
         its = (up >= share / 10) & (up < (share + 1) / 10) & (up > 0)
         deviation = float((up[its] * (1 - up[its])).sum()) ** 0.5
         assert abs(float((is_up - up)[its].sum())) < 4 * deviation
@@ -100,13 +101,13 @@ def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
 
 
 def test_steps_below_the_last_bit_of_a_weight_add_up() -> None:
-    """Rounded to nearest, a weight of 1 that goes down by a fiftieth of its last bit in each step would stay there."""
+    """Rounded to nearest, steps with 1/50 of the last bit would never move a weight at 1."""
     weights, num_steps = torch.ones(1 << 12, dtype=torch.bfloat16), 500
-    rate = 2.0**-8 / 50  # the distance to what is next below 1, over fifty
+    rate = 2.0**-8 / 50  # distance from 1 to the next smaller number, divided by 50
     for step in range(num_steps):
         descend(weights, [0.0], OF._replace(step=step), lr=rate, weight_decay=1.0)
     expected = (1 - rate) ** num_steps
-    deviation = (num_steps / 50) ** 0.5 * 2.0**-8  # of a sum of roundings, each by a step once in fifty
+    deviation = (num_steps / 50) ** 0.5 * 2.0**-8  # for summed roundings, one in fifty steps
     assert 0.5 * deviation < float(weights.double().std()) < 1.5 * deviation
     assert abs(float(weights.double().mean()) - expected) < 4 * deviation / len(weights) ** 0.5
 
@@ -126,7 +127,7 @@ def test_large_weights_take_no_part() -> None:
 
 
 def test_moments_and_independence() -> None:
-    """All values that a word can give, by their weights: mean 0 exactly, variance 1, kurtosis 2.92."""
+    """All word values with their probabilities: mean exactly 0, variance 1, kurtosis 2.92."""
     ones = torch.tensor([math.comb(24, k) for k in range(25)], dtype=torch.float64) / 2**24
     whole = 512 * torch.arange(25)[:, None] + 2 * torch.arange(256).double() - 6399
     words = ((1 << torch.arange(25)) - 1)[:, None] * 256 + torch.arange(256)
@@ -140,7 +141,7 @@ def test_moments_and_independence() -> None:
         normal(philox.words(1 << 16, key, step, PURPOSE + (k << 16), 0, torch.device("cpu"))).double()
         for key, step, k in ((1, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 0))
     ]
-    assert torch.corrcoef(torch.stack(drawn)).sub(torch.eye(4)).abs().max() < 5 / 256  # five of its deviations
+    assert torch.corrcoef(torch.stack(drawn)).sub(torch.eye(4)).abs().max() < 5 / 256  # five standard deviations
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The torch fallback gives the bits of the C++ kernels."""
+"""The torch fallback gives the same bits as the C++ kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 
 @pytest.fixture
 def in_torch(monkeypatch):
-    """Runs a function of `offload.native.kernels` as if C++ were missing."""
+    """Run a function in `offload.native.kernels` without the C++ module."""
 
     def run(function, *arguments, **settings):
         with monkeypatch.context() as patch:

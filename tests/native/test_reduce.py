@@ -1,4 +1,4 @@
-"""Sums of squares: close to the exact sum, and the same bits whatever computes them."""
+"""Sums of squares: close to the exact sum, with equal bits for all implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split master is a bijection, and its high half is the nearest bfloat16."""
+"""The split master is a bijection, and the high half is the nearest bfloat16."""
 
 from __future__ import annotations
 

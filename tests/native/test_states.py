@@ -1,5 +1,4 @@
-"""Moments in bf16 and in bytes: against formulas in float64 and in plain Python, and all ways of computing them against
-one another."""
+"""Moments in bf16 and int8, against formulas in float64 and plain Python; equal bits for all implementations."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ N = 128 * 900 + 77
 
 
 def gradients(n: int, seed: int = 0) -> Tensor:
-    """Of many magnitudes, as within one tensor of a model; whole blocks of zeros among them."""
+    """Return gradients with many magnitudes, like in one model tensor, including zero blocks."""
     r = torch.Generator().manual_seed(seed)
     exponents = torch.randn(n, generator=r) + 2 * torch.randn(-(-n // 128), generator=r).repeat_interleave(128)[:n]
     values = torch.randn(n, generator=r) * 10 ** (exponents - 4)
@@ -61,7 +60,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str 
 
 
 def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Salmon et al., section 3.3, in Python's integers."""
+    """Return Philox output in Python integers (Salmon et al., section 3.3)."""
     c, (k0, k1) = list(counter), key
     for _ in range(7):
         left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -71,7 +70,7 @@ def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, .
 
 
 ONES = 2**32 - 1
-PUBLISHED = [  # kat_vectors of Random123, for seven rounds
+PUBLISHED = [  # kat_vectors from Random123, for seven rounds
     ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     ((ONES,) * 4, (ONES,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
@@ -113,7 +112,7 @@ def test_words_are_those_of_elements(isa):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_bf16_is_rounded_by_the_drawn_bits(rule, isa):
-    """Each step is the fp32 step from the widened moments, whose low 16 bits are dropped after drawn ones are added."""
+    """Each step is the fp32 step from widened moments. Rounding adds random bits and drops the low 16 bits."""
     n = 500
     found, weights = empty("bf16", n, RULES[rule]), torch.randn(n)
     grad = gradients(n)
@@ -173,8 +172,10 @@ def test_bf16_draws_differ_by_key_step_and_element():
 
 
 def dynamic_map(is_signed: bool) -> Tensor:
-    """The numbers of the codes in order, float64: the dynamic tree of arXiv:2110.02861 with 8 bits, of which up to 7
-    are the exponent's: for each exponent the middles of equal parts of [0.1, 1]."""
+    """Return the value of each code in order, float64: the 8-bit dynamic tree from arXiv:2110.02861.
+
+    Up to 7 bits are exponent bits. Each exponent has the midpoints of equal parts of [0.1, 1].
+    """
     numbers = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (exponent + (not is_signed)) + 1, dtype=torch.float64)
@@ -193,7 +194,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def nearest_codes(x: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest numbers, by trying all, and where a second one is about as near."""
+    """Return (nearest codes by exhaustive search, whether a second code is almost as near)."""
     scale = largest(x).double().repeat_interleave(128)[: x.numel()]
     ratio = (x.double() / scale).nan_to_num(0.0)
     apart = (ratio[:, None] - numbers).abs()
@@ -208,22 +209,20 @@ def decoded(moment: tuple[Tensor, Tensor], is_signed: bool) -> Tensor:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_int8_is_the_step_in_float64_and_the_nearest_code(rule, isa):
-    """Three steps, each from the codes that the one before has left."""
+    """Three steps, each from the codes after the previous step."""
     n = 128 * 40 + 77
     found, weights = empty("int8", n, RULES[rule]), torch.randn(n) * 0.02
     maps = dynamic_map(True), dynamic_map(False)
     for number in (1, 2, 3):
         grad = gradients(n, seed=number)
         old = [decoded(m, k == 0).float() for k, m in enumerate(found)]
-        for moment, codes in zip(
-            old, flatten(found)[::2], strict=True
-        ):  # the map has a negative zero where all is zero
+        for moment, codes in zip(old, flatten(found)[::2], strict=True):  # the map has a negative zero for zero blocks
             moment[codes == 0] += 0.0
         exact, expected = [m.clone() for m in old], weights.clone()
         step(rule, expected, exact, grad, step=number, isa=isa)
         step(rule, weights, found, grad, step=number, isa=isa)
         sure = torch.ones(n, dtype=torch.bool)
-        if rule == "lion":  # whose sign may hang on the last bit
+        if rule == "lion":  # the sign can depend on the last bit
             sure = (0.9 * old[0] + 0.1 * grad * 0.7).abs() > 1e-5 * old[0].abs()
         torch.testing.assert_close(weights[sure], expected[sure], rtol=1e-5, atol=1e-7)
         for k, (moment, wanted) in enumerate(zip(found, exact, strict=True)):
@@ -232,12 +231,12 @@ def test_int8_is_the_step_in_float64_and_the_nearest_code(rule, isa):
             assert is_close.double().mean() < 0.01
             apart = (codes - moment[0].long()).abs()
             assert apart.max() <= 1
-            # What the map's numbers are rounded by moves few over a border.
+            # Rounded map values move few elements over a border.
             assert (apart[~is_close] != 0).double().mean() < 1e-3
 
 
 def exact_codes(values: Tensor, is_signed: bool, isa: str | None) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of given numbers: a step of AdamW whose moments are the gradient and its square."""
+    """Return (codes, scales) for given numbers, from an AdamW step with the gradient and its square as moments."""
     n = values.numel()
     grad = values if is_signed else values.double().sqrt().float()
     moments = empty("int8", n, 2)
@@ -249,7 +248,7 @@ def exact_codes(values: Tensor, is_signed: bool, isa: str | None) -> tuple[Tenso
 def test_int8_gives_every_number_of_its_map_back(is_signed, isa):
     numbers = dynamic_map(is_signed).float()
     halves = torch.cat([numbers[:128], numbers[128:]])
-    halves[0] = -1.0 if is_signed else 1.0  # so that each block has the scale 1
+    halves[0] = -1.0 if is_signed else 1.0  # each block gets scale 1
     codes, scales = exact_codes(halves, is_signed, isa)
     assert scales.tolist() == [1.0, 1.0]
     assert torch.equal(codes[1:].long(), torch.arange(1, 256))
@@ -264,7 +263,7 @@ def test_int8_takes_the_farther_of_two_that_are_equally_near(isa):
         codes, _ = exact_codes(torch.cat([values, -values[1:]]), True, isa)
         assert codes.tolist()[:3] == [255, low, low + 1]
         assert codes.tolist()[3:] == [254 - low, max(254 - low - 1, 0)], "there is no -1"
-    half = float(numbers[128].float()) / 2  # a float in the middle between 0 and the least number
+    half = float(numbers[128].float()) / 2  # midpoint between 0 and the smallest number
     codes, _ = exact_codes(torch.tensor([1.0, half, half * 0.9999, -half, -half * 0.9999]), True, isa)
     assert codes.tolist() == [255, 128, 127, 126, 127]
 
@@ -301,14 +300,16 @@ def test_int8_of_less_than_the_least_normal_number_is_zero(isa):
 
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_int8_is_that_of_bitsandbytes(is_signed):
-    """Of doubles it tries all numbers of its map. What its C++ does on a CPU (0.50) with floats is coarse below a
-    hundredth of the scale, and not what is compared."""
+    """For doubles bitsandbytes searches all map values. The C++ CPU code (0.50) for floats is not compared.
+
+    That code is coarse below a hundredth of the scale.
+    """
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing to compare with")
     from bitsandbytes import functional
 
     values = gradients(128 * 800) if is_signed else gradients(128 * 800).square()
     code = functional.create_dynamic_map(is_signed)
-    values[::128] += 1e-3  # it divides by 0 where all is
+    values[::128] += 1e-3  # avoids division by 0 in zero blocks
     theirs, scale = torch.ops.bitsandbytes.quantize_blockwise(values.double(), code.double(), 128)
     codes, scales = exact_codes(values, is_signed, None)
     torch.testing.assert_close(scales, scale.float().view(-1), rtol=1e-6, atol=0)
@@ -318,7 +319,8 @@ def test_int8_is_that_of_bitsandbytes(is_signed):
     assert (apart == 0).double().mean() > 0.999
 
 
-# -- All ways alike ----------------------------------------------------------------------------------------------------
+# -- Equal bits
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])

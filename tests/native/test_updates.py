@@ -1,5 +1,6 @@
-"""Lion and gradient descent against their formulas; and of every update rule, instruction sets, threads, pieces, split
-masters and the fallback against one another.
+"""Lion and gradient descent against their formulas.
+
+Every update rule gives equal bits for all instruction sets, threads, pieces, split masters and the fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ N = 20_001
 ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LION = {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
 SGD = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
-RULES: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kernel, its moments, its settings
+RULES: dict[str, tuple[str, str, dict[str, Any]]] = {  # kernel, moments, settings
     "adamw": ("adamw", "mv", ADAMW),
     "adamw of a short memory": ("adamw", "mv", ADAMW | {"betas": (0.3, 0.5)}),
     "lion": ("lion", "m", LION),
@@ -29,7 +30,7 @@ RULES: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kernel, its moments
 
 
 def step(rule: str, s: State, is_split: bool = False, **settings: Any) -> tuple[int, list[Tensor]]:
-    """Return the count, and the weights and moments after a step from copies."""
+    """Return (non-finite count, [weights, moments]) after a step, from copies."""
     kernel, names, own = RULES[rule]
     moments = [getattr(s, name).clone() for name in names]
     master = kernels.split(s.p) if is_split else s.p.clone()
@@ -82,7 +83,7 @@ def test_nothing_beyond_the_range_is_written(isa, rule):
 
 
 def lion_by_algorithm_2(s: State, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple:
-    """Lines 4 to 7 of the paper, in float64; and where the sign of the mix is beyond doubt in float32."""
+    """Return lines 4 to 7 in algorithm 2 (float64), and whether the mix has a certain sign in float32."""
     p, m, g = s.p.double(), s.m.double(), s.g.double()
     old, new = betas[0] * m, (1 - betas[0]) * g
     mix = old + new
@@ -102,7 +103,7 @@ def test_lion_is_within_two_ulp_of_the_formula(isa, make, betas):
     assert count == 0
     assert is_sure.double().mean() > 0.9, "the comparison compares nothing"
     assert ulps_apart(p, wanted_p.float(), s.p)[is_sure].max() <= 2
-    # Where a sum of two products cancels its ulp is that of the larger one.
+    # Under cancellation the larger product determines the ulp.
     unit = torch.maximum(betas[1] * s.m.abs(), (1 - betas[1]) * s.g.abs()).clamp(min=1e-38).double() * 2**-23
     assert ((m.double() - wanted_m).abs() <= 2 * unit).all()
 

@@ -26,7 +26,7 @@ def test_up_in_a_straight_line_then_never_up_again(
 ) -> None:
     warmup_steps = min(warmup_steps, num_steps)
     found = rates(schedule, warmup_steps, num_steps, base)
-    assert all(0 < rate <= base for rate in found)  # no step is wasted at rate zero
+    assert all(0 < rate <= base for rate in found)  # no step has rate zero
     assert max(found) == base
     for step in range(warmup_steps):
         assert found[step] == pytest.approx(base * (step + 1) / warmup_steps)

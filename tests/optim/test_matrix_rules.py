@@ -1,4 +1,4 @@
-"""Rules by matrix, on one parameter: torch's own, the paper's formula in float64, pieces and threads."""
+"""Rules by matrix on one parameter: against torch, against the paper in float64, for all pieces and threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def threads() -> Iterator[None]:
 
 
 class Alone:
-    """One parameter, updated by a rule."""
+    """One parameter with an update rule."""
 
     def __init__(self, rule: UpdateRule, first: Tensor, is_split: bool = False) -> None:
         self.rule, self.shape, self.step_number, self.is_split = rule, tuple(first.shape), 0, is_split
@@ -56,14 +56,14 @@ class Alone:
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Normal numbers of very different sizes by row."""
+    """Return normal numbers with very different row magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     found = torch.randn(shape, generator=generator)
     return found * torch.logspace(-4, 0, shape[-2])[:, None] if len(shape) > 1 else found
 
 
 def torchs(optimizer: type, first: Tensor, **settings: Any) -> Iterator[Tensor]:
-    """Send gradients, and get weights, of torch's own optimizer."""
+    """Receive gradients and yield weights from the torch optimizer."""
     p = torch.nn.Parameter(first.clone())
     own = optimizer([p], **settings)
     weights = None
@@ -94,7 +94,7 @@ def test_adafactor_is_torchs(shape: tuple[int, ...], settings: dict[str, Any]) -
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_adalomo_is_the_papers(shape: tuple[int, ...]) -> None:
-    """In float64: r and c by row and column, the update normalised by parameter, the rate a share of the weights."""
+    """In float64: r and c by row and column, update normalised by parameter, rate relative to the weights."""
     rule = AdaLomo(lr=0.05, weight_decay=0.2)
     weights = drawn(shape, 99)
     ours, w = Alone(rule, weights), weights.double()

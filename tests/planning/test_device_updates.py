@@ -1,4 +1,4 @@
-"""Where states of the host are updated, by the rates of a machine that is played; tiles and ring for any regions."""
+"""Update placement for host states from simulated machine rates; tiles and ring for any regions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ON_HOST = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
 def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
-    """Return the speeds of a machine whose host's and device's updates, and whose link, move so many bytes a second."""
+    """Return machine speeds: host update, link and device update in bytes per second."""
     rates = Rates(link, link, 2 * link, {}, device, kernel, 1e-5)
     return Speeds(Hardware("played", "cuda", 1, 1 << 40, 1 << 40, None, None, shares_memory=False, rates=rates))
 
 
 def is_faster(regions: Sequence[Region], throttles: Mapping[str, Throttle], fast: Speeds) -> bool:
-    """True where updates of all that is trained are faster on the device."""
+    """Return whether updates of all trainable regions are faster on the device."""
     layouts = DiskLayout(streamed=trained(regions)), DiskLayout()
     on_device, on_host = (seconds(regions, layout, throttles, fast) for layout in layouts)
     return on_device < on_host
@@ -45,7 +45,7 @@ def is_faster(regions: Sequence[Region], throttles: Mapping[str, Throttle], fast
 @pytest.mark.parametrize(
     ("kernel", "link", "device", "wins"),
     [
-        (20e9, 50e9, 1e12, True),  # 18 bytes an element go up the link, for 24 that the host reads and writes
+        (20e9, 50e9, 1e12, True),  # 18 H2D bytes per element, against 24 bytes read and written on the host
         (200e9, 50e9, 1e12, False),
         (20e9, 5e9, 1e12, False),
         (20e9, 50e9, 10e9, False),
@@ -56,13 +56,13 @@ def test_auto_goes_by_what_is_faster(kernel: float, link: float, device: float, 
 
 
 def test_auto_counts_what_the_link_moves_besides() -> None:
-    """24 bytes an element on the host; 14 up, and twice its 2 bytes of weights beside them."""
+    """Per element: 24 bytes on the host, or 14 H2D bytes plus two transfers of the 2-byte weights."""
     regions = [region(0, 1 << 16)]
     for link, wins in ((18.1e9, True), (17.9e9, False)):
         assert is_faster(regions, {}, speeds(24e9, link)) == wins
     fast = speeds(24e9, 100e9)
     assert not is_faster(regions, {"h2d": Throttle(17.9e9)}, fast)
-    frozen = [region(1, 1 << 18, trainable=False)]  # whose weights go up all the same
+    frozen = [region(1, 1 << 18, trainable=False)]  # frozen weights also need H2D copies
     assert not is_faster(regions + frozen, {"h2d": Throttle(20e9)}, fast)
 
 
@@ -147,19 +147,19 @@ def test_tiles_of_disk_and_of_memory_are_one() -> None:
 
 
 def test_the_first_regions_are_updated_on_the_device_as_far_as_it_has_room() -> None:
-    """Their gradients come last, and the next forward needs them first."""
+    """The gradients of the first regions arrive last, and the next forward pass needs these regions first."""
     regions = [region(index, 10) for index in range(6)]
     size = optimizer_bytes(regions[:1], Sharding())
     how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "most_numel": 1 << 20}
     for room, chosen in ((0, set()), (size - 1, set()), (3 * size, {0, 1, 2}), (6 * size, set(range(6)))):
         layout = lay_out(regions, ON_HOST, update="both", device_bytes=room, **how)
         assert layout.streamed == layout.staying == chosen
-    mixed = [region(0, 100), *regions[1:]]  # what has no room leaves it to those behind
+    mixed = [region(0, 100), *regions[1:]]  # a region without room leaves the space to later regions
     assert lay_out(mixed, ON_HOST, update="both", device_bytes=3 * size, **how).streamed == {1, 2, 3}
 
 
 def test_auto_takes_both_where_the_host_is_what_is_late() -> None:
-    """Of 24 bytes an element on the host; what is updated on the device moves 4 up and 2 down."""
+    """The host moves 24 bytes per element. A device update moves 4 H2D and 2 D2H bytes."""
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(8)))
     placement = Placement("cpu", "auto", device_memory="1600MiB")
     for kernel, link, update in ((100e9, 50e9, "both"), (2e9, 500e9, "device"), (500e9, 5e9, "cpu")):

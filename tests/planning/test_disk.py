@@ -1,5 +1,7 @@
-"""What goes to disk, and in which tiles, for arbitrary regions, budgets and placements: nothing is lost, nothing
-overlaps, and no budget is passed that can be kept."""
+"""Disk placement and tiles for arbitrary regions, budgets and tiers.
+
+No byte is lost, no ranges overlap, and every feasible budget is kept.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from offload.planning.memory import UnitPlan, plan_memory, staging_bytes
 
 PAGE_BYTES = 4096
 KINDS = {"parameters": ("weights",), "gradients": ("gradients",), "optimizer": ("low", "exp_avg", "exp_avg_sq")}
-HUGE = 64 << 20  # elements of the largest region, in shards of 2048: 2^37
+HUGE = 64 << 20  # elements in the largest region, in shards of 2048: 2^37
 
 
 def region(index: int, shards: int, compute: str = "bf16", trainable: bool = True, has_low: bool = True) -> Region:
@@ -51,7 +53,7 @@ tiles = st.integers(0, 10).map(lambda power: SHARD_MULTIPLE << power)
 
 
 def everything(regions: Sequence[Region], tile_numel: int) -> DiskLayout:
-    """Return the layout of which nothing is in memory."""
+    """Return a layout with all planes on disk."""
     planes = {r.index: tuple(p.name for p in r.planes) for r in regions}
     return DiskLayout(planes, tile_numel)
 
@@ -62,7 +64,7 @@ def chosen(regions: Sequence[Region], tiers: Mapping[str, str], keeps: bool, hos
 
 
 def held(regions: Sequence[Region], layout: DiskLayout, keeps: bool) -> dict[str, int]:
-    """Return what a plan by a layout holds, by tier."""
+    """Return the planned bytes for a layout, by tier."""
     plan = plan_memory(
         [UnitPlan(r.name, (r,), resident=False) for r in regions],
         regions,
@@ -107,7 +109,7 @@ chunks = st.integers(0, 40).map(lambda pages: pages * PAGE_BYTES * 50)
 
 @given(chunks, chunks, st.integers(1, 5))
 def test_stripes_hold_every_byte_once(offset: int, num_bytes: int, num_files: int) -> None:
-    """Against a table of all pages, chunk by chunk."""
+    """Checked against a table of all pages, chunk by chunk."""
     table, ends = {}, [0] * num_files
     for page in range(0, offset + num_bytes, PAGE_BYTES):
         number = page // CHUNK_BYTES % num_files
@@ -146,7 +148,7 @@ def test_a_spread_keeps_its_budget_and_leaves_no_room(amounts: list[int], budget
 
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(1, 1 << 30))
 def test_a_spread_is_even(count: int, num_kept: int, size: int) -> None:
-    """Of regions of one size, what stays of the first k is as good as k's share, for every k."""
+    """With equal region sizes, the first k regions keep their fair share, for every k."""
     wanted = {region(index, 1): size for index in range(count)}
     kept = _spread(wanted, min(num_kept, count) * size)
     assert len(kept) == min(num_kept, count)
@@ -185,7 +187,7 @@ def test_what_was_asked_for_is_where_it_should_be(
 def test_a_budget_is_kept_where_it_can_be(
     regions: list[Region], tiers: dict[str, str], keeps: bool, share: float
 ) -> None:
-    """Wherever the plan fits with all on disk that may go there, the chosen one does as well."""
+    """If the plan fits with all permitted planes on disk, the chosen plan fits too."""
     lowest = {kind: tier.replace("auto", "nvme") for kind, tier in tiers.items()}
 
     def least(host_bytes: int) -> int:
@@ -210,7 +212,7 @@ def test_nothing_goes_to_disk_that_fits(regions: list[Region], keeps: bool) -> N
 def test_weights_stay_before_gradients_and_gradients_before_moments(
     regions: list[Region], keeps: bool, host_bytes: int | None
 ) -> None:
-    """What goes down first is what is moved least: no moments stay where the weights of a larger region could have."""
+    """The least moved planes go to disk first: no moments stay in space sufficient for a region's weights."""
     layout = chosen(regions, dict.fromkeys(KINDS, "auto"), keeps, host_bytes)
     low = [one.weight_bytes for one in regions if "weights" in layout.of(one)]
     for one in regions:
@@ -246,7 +248,7 @@ def test_the_ring_of_activations_is_bounded(host_bytes: int | None, shards: int)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("has_low", [False, True])
 def test_all_frozen(has_low: bool, keeps: bool) -> None:
-    """Only weights go, and low halves; nothing has gradients."""
+    """Only weights and low halves go to disk. Frozen regions have no gradients."""
     regions = [region(index, 5, trainable=False, has_low=has_low) for index in range(3)]
     layout = chosen(regions, dict.fromkeys(KINDS, "nvme"), keeps, None)
     wanted: Any = ("weights", "low") if has_low else ("weights",)

@@ -1,4 +1,4 @@
-"""A plan that the host cannot hold is refused before anything is allocated, whatever bounds the host."""
+"""A plan too large for the host is refused before any allocation, for every host limit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_engine_is_refused_by_a_group_and_to_the_byte(
     left(needed - weights - 1)
     with pytest.raises(DoesNotFitError, match=rf"{needed} bytes.* 1 B \(1 bytes\) too few.*/sys/fs/cgroup/memory\.max"):
         open_engine()
-    left(needed - weights)  # what the model has it gives back
+    left(needed - weights)  # the engine frees the model weights
     with open_engine() as engine:
         tokens = torch.randint(128, (1, 8))
         engine.step({"input_ids": tokens, "labels": tokens})
@@ -129,8 +129,9 @@ Enter = Callable[[str], str]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Enter:
-    """Train a model whose states are 8.6 GB, after some code; return the refusal, after checking that it came before
-    any of its memory was taken.
+    """Return a function: run some code, train a model with 8.6 GB states, return the refusal.
+
+    The refusal must come before the state allocation.
     """
     (tmp_path / "big.json").write_text(json.dumps(BIG))
     (tmp_path / "text.txt").write_text("one and one is two\n" * 300)

@@ -1,4 +1,4 @@
-"""Headless Chromium over the DevTools protocol, through its pipe (descriptors 3 and 4, messages that end with NUL)."""
+"""Headless Chromium over the DevTools protocol, through the pipe (descriptors 3 and 4, NUL-terminated messages)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 PATIENCE_S = 60
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_PLACE_PIPE = (  # in a process of its own: Popen can pass descriptors on, and not under other numbers
+_PLACE_PIPE = (  # needs a separate process: Popen can pass descriptors, but not renumber them
     "import fcntl, os, sys\n"
     "ends = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]\n"
     "os.dup2(ends[0], 3), os.dup2(ends[1], 4)\n"
@@ -27,14 +27,14 @@ _PLACE_PIPE = (  # in a process of its own: Popen can pass descriptors on, and n
 
 @dataclass(frozen=True)
 class Page:
-    """A page as it was loaded."""
+    """A loaded page."""
 
     asked_for: list[str]
-    """The addresses of all that was requested, the page itself included."""
+    """Requested addresses, including the page."""
     complaints: list[str]
-    """What the console and the log say, and exceptions."""
+    """Console messages, log entries and exceptions."""
     found: Any
-    """What the script returned."""
+    """The result of the script."""
 
 
 def find_chromium() -> str | None:
@@ -42,7 +42,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One Chromium. `open` loads a file in a tab of its own."""
+    """One Chromium process. `open` loads a file in a new tab."""
 
     def __init__(self, out: int, into: int) -> None:
         self._out, self._into = out, into
@@ -52,7 +52,7 @@ class Browser:
     def open(
         self, path: Path, script: str, *, width: int, is_dark: bool = False, screenshot: Path | None = None
     ) -> Page:
-        """Load a file at a width in CSS pixels, and run a script in it, which returns what JSON can say."""
+        """Load a file at a width in CSS pixels, and run a script with a JSON result."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -104,7 +104,7 @@ class Browser:
 
 @contextmanager
 def browser(program: str, profile: Path) -> Iterator[Browser]:
-    """Run Chromium while within. `profile`: a folder for what it keeps."""
+    """Run Chromium inside the block. `profile`: a folder for browser data."""
     its_in, our_out = os.pipe()
     our_in, its_out = os.pipe()
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
@@ -119,7 +119,7 @@ def browser(program: str, profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(our_in, our_out)
     finally:
-        os.close(our_out)  # at the end of its pipe it leaves
+        os.close(our_out)  # Chromium ends at the end of the pipe
         os.close(our_in)
         try:
             process.wait(10)

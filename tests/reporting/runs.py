@@ -1,4 +1,4 @@
-"""Run folders made by hand, with numbers that a test can work out."""
+"""Handwritten run folders, with numbers for computation in tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN: dict[str, Any] = {
 
 
 def line(step: int, seconds: float, *, lanes: Mapping[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl. lanes: busy and exposed seconds by name; compute is what is left."""
+    """Return a metrics.jsonl line. lanes: (busy, exposed) seconds by name; compute takes the remaining time."""
     exposed = sum(each[1] for each in lanes.values())
     every = {name: dict.fromkeys(("busy_seconds", "exposed_seconds"), 0.0) for name in LANES}
     every["compute"]["busy_seconds"] = seconds - exposed
@@ -58,7 +58,7 @@ def line(step: int, seconds: float, *, lanes: Mapping[str, tuple[float, float]],
 
 
 def spans(begin: float, seconds: float) -> list[Span]:
-    """A step of two units, as (lane, name, begin, end): h2d for a fifth before compute begins and a tenth beside it."""
+    """Return a step with two units: h2d runs for a fifth before compute, and for a tenth beside compute."""
     parts = [
         ("h2d", "model.layers.0", 0.0, 0.2),
         ("compute", "forward model.layers.0", 0.2, 0.4),
@@ -78,7 +78,7 @@ def write_run(
     plan: Mapping[str, Any] = PLAN,
     with_trace: bool = True,
 ) -> Path:
-    """Write a folder as train leaves it; its trace keeps the first three, the last ten and the slowest."""
+    """Write a run folder like train. The trace keeps the first three steps, the last ten and the slowest."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(yaml.safe_dump(dict(config)))
     (path / "plan.json").write_text(json.dumps(plan))
@@ -96,7 +96,7 @@ def write_run(
 
 
 def usual(num_steps: int = 40, **more: Any) -> list[dict[str, Any]]:
-    """Lines whose first three steps are slow, and step 17 is the slowest of the others."""
+    """Return lines with three slow first steps; among the others step 17 is the slowest."""
     return [
         line(
             step,

@@ -1,4 +1,4 @@
-"""The figures of a page against what can be counted in the run folder."""
+"""The figures on a page, against counts in the run folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_step_that_the_trace_keeps_no_more_is_shown_by_the_nearest_in_time(tmp
 
 
 def test_a_slow_first_step_stands_for_no_other(tmp_path: Path) -> None:
-    """It learns the model, so that its lanes are others, even where its time is nearest."""
+    """A first step records the model, with other lane times, so it never represents a later step."""
     seconds = {step: 0.422 if step <= 3 else 0.4 + 0.001 * step for step in range(1, 41)}
     lines = [line(step, each, lanes={"h2d": (0.1, 0.1)}) for step, each in seconds.items()]
     step = figures_of(write_run(tmp_path, lines)).median
@@ -112,7 +112,7 @@ def test_bars_are_hidden_where_a_unit_computes_and_exposed_where_none_does(tmp_p
 def test_the_busiest_lane_binds(tmp_path: Path) -> None:
     lines = [line(step, 0.5, lanes={"h2d": (0.45, 0.1), "d2h": (0.1, 0.25)}) for step in range(1, 20)]
     for each in lines[10:]:
-        each["step_seconds"] = 0.52  # of which 0.02 are outside the engine
+        each["step_seconds"] = 0.52  # 0.02 s are outside the engine
     binding = figures_of(write_run(tmp_path, lines)).binding
     assert (binding.lane, binding.limit_s, binding.step_s) == ("h2d", 0.45, 0.52)
     assert binding.times_limit == pytest.approx(0.52 / 0.45)
@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_is_seen(tmp_path: Path) -> None:
     (path / "env.json").write_text(json.dumps(env))
     assert Recorded.read(path).is_running
     assert not Recorded.read(path, is_over=True).is_running
-    os.utime(path / "env.json", (1, 1))  # written before the process began, which therefore is another one
+    os.utime(path / "env.json", (1, 1))  # older than the process, so the run belongs to another process
     assert not Recorded.read(path).is_running
     (path / "env.json").write_text(json.dumps({**env, "host": "elsewhere"}))
     assert not Recorded.read(path).is_running

@@ -1,4 +1,4 @@
-"""The page as headless Chromium shows it: on a phone and on a screen, in light and dark."""
+"""The page in headless Chromium: phone and screen widths, light and dark."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of a usual run, a broken one, one of large numbers, and several runs beside each other."""
+    """Write pages for a usual run, a broken run, large numbers, and several runs together."""
     folder = tmp_path_factory.mktemp("runs")
     long = "model.language_model.layers.0.mixture_of_experts_with_a_very_long_name_that_nothing_breaks"
     alternatives = [{"change": "32 GiB more host memory", "step_seconds": 0.3, "fits": True}]
@@ -114,7 +114,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def awkward_data(name: str) -> DataView:
-    """Data with long names, large numbers, text without a blank, and text that would be HTML."""
+    """Return data with long names, large numbers, text without blanks, and HTML-like text."""
     texts = {"trained": f"{name * 9}</div><b>", "context": f"\t{name * 9}\n\n  two\n", "padding": f"<{name}> x 1,000"}
     pieces = [Piece(text, kind, special, special, 10**9) for kind, text in texts.items() for special in (False, True)]
     bins = tuple((2**power, 10**power) for power in range(12))
@@ -147,7 +147,7 @@ def test_it_shows_without_complaints_requests_or_cut_text(
         assert page.found["bars"] == 36
         assert page.found["text"].count("</div><b>") == 2
     elif name != "broken":
-        assert page.found["smallest"] > 11  # the height of a line of 10 px text
+        assert page.found["smallest"] > 11  # line height for 10 px text
         assert page.found["curves"] == {"first": 5, "usual": 6, "large": 6, "several": 24}[name]
         assert page.found["bars"] > 5
     for ink in ("ink", "soft"):
@@ -203,7 +203,7 @@ def test_settings_that_differ_are_told_but_for_the_folder(tmp_path: Path) -> Non
 
 def test_a_step_takes_no_more_longer_in_a_part_than_as_a_whole(tmp_path: Path) -> None:
     lines = [line(step, 0.5, lanes={"h2d": (0.2, 0.2)}) for step in range(1, 12)]
-    lines[7] = line(8, 0.6, lanes={"h2d": (0.2, 0.0)})  # compute 0.3 s longer, and no wait
+    lines[7] = line(8, 0.6, lanes={"h2d": (0.2, 0.0)})  # compute takes 0.3 s longer, without a wait
     (view,) = read_views([write_run(tmp_path, lines)])
     assert view.slowest.said[0] == "100 ms more than the median step, 100 ms of it in compute."
 
@@ -318,6 +318,6 @@ def _luminance(color: str) -> float:
 
 
 def _contrast(one: str, other: str) -> float:
-    """The contrast ratio of WCAG 2.1."""
+    """Return the WCAG 2.1 contrast ratio."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)

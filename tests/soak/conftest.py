@@ -1,4 +1,4 @@
-"""What the tests of whole processes start from."""
+"""Fixtures for tests with whole processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.runs import Forks, make_folder
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands run."""
+    """The working directory for the commands."""
     return make_folder(tmp_path_factory.mktemp("soak"))
 
 

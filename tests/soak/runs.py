@@ -1,5 +1,6 @@
-"""Runs of `offload.train` over a few kilobytes of text whose processes can be killed: started as a user does, or forked
-from a process that has imported torch.
+"""Runs of `offload.train` over a few kilobytes of text, in processes that tests can kill.
+
+The processes start like user commands, or are forked from a process with an imported torch.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from tests.distributed.ranks import free_port
 from tests.forks import ROOT
 from tests.lanes.patience import eventually
 
-# Some 3 million parameters with dropout: 38 MB of states, which take long enough to save to be hit on the way.
-# Batches of few tokens: products in bf16 take seventy times as long as in fp32 on a CPU without AVX-512.
+# About 3 million parameters with dropout: 38 MB of states, slow enough to save for a kill during the save. Batches have
+# few tokens: on a CPU without AVX-512, bf16 products take seventy times the fp32 time.
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}
-# And some ten thousand without, whose steps take milliseconds.
+# About ten thousand parameters without dropout, with steps in milliseconds.
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 384,
@@ -51,7 +52,7 @@ TIERS = {
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder from which the commands run. An epoch has about 22 steps, so that runs go through several."""
+    """Write a working directory for the commands. An epoch has about 22 steps, so runs cover several epochs."""
     (path / "gpt2.json").write_text(json.dumps(GPT2))
     (path / "llama.json").write_text(json.dumps(LLAMA))
     (path / "text.txt").write_text(
@@ -74,8 +75,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 @dataclass
 class Commands:
-    """Starts `python -m offload.train`, as a user does; several ranks by --gpus. `begin`: `start_anew` or `start` of
-    tests/forks.py.
+    """Starts `python -m offload.train` like a user, with --gpus for several ranks.
+
+    `begin`: `start_anew` or `start` from tests/forks.py.
     """
 
     folder: Path
@@ -88,7 +90,7 @@ class Commands:
 
 @dataclass
 class Forks:
-    """Forks processes that are that command; several ranks with torchrun's variables, and without a launcher."""
+    """Forks processes with the same command. Several ranks get torchrun variables, without a launcher."""
 
     folder: Path
 
@@ -116,8 +118,8 @@ def command(begin: Any, folder: Path, words: Sequence[str], log: Path, env: Any 
 
 
 def stands_still(pid: int) -> bool:
-    """Return whether every thread of a process is stopped."""
-    with suppress(OSError):  # a thread that has ended meanwhile
+    """Return whether every thread in a process is stopped."""
+    with suppress(OSError):  # the thread can end at any time
         states = [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
         return set(states) == {"T"}
     return False
@@ -125,7 +127,7 @@ def stands_still(pid: int) -> bool:
 
 @dataclass
 class Processes:
-    """What was started: the command, which has children where it has several ranks; or each of its ranks."""
+    """The started processes: one command (with child processes for several ranks), or one process per rank."""
 
     started: Sequence[Any]
     num_ranks: int
@@ -138,7 +140,7 @@ class Processes:
         self.kill()
 
     def pids(self, rank: int | None = None) -> list[int]:
-        """Return the ids of all processes, or of the one of a rank."""
+        """Return the process ids of all ranks, or of one rank."""
         if len(self.started) == self.num_ranks:
             return [each.pid for each in self.started] if rank is None else [self.started[rank].pid]
         parent, ranks = psutil.Process(self.started[0].pid), {}
@@ -151,7 +153,7 @@ class Processes:
         return None in [each.poll() for each in self.started]
 
     def stop(self) -> bool:
-        """Stop all of them, until `go_on` or a kill; return whether all stand still, as none has ended."""
+        """Stop all processes until `go_on` or a kill. Return whether all are stopped and none has ended."""
         self.stopped = self.pids()
         self._send(signal.SIGSTOP)
         assert eventually(lambda: not self.is_running() or all(map(stands_still, self.stopped)))
@@ -166,20 +168,20 @@ class Processes:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """Kill all of them, if they still run."""
+        """Kill all running processes."""
         if self.is_running():
             for pid in self.pids():
                 os.kill(pid, signal.SIGKILL)
 
     def codes(self) -> set[int]:
-        """Wait for the end; return the exit codes."""
+        """Wait for the end. Return the exit codes."""
         assert eventually(lambda: not self.is_running(), forks.MINUTES), "they do not end"
         return {each.poll() for each in self.started}
 
 
 @dataclass
 class Run:
-    """A run folder, and the command that trains there. `place`: where that folder is; None for beside the logs."""
+    """A run folder with the training command. `place`: parent of the folder; None: beside the logs."""
 
     starter: Commands | Forks
     name: str
@@ -197,19 +199,19 @@ class Run:
         return Checkpoints(self.path / "checkpoints")
 
     def start(self) -> Processes:
-        """Start the command: each time the same one."""
+        """Start the command, with the same words each time."""
         self.logs.append(self.starter.folder / f"{self.name}-{len(self.logs)}.log")
         return self.starter.start([*WORDS, *self.words, "--run.dir", str(self.path)], self.logs[-1], self.num_ranks)
 
     def said(self) -> str:
-        """Return what the last one that was started has printed."""
+        """Return the output from the last start."""
         return self.logs[-1].read_text(errors="replace") if self.logs[-1].exists() else ""
 
     def errors(self) -> list[str]:
         return [line for line in self.said().splitlines() if line.startswith("offload: ")]
 
     def learnt(self) -> list[tuple[Any, ...]]:
-        """Return of each line of metrics.jsonl what does not depend on time."""
+        """Return the time-independent values in each metrics.jsonl line."""
         lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
         return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
 

@@ -1,5 +1,7 @@
-"""A run's checkpoint, saved by two ranks, with every kind of damage: whoever asks for it by its path is told which file
-it is and which checkpoint is good, and whoever does not begins at that one, with its bits.
+"""A checkpoint saved by two ranks, with every damage type.
+
+A resume by path reports the damaged file and the good checkpoint. A resume without a path starts at the good checkpoint
+with the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def saved(forks: Forks) -> Run:
-    """A run of two ranks with step-2 and step-4, which is to have 6 steps."""
+    """A run over two ranks with step-2 and step-4, for a total of 6 steps."""
     run = Run(forks, "saved", [*SMALL, "--train.steps", "4", "--checkpoint.every", "2"], num_ranks=2)
     assert run.start().codes() == {0}, run.said()
     for name in ("step-2", "step-4"):
@@ -42,7 +44,7 @@ def saved(forks: Forks) -> Run:
 
 @pytest.fixture
 def run(saved: Run, tmp_path: Path) -> Run:
-    """That run, to be damaged."""
+    """A copy of this run, for damage."""
     words = [*SMALL, "--train.steps", "6", "--checkpoint.every", "2"]
     copy = Run(saved.starter, tmp_path.name, words, place=tmp_path)
     shutil.copytree(saved.path, copy.path)
@@ -50,13 +52,11 @@ def run(saved: Run, tmp_path: Path) -> Run:
 
 
 class Ended(BaseException):
-    """The run is over, as all was seen that was to be."""
+    """Ends the run after the checks."""
 
 
 class Loader:
-    """A run in this process that has all but its states: these are taken from whatever checkpoint there is, as often as
-    one likes.
-    """
+    """A run in the test process without states; states are loaded from any checkpoint, repeatedly."""
 
     def __init__(self, run: Run, engine: Engine, begin_at: Callable[..., Any], folder: Path) -> None:
         self.run, self._engine, self._begin_at, self._states = run, engine, begin_at, folder / "states"
@@ -71,17 +71,17 @@ class Loader:
         (folder / "step-4").rename(self.run.checkpoints.path / "step-4")
 
     def load(self, how: str) -> None:
-        """Do what a run does with `--checkpoint.resume`."""
+        """Load like a run with `--checkpoint.resume`."""
         self.said.clear()
         self._begin_at(find_start(self._configs[how]), self._engine, self.said.append)
 
     def states(self) -> dict[str, bytes]:
-        """Return all that a checkpoint of the states, as they are now, holds."""
+        """Return all files in a checkpoint of the current states."""
         self._engine.save_checkpoint(self._states)
         return {each.name: each.read_bytes() for each in self._states.iterdir()}
 
     def check(self, name: str) -> None:
-        """Assert that step-4 is refused for a file of it."""
+        """Check that step-4 is refused because of one file."""
         bad, good = (self.run.checkpoints.path / step for step in ("step-4", "step-2"))
         with pytest.raises(CheckpointError) as caught:
             self.load(str(bad))
@@ -100,7 +100,7 @@ def config_of(run: Run, *words: str) -> Config:
 
 @pytest.fixture
 def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that calls another one with a `Loader`."""
+    """Return a function that calls `work` with a `Loader`."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     begin_at = runs.begin_at
@@ -117,17 +117,17 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return call
 
 
-@pytest.mark.slow  # in the quick run: tests/checkpoint/test_damage.py
+@pytest.mark.slow  # quick version: tests/checkpoint/test_damage.py
 @pytest.mark.parametrize("num_bits", [200])
 def test_flipped_bits(inside: Any, num_bits: int) -> None:
-    """Break: leave out the comparison of one kind of file with its checksum."""
+    """Break: skip the checksum comparison for one file type."""
     inside(lambda loader: flip_bits(loader, num_bits))
 
 
 def flip_bits(loader: Loader, num_bits: int) -> None:
     rng, folder = random.Random(11), loader.run.checkpoints.path / "step-4"
     for number in range(num_bits):
-        path = folder / FILES[number % len(FILES)]  # in proportion to their sizes, few would meet the small ones
+        path = folder / FILES[number % len(FILES)]  # equal probability per file: by size, small files would be rare
         whole = path.read_bytes()
         data, at = bytearray(whole), rng.randrange(len(whole))
         data[at] ^= 1 << rng.randrange(8)
@@ -136,7 +136,7 @@ def flip_bits(loader: Loader, num_bits: int) -> None:
         path.write_bytes(whole)
 
 
-@pytest.mark.slow  # in the quick run: tests/checkpoint/test_damage.py
+@pytest.mark.slow  # quick version: tests/checkpoint/test_damage.py
 def test_other_damage(inside: Any) -> None:
     inside(damage)
 
@@ -148,7 +148,7 @@ def damage(loader: Loader) -> None:
         whole = path.read_bytes()
         truncated = [whole[: rng.randrange(len(whole))] for _ in range(3)]
         for data in (*truncated, b"", whole + b"\n", other.read_bytes()):
-            if data != whole:  # the model's configuration is the same in both
+            if data != whole:  # both steps have the same model configuration
                 path.write_bytes(data)
                 loader.check("rank-0.bin" if name == MANIFEST and data == other.read_bytes() else name)
         path.unlink()
@@ -182,7 +182,7 @@ def make_newer(loader: Loader) -> None:
     ("name", "num_ranks"), [pytest.param("rank-1.bin", 2, marks=pytest.mark.slow), ("tokenizer.json", 1)]
 )
 def test_by_the_command(run: Run, name: str, num_ranks: int) -> None:
-    """Refused by path with one paragraph; without a path two ranks, or one, go on from the one before."""
+    """By path: refused with one paragraph. Without a path, one rank or two resume from the previous checkpoint."""
     path = run.checkpoints.path / "step-4" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""Commands that save while their disk is full: the earlier checkpoint stays whole, and nothing stays of the new one."""
+"""Commands that save on a full disk: the earlier checkpoint stays whole, and the new one leaves no files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
 def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) -> Run:
-    """A run on that disk, over two ranks by --gpus."""
+    """A run on this disk, with --gpus for two ranks."""
     starter = forks if request.param == 1 else Commands(folder, start)
     return Run(starter, f"run-{request.node.name}", FOR_EVER, request.param, place=disk)
 
 
 def wait_for(words: str, run: Run, processes: Processes, times: int = 1) -> None:
-    """Wait until the command has printed something so often."""
+    """Wait for a number of matching output lines."""
     eventually(lambda: num_said(words, run) >= times or not processes.is_running())
     assert num_said(words, run) >= times, run.said()
 
@@ -46,7 +46,7 @@ def num_said(words: str, run: Run) -> int:
 
 
 def fill(disk: Path) -> Path:
-    """Take all room that a disk has, and so often as it takes to keep it."""
+    """Use all free space on a disk. Can be called again to fill newly freed space."""
     path = disk / "other"
     with path.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
         while True:
@@ -55,8 +55,10 @@ def fill(disk: Path) -> Path:
 
 
 def check_what_is_there(run: Run, *, while_it_runs: bool = False) -> None:
-    """Assert that what stays are whole checkpoints, and `latest`, which names the newest, or, where the disk was full
-    just when that was there, one before it; beside the next one, which a run may be trying.
+    """Check that the run has only whole checkpoints and `latest`.
+
+    `latest` names the newest checkpoint, or an earlier one if the disk was full at the update. During a run a partial
+    checkpoint is allowed.
     """
     folders = run.checkpoints.folders()
     for path in folders:
@@ -80,7 +82,7 @@ def assert_ended_for_want_of_room(processes: Processes, run: Run) -> None:
 
 @pytest.mark.slow
 def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
-    """Full for a while, then again when the command is told to stop."""
+    """The disk is full for a while, and again at the stop signal."""
     saved, not_saved = "^step [0-9]+  saved ", "^note: step [0-9]+ could not be saved"
     with run.start() as processes:
         wait_for("^step 5  saved ", run, processes)
@@ -111,7 +113,7 @@ def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     assert run.checkpoints.folders()[0].name == f"step-{len(steps)}"
 
 
-@pytest.mark.slow  # in the quick run: one that goes on
+@pytest.mark.slow  # quick version: a test with a continued run
 def test_or_the_command_ends(run: Run, disk: Path) -> None:
     run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
     with run.start() as processes:

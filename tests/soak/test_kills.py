@@ -1,5 +1,6 @@
-"""Runs that are killed again and again, mostly while they save, and started by the same command each time: the same
-bits as a run that nothing happened to, and nothing left behind.
+"""Runs killed again and again, mostly during a save, and restarted with the same command.
+
+The result has the same bits as an uninterrupted run, and no files remain.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ FILES = ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill whom. `at`: what a save is at then, as `at_work` tells, or `starting` or `training`, for no save.
-    rank: the one to kill; None for all that was started, the launcher included.
+    """Time and target of a kill.
+
+    at: the state of a save, as in `at_work`, or `starting` or `training` outside a save. rank: the rank to kill; None:
+    all processes, including the launcher.
     """
 
     at: str
@@ -49,9 +52,7 @@ MANY_RANKS = [
 
 
 def at_work(folder: Path, before: set[str]) -> str:
-    """Return what a save is at, by what there is in the folder of checkpoints and was not before; nothing between two
-    saves.
-    """
+    """Return the save state, from the new names in the checkpoint folder. Empty between two saves."""
     new = " ".join(names(folder) - before)
     if ".partial-" in new:
         return "writing"
@@ -61,7 +62,7 @@ def at_work(folder: Path, before: set[str]) -> str:
 
 
 def unannounced(folder: Path) -> set[str]:
-    """Return the checkpoints above the one that `latest` names."""
+    """Return the checkpoints above the one named in `latest`."""
     steps = {int(name[5:]): name for name in names(folder) if re.fullmatch(r"step-\d+", name)}
     latest = -1
     with suppress(FileNotFoundError):
@@ -76,8 +77,9 @@ def names(folder: Path) -> set[str]:
 
 
 def stop_at(at: str, run: Run, processes: Processes, before: set[str], rng: random.Random) -> bool:
-    """Wait for the moment, in one of the first saves, at any point of its writing, or at some time outside of them, and
-    stop all processes there. Return False where the run has ended before, as some moments last a few milliseconds.
+    """Wait for the state `at` in one of the first saves, and stop all processes at a random time in this state.
+
+    Returns False if the run ended first, because some states last a few milliseconds.
     """
     folder, until = run.checkpoints.path, time.monotonic() + PATIENCE_S
     num_before, longest, last = rng.randrange(3), 0.03, ""
@@ -97,17 +99,17 @@ def stop_at(at: str, run: Run, processes: Processes, before: set[str], rng: rand
                 if processes.stop() and at_work(folder, before) == at:
                     return True
                 processes.go_on()
-                longest /= 2  # how long a save takes is not known
+                longest /= 2  # the length of a save is unknown
         last = now
         time.sleep(0.01 if word else 0.0002)
 
 
 def start_and_kill(run: Run, kill: Kill, rng: random.Random) -> str | None:
-    """Start the command and kill it; return what a save was at, None where it has ended before."""
+    """Start the command and kill it. Return the save state; None: the run ended first."""
     folder = run.checkpoints.path
     before = names(folder)
     with run.start() as processes:
-        for pid in processes.pids():  # where much else runs, a save is to be slower, not whoever waits for it
+        for pid in processes.pids():  # on a busy machine, low priority slows the save and not the test
             os.setpriority(os.PRIO_PROCESS, pid, 10)
         if not stop_at(kill.at, run, processes, before, rng):
             assert processes.codes() == {0}, run.said()
@@ -126,9 +128,7 @@ def start_and_kill(run: Run, kill: Kill, rng: random.Random) -> str | None:
 
 
 def check_after_kill(run: Run) -> int | None:
-    """Assert that all that bears the name of a checkpoint is one, and that those that were told of are there; return
-    the step of the newest.
-    """
+    """Check that all checkpoint folders are valid, including all announced ones. Return the newest step."""
     told = [int(step) for log in run.logs for step in re.findall(r"^step (\d+)  saved ", log.read_text(), re.MULTILINE)]
     for path in run.checkpoints.folders():
         verify(path)
@@ -139,8 +139,9 @@ def check_after_kill(run: Run) -> int | None:
 
 
 def kill_and_go_on(run: Run, whole: Run, kills: Sequence[Kill], num_steps: int, seed: int) -> Counter[str]:
-    """Kill a run at these moments, then let it end, and compare it with a whole one. Return how often saves were hit,
-    by what they were at.
+    """Kill a run at each given time, finish it, and compare with a whole run.
+
+    Returns the number of kills by save state.
     """
     rng, hits, step, left = random.Random(seed), Counter[str](), None, set[str]()
     for number, kill in enumerate(kills, 1):
@@ -170,7 +171,7 @@ def kill_and_go_on(run: Run, whole: Run, kills: Sequence[Kill], num_steps: int, 
 
 
 def assert_went_on(run: Run, step: int | None) -> None:
-    """Assert that the last process began where it should, if it came as far."""
+    """Check the resume step of the last process, if the process came that far."""
     said = run.said()
     assert re.findall(r"^resumed at step (\d+) ", said, re.MULTILINE) in ([], [] if step is None else [str(step)])
     assert "Traceback" not in said
@@ -178,7 +179,7 @@ def assert_went_on(run: Run, step: int | None) -> None:
 
 @pytest.fixture(autouse=True)
 def disk(folder: Path) -> Iterator[Path]:
-    """The folder of the nvme tier, in which killed runs leave nothing."""
+    """The NVMe tier folder, empty after killed runs."""
     path = folder / "disk"
     yield path
     assert not names(path)
@@ -195,7 +196,7 @@ def whole(forks: Forks) -> Run:
     return whole_run(forks, "forked", [*LARGE, "--train.steps", "30"])
 
 
-@pytest.mark.slow  # in the quick run: tests/checkpoint/test_atomic.py, and two ranks that are signalled
+@pytest.mark.slow  # quick version: tests/checkpoint/test_atomic.py, and two ranks with a signal
 @pytest.mark.parametrize("tier", ["nvme"])
 def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str) -> None:
     run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
@@ -203,9 +204,9 @@ def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str
     assert hits["writing"]
 
 
-@pytest.mark.slow  # in the quick run: one that is resumed, and one that is replayed
+@pytest.mark.slow  # quick version: one resumed run and one replayed run
 def test_a_run_without_gradients_that_is_killed_while_it_saves(forks: Forks) -> None:
-    """What a step has put off belongs to its checkpoint."""
+    """A checkpoint includes the delayed part of a step."""
     words = [*LARGE[:4], "--optimizer.name", "mezo", "--optimizer.lr", "1e-3", "--optimizer.layer_fraction", "0.5"]
     words += ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.steps", "30"]
     whole = whole_run(forks, "forwards", words)
@@ -213,7 +214,7 @@ def test_a_run_without_gradients_that_is_killed_while_it_saves(forks: Forks) -> 
     assert hits["writing"]
 
 
-@pytest.mark.slow  # in the quick run: one process that is killed, and ranks that fail while they save
+@pytest.mark.slow  # quick version: one killed process, and ranks with a failed save
 def test_ranks_that_are_killed_while_they_save(forks: Forks) -> None:
     words = [*LARGE, "--train.steps", "20"]
     whole = whole_run(forks, "ranks", words, 2)

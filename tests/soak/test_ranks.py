@@ -1,4 +1,4 @@
-"""Runs of several ranks: gone on with by as many or by others, and saved when somebody asks."""
+"""Runs over several ranks: resumed with another rank count, and saved after a signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks wou
 
 @pytest.fixture(scope="module")
 def whole(forks: Forks) -> Run:
-    """Two ranks, all on disk, with step-6 of 12. Without dropout, which each rank draws for itself."""
+    """Two ranks with all states on disk, and step-6 of 12. No dropout, because each rank samples separately."""
     words = [*SMALL, *TIERS["nvme"], "--train.steps", "12", "--checkpoint.every", "6", "--train.max_grad_norm", "0.3"]
     run = Run(forks, "two", words, num_ranks=2)
     assert run.start().codes() == {0}, run.said()
@@ -32,7 +32,7 @@ def whole(forks: Forks) -> Run:
     [(2, "memory"), (1, "nvme"), (2, "nvme"), (1, "memory"), (3, "memory"), (3, "nvme")],
 )
 def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier: str) -> None:
-    """Bit for bit by as many, wherever their states are; by others to within the order of sums."""
+    """Equal bits for the same number of ranks with any placement. Otherwise equal up to the summation order."""
     words = [*SMALL, *TIERS[tier], "--train.steps", "12", "--checkpoint.resume", str(whole.path / "checkpoints/step-6")]
     run = Run(whole.starter, f"{num_ranks}-{tier}", words, num_ranks)
     assert run.start().codes() == {0}, run.said()
@@ -50,7 +50,7 @@ def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier
 
 @pytest.mark.slow
 def test_a_signal_saves_once_whoever_gets_it(folder: Path) -> None:
-    """First the launcher, then rank 1."""
+    """First the launcher gets the signal, then rank 1."""
     words = [*SMALL, "--train.steps", "1000000"]
     run = Run(Commands(folder, start), "asked", words, num_ranks=2)
     with run.start() as processes:

@@ -1,4 +1,4 @@
-"""A reader of traces that knows the format's rules and nothing of the writer."""
+"""An independent trace reader, based only on the format rules."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Work:
 
 
 def read_trace(path: Path) -> dict[str, list[Work]]:
-    """Return what each track shows, by its begin, tracks in the order in which a viewer shows them."""
+    """Return the work on each track, sorted by begin. The tracks have the viewer order."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return check_trace(json.load(file))
 
 
 def check_trace(trace: dict[str, Any]) -> dict[str, list[Work]]:
-    """Check a trace against the Trace Event Format, object form, and return what its tracks show.
+    """Check a trace against the Trace Event Format (object form), and return the work on each track.
 
-    The format lets complete events nest; here they must not even do that.
+    The format permits nested complete events. Our traces must not nest.
     """
     assert trace["displayTimeUnit"] in ("ms", "ns")
     names: dict[int, str] = {}
@@ -58,7 +58,7 @@ def check_trace(trace: dict[str, Any]) -> dict[str, list[Work]]:
         assert math.isfinite(length)
         assert begin >= 0
         assert length >= 0
-        begin, length = round(begin * 1000), round(length * 1000)  # of microseconds
+        begin, length = round(begin * 1000), round(length * 1000)  # from microseconds
         works.setdefault(track, []).append(Work(event["name"], begin, begin + length))
     assert set(works) <= set(names) == set(order)
     assert len(set(order.values())) == len(order)

@@ -1,4 +1,4 @@
-"""Loggers get the numbers of metrics.jsonl, go on where a run goes on, and end no run by failing."""
+"""Loggers receive the metrics.jsonl numbers, resume with a run, and never end a run with an error."""
 
 from __future__ import annotations
 

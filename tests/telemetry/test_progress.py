@@ -1,4 +1,4 @@
-"""What the user sees, and what a signal does."""
+"""Progress output for the user, and the effect of signals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_encoding_without_the_letters_gets_escapes(is_terminal: bool, monkeyp
 def test_a_terminal_gets_a_live_line() -> None:
     stream = Terminal()
     progress = make_progress(2, stream)
-    progress.say("[data] 100%")  # no markup is read out of what is said
+    progress.say("[data] 100%")  # markup in messages is not interpreted
     for step in (1, 2):
         progress.step({**STEP, "step": step}, num_steps=None, eta_s=None)
     progress.close()
@@ -108,7 +108,7 @@ def test_clock(seconds: float, text: str) -> None:
 def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lanes": {"h2d": {"busy_seconds": math.nan}}})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # there before the file is closed
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # written before the file is closed
     log.close()
     assert "NaN" not in lines[0]
     assert json.loads(lines[0]) == {
@@ -121,7 +121,7 @@ def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> No
 
 def test_the_last_line_of_metrics_is_amended(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.amend({"eval_loss": 0.0})  # there is none yet
+    log.amend({"eval_loss": 0.0})  # no line yet
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     log.write({"step": 1})
     log.write({"step": 2, "lanes": {}})
@@ -150,7 +150,7 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
 
 
 def test_a_signal_within_a_print_asks_as_any_other() -> None:
-    """Its own line finds the stream taken, and is printed when the ranks agree on the stop."""
+    """The handler cannot print during a print. The line is printed when the ranks agree on the stop."""
     written: list[str] = []
 
     class Interrupted(io.RawIOBase):
@@ -175,8 +175,10 @@ def test_a_signal_within_a_print_asks_as_any_other() -> None:
 
 
 def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system sends a rank one for each thread of a launcher that is killed. It may come where the handler of the
-    one before has noted nothing yet."""
+    """A killed launcher sends a rank one signal per thread.
+
+    The second signal can arrive before the first handler has recorded anything.
+    """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     clock, coming = time.monotonic, [signal.SIGTERM]
 
@@ -197,7 +199,7 @@ def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkey
 
 
 def test_a_rank_says_nothing_of_a_sigterm_before_the_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it torchrun ends the others when one is lost, and that may come before they see the loss."""
+    """torchrun sends SIGTERM to the other ranks after a lost rank, perhaps before they notice the loss."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     said: list[str] = []
     with StopSignals(said.append) as stop:
@@ -218,7 +220,7 @@ def test_on_the_way_out_signals_are_ignored() -> None:
             stop.ignore()
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # until the process is gone
+        signal.raise_signal(signal.SIGTERM)  # until the process ends
         assert not stop.requested
         assert not said
     finally:

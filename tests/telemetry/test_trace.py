@@ -1,4 +1,4 @@
-"""The trace's file: its format, its bounds, and that at no time two pieces of work share a track."""
+"""The trace file: format, size limits, and no overlapping work on a track."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offload.telemetry.trace import FIRST_STEPS, LAST_STEPS, Trace
 from tests.telemetry.reader import Work, check_trace, read_trace
 
 LANES = ("compute", "h2d", "d2h", "update")
-START = 86_400.0  # perf_counter may count from the machine's start
+START = 86_400.0  # perf_counter can count from the machine start
 
 
 def trace_of(spans: list[tuple[str, str, float, float]], path: Path = Path("unused"), is_serial: bool = False) -> Trace:
-    """A trace of one step that took ten seconds."""
+    """Return a trace with one ten-second step."""
     trace = Trace(path, LANES, is_serial=is_serial)
     trace.step(1, START, START + 10, [Span(lane, name, START + begin, START + end) for lane, name, begin, end in spans])
     return trace
@@ -40,10 +40,10 @@ def test_a_file_shows_each_lane_on_a_track_of_its_own(tmp_path: Path) -> None:
     spans = [("h2d", "a", -0.5, 1.0), ("compute", "forward a", 1.0, 2.0), ("h2d", "b", 1.0, 3.0), ("update", "", 4, 5)]
     trace_of(spans, path).write()
     shown = read_trace(path)
-    assert list(shown) == [*LANES, "steps"]  # compute first, and a track for a lane that did nothing
-    assert seconds(shown["h2d"]) == [("a", 0.0, 1.5), ("b", 1.5, 3.5)]  # time 0 is where the first work begins
+    assert list(shown) == [*LANES, "steps"]  # compute first, and a track for an idle lane
+    assert seconds(shown["h2d"]) == [("a", 0.0, 1.5), ("b", 1.5, 3.5)]  # time 0 is the begin of the first work
     assert seconds(shown["compute"]) == [("forward a", 1.5, 2.5)]
-    assert seconds(shown["update"]) == [("update", 4.5, 5.5)]  # no event without a name
+    assert seconds(shown["update"]) == [("update", 4.5, 5.5)]  # every event has a name
     assert seconds(shown["steps"]) == [("step 1", 0.5, 10.5)]
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json.gz"]
 
@@ -66,7 +66,7 @@ def test_where_one_thread_does_everything_nothing_is_shown_side_by_side() -> Non
     assert seconds(beside["d2h"]) == seconds(serial["d2h"]) == [("a", 4, 5)]
 
 
-times = st.floats(0, 10).map(lambda time_s: round(time_s, 6))  # the trace has microseconds
+times = st.floats(0, 10).map(lambda time_s: round(time_s, 6))  # trace resolution: microseconds
 
 
 @given(st.lists(st.tuples(st.sampled_from(LANES), st.sampled_from("abc"), times, times), max_size=12), st.booleans())
@@ -88,7 +88,7 @@ def test_any_spans_come_out_apart_with_all_their_time(spans: list[Any], is_seria
 
 
 def run_of(num_steps: int, seconds: float = 1.0, slowest: int = 0) -> Trace:
-    """Steps with a fetch that begins before its step does, and an update that ends in the next; one takes longer."""
+    """Return a trace with fetches before each step, updates into the next step, and one slower step."""
     trace = Trace(Path("unused"), LANES, is_serial=False)
     for step in range(num_steps):
         begin = START + 1.5 * seconds * step
@@ -124,7 +124,7 @@ def test_a_long_run_keeps_its_first_and_last_steps_close_together() -> None:
     ]
     assert all(0 < gap.end - gap.begin < 0.5e9 for gap in gaps)
     assert shown["steps"][-1].end < (FIRST_STEPS + LAST_STEPS + 2) * 1.5e9
-    # what belongs together moved together: the fetch of a step still begins 0.2 seconds before it
+    # related work moves together: the fetch for a step still begins 0.2 seconds earlier
     for step, fetch in zip(steps_of(shown), shown["h2d"], strict=True):
         (mark,) = (work for work in shown["steps"] if work.name == f"step {step}")
         assert fetch.name == f"h2d {step}"
@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, mon
         {"dur": -1.0},
         {"ts": float("nan")},
         {"name": ""},
-        {"dur": 1e7},  # into the work that follows on its track
+        {"dur": 1e7},  # overlaps the next work on the track
     ],
 )
 def test_the_reader_refuses_what_the_format_does_not_allow(change: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs inside this process, on models and texts of a few kilobytes."""
+"""Whole runs inside the test process, on models and texts with a few kilobytes."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
-    """Each run ends with a collection, which would look through all that tests have made before, and that the first of
-    them has imported: 0.2 s and more."""
+    """Shorten the garbage collection after each run: objects from earlier tests and imports cost 0.2 s or more."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Steps of a few microseconds gain nothing from threads, and lose much where the machine is busy."""
+    """Set one torch thread: steps with a few microseconds gain nothing from threads and lose much on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +67,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Train with settings over a few kilobytes of text; return the result and the lines of metrics.jsonl."""
+    """Return a function that trains over a few kilobytes of text and returns (result, metrics.jsonl lines, stdout)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))

@@ -1,5 +1,7 @@
-"""One rank of a test: python -m tests.training.ranks_child WAY WORDS runs `offload.train WORDS`, in which something
-happens to one of the ranks at the third step, or at the start.
+"""One rank of a multi-rank test.
+
+python -m tests.training.ranks_child WAY WORDS runs `offload.train WORDS`. One rank has an accident (WAY) at the third
+step or at the start.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import Any
 from offload.config.command_line import run_command
 from offload.errors import ConfigError
 
-AT = 2  # the step, from 0
+AT = 2  # index of the step with the accident, from 0
 
 
 def happen(way: str, rank: int) -> None:
-    """Put the accident of this `way` in its place."""
+    """Patch the function in which the accident `way` happens."""
     from offload.data.dataset import Dataset
     from offload.engine.engine import Engine
     from offload.training import build as run
@@ -61,7 +63,7 @@ def happen(way: str, rank: int) -> None:
 
 
 class Asks:
-    """A callback that asks for everything on rank 1 after the second step, and says what it is told on all."""
+    """A callback that sets every control flag on rank 1 after step 2 and prints later events on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -84,7 +86,7 @@ class Asks:
 
 
 def warn(text: str) -> None:
-    """Warn as a module of ours does."""
+    """Emit a warning from a module in the package."""
     warnings.warn_explicit(text, UserWarning, "offload/somewhere.py", 1, module="offload.somewhere")
 
 

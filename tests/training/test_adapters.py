@@ -1,4 +1,4 @@
-"""Runs that train an adapter over a frozen base: what they say, save, go on from and leave."""
+"""Runs with an adapter over a frozen base: messages, checkpoints, resume and export."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
 
 @pytest.fixture
 def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder of a model with weights and a tokenizer: of a Llama, or of what the test asks for."""
+    """Write a model folder with weights and a tokenizer. The default family is Llama; a test can pass another."""
     folder, family = tmp_path / "base", getattr(request, "param", "llama")
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])).save_pretrained(
@@ -67,7 +67,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
-    """Return the words of a command that trains as the fixture `run` does."""
+    """Return the command line with the same settings as the fixture `run`."""
     data = {"data__source": tmp_path / "text.txt", "data__sequence_length": 32, "data__eval_fraction": 0.1}
     values = {"run__dir": tmp_path / name, **data, "train__batch_size": 4, "train__precision": "fp32", **settings}
     found = []
@@ -83,7 +83,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def train_over_ranks(tmp_path: Path, name: str, **settings: Any) -> Path:
-    """Train in two processes, as torchrun starts them; return the run folder."""
+    """Train in two processes with the variables of torchrun. Return the run folder."""
     own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = ["-m", "offload.train", *words(tmp_path, name, **settings)]
     started = [
@@ -114,7 +114,7 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
 
 @pytest.mark.slow
 def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:
-    """With a head of its own as well, whose weights no rank has all of."""
+    """The adapter has a separate output head (`modules_to_save`), partitioned over both ranks."""
     more = {"model__path": str(base), "lora__modules_to_save": ["lm_head"], **ADAPTER, **HOST, "lora__dropout": 0.0}
     alone, _, _ = run("alone", **more)
     mine, wanted = adapter(train_over_ranks(tmp_path, "ranks", train__steps=3, **more) / "hf"), adapter(alone.export)
@@ -125,7 +125,7 @@ def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
-    """Of a base in bf16, over which a run in fp32 computes with what the files have."""
+    """The base files are bf16. A run in fp32 computes with the stored values."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     head = {"lora__modules_to_save": ["lm_head"]}
     result, _, said = run("run", model__path=str(base), checkpoint__every=3, **head, **ADAPTER, **HOST)
@@ -160,12 +160,12 @@ def test_a_base_lacks_what_its_adapter_begins_as(
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-4")
     model: Any = AutoModelForCausalLM.from_pretrained(base)
     for parameter in model.parameters():
-        parameter.data = parameter.detach().clone()  # last bits of products may go by where in memory a matrix begins
+        parameter.data = parameter.detach().clone()  # memory alignment can change the last bits of a product
     torch.manual_seed(0)
     plain = get_peft_model(model, Adaptation.of(LoraSection(**adapts), "causal").config)
     plain.save_pretrained(tmp_path / "initial")
     for name in ("pissa_init", "olora_init"):
-        monkeypatch.delattr(LoraLayer, name)  # a run that goes on has what was taken out, and takes out nothing
+        monkeypatch.delattr(LoraLayer, name)  # a resumed run reads the changed base
     half, again, _ = run("half", **more)
     assert [line["loss"] for line in again[-2:]] == [line["loss"] for line in lines[-2:]]
     assert_same(half.export, whole.export)
@@ -191,7 +191,7 @@ def test_a_base_lacks_what_its_adapter_begins_as(
 
 @pytest.mark.slow
 def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base: Path, tmp_path: Path) -> None:
-    """VeRA, whose layers share two matrices."""
+    """VeRA: all layers share two matrices."""
     config = tmp_path / "vera.json"
     config.write_text(json.dumps({"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}))
     more = {"model__path": str(base), "checkpoint__every": 2, "lora__config": str(config), **HOST}
@@ -209,7 +209,7 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
 
 
 def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(LoraLayer, "pissa_init")  # nothing is made before it is refused
+    monkeypatch.delattr(LoraLayer, "pissa_init")  # the refusal comes before any initialization
     with pytest.raises(ConfigError, match=r"\(pissa\) are taken out of weights .* set --offload.parameters cpu"):
         run("run", model__path=str(base), offload__parameters="files", lora__init="pissa", **ADAPTER)
     words = ["--model.path", str(base), "--offload.parameters", "files", "--lora.init", "pissa", "--lora.rank", "4"]
@@ -324,7 +324,7 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_path: Path) -> None:
-    """From the base and the run's first values, and from a checkpoint; what restarts is in no log."""
+    """A MeZO run is replayed from the base model and from a checkpoint. Restarts cannot be replayed from a log."""
     mezo = {"model__path": str(base), "optimizer__name": "mezo", "optimizer__lr": 1e-3, "checkpoint__every": 2}
     result, lines, _ = run("run", **mezo, **ADAPTER, train__steps=3)
     assert "projected_grad" in lines[-1]
@@ -341,7 +341,7 @@ def test_without_a_backward_its_log_makes_it_again(run: Any, base: Path, tmp_pat
 
 @pytest.mark.slow
 def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter in fp32 whatever it computes in; with restarts the model in the dtype that it computes in."""
+    """An adapter is exported in fp32. With restarts the run exports the whole model in the compute dtype."""
     more = {"model__path": str(base), "train__precision": "bf16", **ADAPTER}
     result, _, _ = run("run", **more)
     written = sum(value.nbytes for value in adapter(result.export).values())
@@ -367,7 +367,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path,
 def test_an_adapter_begins_as_what_codes_lose_of_its_base(
     run: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, codec: str
 ) -> None:
-    """LoftQ, against the paper's algorithm over the codec of the run."""
+    """LoftQ against the algorithm in the paper, with the quantized format of the run."""
     monkeypatch.setattr(find, "LEAST_NUMEL", 64)
     more = {
         "model__path": str(base),

@@ -1,4 +1,4 @@
-"""Evaluations of whole runs: their numbers against plain PyTorch, and what a run decides by them."""
+"""Evaluations in whole runs: losses against plain PyTorch, early stopping and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from offload.training.finish import Export
 from offload.training.progress import Best
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
-"""Of a run's evaluations, as `judged` has them: the third from the end is the best, by less than 0.5."""
+"""Evaluation losses from the fixture `judged`. The fourth is the lowest, by less than 0.5."""
 
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the evaluation after step 2 n find LOSSES[n - 1], whatever the weights."""
+    """Patch the evaluation after step 2 n to return LOSSES[n - 1] for any weights."""
     monkeypatch.setattr(
         Engine, "evaluate", lambda engine, *_: torch.tensor(LOSSES[min(engine.num_steps // 2, len(LOSSES)) - 1])
     )
 
 
 def documents(path: Path) -> Path:
-    """Write documents with letters of one to four bytes, a blank line at the end of each."""
+    """Write documents with one-byte to four-byte letters and a blank line at the end."""
     rows = [f"Nr. {number}: Ünïcödé, 漢字 and 🙂 cost {number % 7} bytes more.\n\n" for number in range(60)]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     return path
 
 
 def test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch(run: Any, tmp_path: Path) -> None:
-    """Whole documents, a row each: the targets are all tokens but the first of each, and an end that is no text."""
+    """One whole document per row: every token except the first is a target, and the end token has no bytes."""
     data = documents(tmp_path / "rows.jsonl")
     held = documents(tmp_path / "held.jsonl")
     held.write_text("\n".join(held.read_text().splitlines()[:9]))
@@ -71,7 +71,7 @@ def test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch(run: Any, tm
 
 @pytest.mark.slow
 def test_a_run_stops_when_no_loss_is_lower(run: Any, judged: None) -> None:
-    """By 0.5 the fourth evaluation is no better than the second."""
+    """With `early_stopping_min_delta` 0.5 the fourth evaluation is no better than the second."""
     settings = {"train__steps": 12, "train__eval_every": 2, "train__early_stopping_patience": 2}
     result, _, said = run("by 0.5", **settings, train__early_stopping_min_delta=0.5, checkpoint__export=False)
     assert (result.steps, result.best.step, result.best.loss) == (8, 8, pytest.approx(3.9))
@@ -89,7 +89,7 @@ def test_what_is_no_number_is_never_better() -> None:
 
 @pytest.mark.slow
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, judged: None, tmp_path: Path) -> None:
-    """Break: let retention remove the best one; export without going back."""
+    """Break: delete the best checkpoint in retention; export without a reload."""
     settings = {"train__steps": 12, "train__eval_every": 2, "checkpoint__keep_best": True}
     newest = {"checkpoint__every": 3, "checkpoint__keep": 1, "checkpoint__export_best": True}
     result, _, said = run("best", **settings, **newest)
@@ -112,10 +112,12 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, j
 def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
     run: Any, judged: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is over exports its best once that is asked for; a failing export leaves no checkpoint of the last
-    step, whose states are gone by then; without the best checkpoint the last weights are exported.
+    """A finished run can export the best checkpoint later, in a second call with the same command.
 
-    Break: take the export of the last weights for that of the best; save after going back; load what is not there.
+    A failed export leaves no last-step checkpoint, because these states are gone by then. Without a best checkpoint the
+    run exports the last weights.
+
+    Break: accept a last-weights export as the best one; save after the reload; load a missing checkpoint.
     """
     settings = {"train__steps": 10, "train__eval_every": 2, "checkpoint__keep_best": True}
     run("run", **settings)
@@ -150,9 +152,9 @@ def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
 def test_a_resumed_run_stops_after_the_same_step(
     run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Killed after a save, or told to stop in a step after which an evaluation is due, which comes after the save.
+    """The first run is killed after a save, or stops in a step between the save and an evaluation.
 
-    Break: leave the count of evaluations out of checkpoints; do not make the missed evaluation.
+    Break: leave the evaluation count out of checkpoints; skip the missed evaluation.
     """
     settings = {"train__steps": 20, "train__eval_every": 2, "train__early_stopping_patience": 1, "checkpoint__every": 1}
     settings |= {"checkpoint__export": False, "checkpoint__keep_best": True}

@@ -1,4 +1,4 @@
-"""Runs in which a part of the model is frozen: their weights against plain PyTorch's, and what is refused."""
+"""Runs with frozen parameters: weights against plain PyTorch, and refused settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREEZE = ["embed_tokens", r"layers\.[01]\."]
 
 @pytest.mark.slow
 def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
-    """Streamed or resident, in one process or two; the others train as they do in the whole run's first step."""
+    """Streamed or resident, in one process or two. The other parameters train as in the first step of the whole run."""
     settings = {"optimizer__freeze": FREEZE, "checkpoint__every": 2}
     begun, _, _ = run("begun", train__steps=1, optimizer__lr=0.0)
     result, lines, said = run("some", **settings)
@@ -47,7 +47,7 @@ def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
 
 @pytest.mark.slow
 def test_the_export_is_checked_with_the_codes_of_what_trains(run: Any) -> None:
-    """Break: let all of the reloaded model train, whose embeddings have codes then."""
+    """Break: unfreeze all parameters in the reloaded model. The embeddings are then quantized."""
     settings = {"optimizer__freeze": FREEZE, "train__steps": 1, "offload__link_weights": "int8"}
     _, _, said = run("coded", **settings)
     assert "approximate: 1 of" in said

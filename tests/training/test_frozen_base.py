@@ -1,5 +1,6 @@
-"""A frozen base in few bits, or in its own files, from the command line: what a whole run has resident, and leaves on
-disk. The benchmark does the same with 1.2 G parameters.
+"""A frozen base in a quantized format or read from the model files: resident memory and disk use in a whole run.
+
+The benchmark measures the same with 1.2 G parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ needs("peft")
 
 MIB = 1 << 20
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10, "num_attention_heads": 16}
-"""260 MiB in bf16, and 24.5 MiB a block."""
+"""Shape of a model with 260 MiB in bf16 and 24.5 MiB per block."""
 NOISE_BYTES = 60 * MIB
-"""By which a process is larger that computes with larger tensors."""
+"""Allowed extra process memory for larger activation tensors, in bytes."""
 
 
-@pytest.mark.slow  # in the quick run: engine/test_frozen_weights.py, test_model_files.py, which go by the ledgers
+@pytest.mark.slow  # quick versions: engine/test_frozen_weights.py and test_model_files.py, with memory ledgers
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_run_has_the_memory_of_its_budgets_and_copies_nothing(tmp_path: Path) -> None:
     for result in frozen_base.measure(tmp_path, SHAPE, 64 * MIB, steps=2):

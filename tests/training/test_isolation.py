@@ -1,4 +1,4 @@
-"""Runs over conversations: documents of a row that are apart, and models that would mix them."""
+"""Runs over conversations: isolated documents in packed rows, and models without support for isolation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
-    """Conversations of different lengths."""
+    """Write conversations with different lengths."""
     path = tmp_path / "chats.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}. " * (n % 5 + 1)}]}
@@ -43,7 +43,7 @@ def test_conversations_are_apart_by_default_and_a_run_goes_on_to_the_same_bits(
 def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
     run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoints say nothing of the setting."""
+    """Old checkpoints lack the setting `data.packing_isolated`."""
     whole_dict = Config.to_dict
 
     def without(self: Config) -> dict[str, Any]:

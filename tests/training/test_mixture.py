@@ -1,4 +1,4 @@
-"""Whole runs over several sources."""
+"""Whole runs over several data sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_sources")
 def test_a_mixture_resumes_at_the_row_and_evaluates_by_name(
     run: Callable[..., Any], tmp_path: Path, strategy: str
 ) -> None:
-    """One process stops within the second epoch; the next has its losses, and those of the run that never stopped."""
+    """One process stops in the second epoch. The resumed process has the same losses as an uninterrupted run."""
     rows = [{"body": f"Row {i} of a table, which is no number."} for i in range(12)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "more.csv").write_text("text\n" + "".join(f"{i} is more of it\n" for i in range(9)))

@@ -15,7 +15,7 @@ def batch(rows: int = 4, length: int = 1000) -> dict[str, torch.Tensor]:
 
 
 class Tokens(list[int]):
-    """A tokenizer as far as an objective looks at it: its length and its mask token."""
+    """The tokenizer attributes read by an objective: length and mask token."""
 
     def __init__(self, num_tokens: int, mask_token_id: int | None = None) -> None:
         super().__init__(range(num_tokens))
@@ -40,7 +40,7 @@ def test_masked_batches_keep_mask_and_scramble_as_bert_does() -> None:
     assert torch.equal(made["labels"][chosen], given["input_ids"][chosen])
     assert torch.equal(made["input_ids"][~chosen], given["input_ids"][~chosen])
     assert chosen[:, :900].float().mean() == pytest.approx(0.15, abs=0.02)
-    masked = made["input_ids"][chosen] == 99  # the row of the embedding that no token uses
+    masked = made["input_ids"][chosen] == 99  # 99 is an embedding row without a token
     kept = made["input_ids"][chosen] == given["input_ids"][chosen]
     assert masked.float().mean() == pytest.approx(0.8, abs=0.06)
     assert kept.float().mean() == pytest.approx(0.1, abs=0.05)

@@ -1,4 +1,4 @@
-"""`offload.parity`: equal where it has to be, and where it first differs when one side is broken on purpose."""
+"""`offload.parity`: bit-equal sides, and the first difference after a deliberate change on one side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PEFT = [pytest.mark.skipif(find_spec("peft") is None, reason="peft is not instal
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with some text, of which tokens are made once."""
+    """A folder with text, tokenized once per module."""
     path = tmp_path_factory.mktemp("parity")
     (path / "text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
     return path
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return the command line that compares three steps of a tiny model of a family."""
+    """Return a function that builds the command line for three compared steps with a tiny model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.chdir(folder)
 
@@ -60,7 +60,7 @@ def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[s
 
 @pytest.fixture
 def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process; return its exit code and its JSON."""
+    """Run the command in the test process. Return the exit code and the parsed JSON."""
 
     def compare(*more: str, **shape: Any) -> tuple[int, dict[str, Any]]:
         code = parity.main(words("--json", *more, **shape))
@@ -131,8 +131,10 @@ def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path) -> N
 def test_the_resident_side_owes_nothing_to_how_a_folder_is_read_here(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is transformers' own: a model that is built in the dtype of its files, which is not the one that is trained,
-    has another scale than that."""
+    """The resident side uses the loader in transformers.
+
+    A gemma2 model built in the file dtype has another embedding scale than a model built in the training dtype.
+    """
     config = AutoConfig.for_model("gemma2", vocab_size=384, **SHAPES["gemma2"])
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "gemma")
     train_bpe(["a number, the next"] * 9, 384).save_pretrained(folder / "gemma")
@@ -146,7 +148,7 @@ def test_the_resident_side_owes_nothing_to_how_a_folder_is_read_here(
 
 @pytest.mark.slow
 def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(run: Run) -> None:
-    """T5's decoder blocks get the encoder's output, each in one place; its position biases go to all blocks."""
+    """T5: each decoder block reads the encoder output once, and all blocks read the position biases."""
     code, found = run("--same-order", *HOST, family="t5")
     assert (code, found["bit_equal"]) == (0, True)
 
@@ -179,7 +181,7 @@ def test_a_wrong_scale_is_beyond_the_tolerance(run: Run, monkeypatch: pytest.Mon
 
 
 class Broken:
-    """Changes one weight of the resident side by its last bit, in the second step of some passes."""
+    """Flips the last bit of one resident weight in the second step of some passes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: set[int]) -> None:
         update, begin = Resident._update_parameter, Resident.__init__
@@ -265,7 +267,7 @@ def test_more_steps_than_the_run_has_are_refused(words: Callable[..., list[str]]
 def test_a_model_that_does_not_fit_takes_no_memory_before_it_is_refused(
     words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch fills what is only reserved, where algorithms are deterministic, and so takes it."""
+    """With deterministic algorithms torch fills empty tensors, so a reservation takes real memory."""
     process, taken = psutil.Process(), list[float]()
 
     def refuse(_config: Any, built: Any, _comm: Any) -> None:
@@ -300,12 +302,13 @@ def test_two_ranks_are_equal_within_the_order_of_sums(words: Callable[..., list[
     assert found["weights"]["distance"] < 1e-5
 
 
-# -- the resident side, and what compares ------------------------------------------------------------------------------
+# -- the resident side and the comparison
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
-    """With SGD, whose bits are torch's: nothing of the engine is in it."""
+    """SGD has the same bits as torch's SGD, so the expected values need no engine code."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]))
     plain = copy.deepcopy(model)

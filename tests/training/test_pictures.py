@@ -31,19 +31,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this machine is measured once."""
+    """Cache folder for one hardware measurement per module."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def rows(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Conversations about a square of each colour."""
+    """Write one conversation about a square per colour."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return rows_file(tmp_path / "rows.jsonl", [{"messages": about([colour])} for colour in COLOURS])
 
 
 def settings_of(folder: Path, rows: Path, run: Path | str) -> dict[str, Any]:
-    """Return the settings that all runs here have."""
+    """Return the settings common to all runs in this file."""
     return {
         "run.dir": str(run),
         "model.path": str(folder),
@@ -58,7 +58,7 @@ def settings_of(folder: Path, rows: Path, run: Path | str) -> dict[str, Any]:
 
 
 def words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as flags."""
+    """Return the settings as command-line flags."""
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
@@ -68,7 +68,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture
 def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Train a model on these rows; return the result and what was said."""
+    """Return a function that trains a model on these rows and returns (result, stdout)."""
 
     def run(name: str, family: str = "llava", **more: Any) -> tuple[TrainResult, str]:
         own = {key.replace("__", "."): value for key, value in more.items()}
@@ -83,7 +83,7 @@ def train(folders: dict[str, Path], rows: Path, tmp_path: Path, capsys: pytest.C
 def test_a_run_is_that_of_plain_pytorch(
     family: str, rows: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `offload.parity`, which trains transformers' model beside a streamed one."""
+    """`offload.parity` trains the transformers model beside a streamed model."""
     settings = settings_of(folders[family], rows, "") | HOST | {"train.batch_size": 3}
     del settings["run.dir"], settings["train.steps"]
     assert parity.main([*words(settings), "--steps", "3", "--json"]) == 0
@@ -95,7 +95,7 @@ def test_a_run_is_that_of_plain_pytorch(
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
-    """And ends as one without tiers."""
+    """The final weights equal a run without tiers."""
     calm = {"optimizer__schedule": "constant", "train__batch_size": 3, "checkpoint__every": 2}
     host = {key.replace(".", "__"): value for key, value in HOST.items()}
     whole, _ = train("whole", train__steps=4, **calm)
@@ -111,7 +111,7 @@ def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_of_a_picture_a_row(train: Any) -> None:
-    """Only the order of sums is another."""
+    """Only the summation order differs."""
     whole, parts = (train(str(size), train__micro_batch_size=size)[0] for size in (4, 2))
     assert losses(parts.dir) == pytest.approx(losses(whole.dir), rel=2e-6)
 
@@ -127,7 +127,7 @@ def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
 
 
 def on_ranks(number: int, folder: Path, *flags: str) -> list[float]:
-    """Train by the command line in so many processes; return the losses."""
+    """Train with the command line in `number` processes. Return the losses."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
@@ -150,7 +150,7 @@ def on_ranks(number: int, folder: Path, *flags: str) -> list[float]:
 
 @pytest.mark.slow
 def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Also where one of them has rows of text alone."""
+    """Some rows have text and no picture, so one rank can have a batch without pictures."""
     text = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "It is b."}]
     chats = [about([colour]) for colour in COLOURS] + [text] * 2
     rows_file(rows, [{"messages": chat} for chat in chats])
@@ -161,7 +161,7 @@ def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_pat
 
 @pytest.mark.slow
 def test_a_model_learns_what_it_sees(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """From the command line; the export is asked with the processor that lies beside it."""
+    """The run uses the command line. Generation uses the exported model with the exported processor."""
     (rows.parent / "again.jsonl").write_text(rows.read_text())
     settings = settings_of(folders["llava"], rows, tmp_path / "run") | {"train.steps": 60, "optimizer.lr": 1e-2}
     settings["data.eval_source"] = f"[{rows.parent / 'again.jsonl'}]"

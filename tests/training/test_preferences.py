@@ -1,4 +1,4 @@
-"""Training on preferences: TRL's losses on the same pairs, the same bits on any tier, and runs that go on."""
+"""Preference training: TRL's losses on the same pairs, equal bits on all tiers, and resumed runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def interleaved(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def trainer(kind: str, folder: Path, model: Any, rows: list[dict[str, Any]], **more: Any) -> Any:
-    """Return a trainer of TRL, as it is."""
+    """Return an unmodified TRL trainer."""
     needs("accelerate", "datasets", "trl")
     import trl
     from datasets import Dataset
@@ -85,7 +85,7 @@ def engine_loss(model: Any, batch: dict[str, torch.Tensor], loss: GroupLoss) -> 
 
 @pytest.mark.parametrize("loss_type", quick(("sigmoid", "hinge", "ipo"), ["ipo"]))
 def test_dpo_is_trls(tmp_path: Path, loss_type: str) -> None:
-    """Break: the reference of the row beside it, or the mean instead of the sum."""
+    """Break: use the reference log-probability of the neighbour row; use the mean instead of the sum."""
     theirs = trainer("DPO", tmp_path, llama(), TEXTS, loss_type=[loss_type])
     given = next(iter(theirs.get_train_dataloader()))
     wanted = float(theirs.compute_loss(theirs.model, given))
@@ -101,7 +101,7 @@ def test_dpo_is_trls(tmp_path: Path, loss_type: str) -> None:
 
 
 def test_orpo_is_trls(tmp_path: Path) -> None:
-    """Of a pair, whose prompt counts in the first term there; the mean over pairs is ours, as the paper's."""
+    """One pair at a time: TRL counts the prompt in the first term. The mean over pairs follows the paper."""
     wanted, rows = [], []
     for text in TEXTS[1:3]:
         theirs = trainer("ORPO", tmp_path, llama(), [text])
@@ -160,7 +160,7 @@ def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pair
 
 @pytest.mark.slow
 def test_micro_batches_chunks_and_an_adapter(run: Any, pairs: str) -> None:
-    """The reference of an adapter is its base, which it begins as."""
+    """The reference of an adapter run is the base model, equal to the model at the first step."""
     _, whole, _ = run("whole", **asked(pairs))
     _, parts, _ = run("parts", **asked(pairs, train__micro_batch_size=1, train__head_chunk_bytes="50KiB"))
     assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in whole], abs=2e-5)
@@ -172,7 +172,7 @@ def test_micro_batches_chunks_and_an_adapter(run: Any, pairs: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(run: Any, pairs: str, tmp_path: Path) -> None:
-    """A checkpoint has the reference, which its weights could not tell any more."""
+    """A checkpoint stores the reference log-probabilities. The trained weights can no longer produce them."""
     settings = asked(pairs, checkpoint__every=1, checkpoint__export=True)
     _, whole, _ = run("halved", **settings)
     shutil.rmtree(tmp_path / "cache/offload/reference")
@@ -207,7 +207,7 @@ def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monk
 
 
 def test_other_weights_are_known_by_their_last_element() -> None:
-    """The mark of a log is of the first few thousand."""
+    """The weight mark in a log covers only the first few thousand elements."""
     marks = []
     for last in (0.0, 1.0):
         model = llama(vocabulary=1000)
@@ -231,7 +231,7 @@ def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
 
 
 class Watches:
-    """A callback that notes what it is told."""
+    """A callback that records epochs and evaluation metrics."""
 
     def __init__(self) -> None:
         self.epochs: list[float] = []
@@ -249,7 +249,10 @@ class Watches:
 def test_a_model_and_pairs_that_are_given_in_python(
     pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Evaluations tell what preferences have, and no perplexity; the best one decides; an epoch counts pairs."""
+    """Evaluations report preference metrics and no perplexity.
+
+    The best evaluation selects the checkpoint. One epoch is one pass over the pairs.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = LlamaForSequenceClassification if method == "reward" else LlamaForCausalLM
     config = LlamaConfig(vocab_size=384, num_labels=1, **SHAPES["llama"])

@@ -1,4 +1,4 @@
-"""Runs from Python: a model, rows and callbacks that are given, against the same run from files."""
+"""Runs from Python with model, rows and callbacks as arguments, against the same run from files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """A model folder with a tokenizer."""
+    """Write a model folder with a tokenizer."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"])
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
@@ -56,7 +56,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     settings: dict[str, Any], pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows come from a generator, which is read once. The folder's tokenizer comes along with its model."""
+    """A generator supplies the rows and is read once. The tokenizer comes from the model folder."""
     given = AutoModelForCausalLM.from_pretrained(pretrained)
     own = Trainer({**settings, "offload": {"parameters": "cpu"}}, model=given, data=iter(ROWS)).run()
     said = capsys.readouterr().out
@@ -81,14 +81,17 @@ def test_a_model_and_rows_that_are_given_train_as_those_of_files(
 def test_a_folder_in_bf16_trains_in_fp32_as_the_model_that_from_pretrained_makes(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gemma's scale is rounded to the dtype in which the model is made. Given in another dtype than it trains in, it
-    would be exported as another model: that is refused before the first step."""
+    """Gemma rounds the embedding scale to the dtype of construction.
+
+    A model argument in another dtype than the training dtype would be exported as a different model. The run refuses
+    this before the first step.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma2", vocab_size=384, **{**SHAPES["gemma2"], "hidden_size": 40})
     base = tmp_path / "base"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
-        parameter.data *= 4  # else logits are small beside what is allowed
+        parameter.data *= 4  # otherwise the logits are too small for the tolerance
     model.save_pretrained(base)
     train_bpe(ROWS, 384).save_pretrained(base)
     found = []
@@ -108,7 +111,7 @@ def test_a_folder_in_bf16_trains_in_fp32_as_the_model_that_from_pretrained_makes
 
 
 class Small(nn.Module):
-    """A model of nobody's library: a table, a mean over what came before, a head."""
+    """A model outside any library: an embedding table, a mean over the earlier positions, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class Small(nn.Module):
 
 
 class Numbered:
-    """A data set in the manner of torch: a length, and rows by their numbers."""
+    """A torch data set with a length and indexed rows."""
 
     def __len__(self) -> int:
         return 24
@@ -139,7 +142,7 @@ class Numbered:
 def test_a_module_of_ones_own_trains_is_resumed_and_exported(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Told to stop in its third step; the same call goes on with the module's weights out of the checkpoint."""
+    """The run stops in the third step. The same call resumes with the module weights in the checkpoint."""
     settings |= {"data": {"packing": False, "sequence_length": 8, "eval_share": 0.1}, "checkpoint": {"every": 1}}
     settings["train"] |= {"steps": 5}
     settings["optimizer"] = {"lr": 1e-2, "freeze": ["table"]}
@@ -172,7 +175,7 @@ def test_a_module_of_ones_own_trains_is_resumed_and_exported(
 
 
 class Watches(TrainerCallback):
-    """One of transformers', which notes what it is told, and keeps that in checkpoints."""
+    """A transformers callback that records all events and stores them in checkpoints."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -214,7 +217,7 @@ class Watches(TrainerCallback):
 def test_callbacks_are_told_of_a_run_and_go_on_with_it(
     settings: dict[str, Any], pretrained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the fourth step, a run goes on from the checkpoint that a callback has asked for."""
+    """A run killed in the fourth step resumes from the checkpoint requested by a callback."""
     settings["train"] |= {"steps": 6, "eval_every": 3, "epochs": None}
     settings |= {
         "model": {"path": str(pretrained)},
@@ -303,7 +306,7 @@ def test_what_cannot_be_given_is_refused(settings: dict[str, Any], given: dict[s
 
 
 def test_a_control_has_what_is_honoured_alone() -> None:
-    """A callback that sets what no run does is told so. Break: take any attribute."""
+    """A callback gets an error for an unsupported control flag. Break: accept any attribute."""
     from offload.training.callbacks import TrainControl
 
     with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""Runs that train an adapter over a base whose files are in few bits, and the commands that are given such a base."""
+"""Runs with an adapter over a base in a quantized file format, and the commands for quantized bases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = ["fp8", "mxfp4", "nf4", "int4"]
 
 
 def base_of(folder: Path, kind: str) -> Path:
-    """A folder in few bits, and the same dequantised beside it, with a tokenizer."""
+    """Write a quantized model folder and a dequantized copy beside it, both with a tokenizer."""
     quantized(folder, kind)
     for each in (folder, folder.with_name(f"{folder.name}-plain")):
         train_bpe(["a number, the next one, 1 2 3 4 5 6 7 8 9 0 is"] * 20, vocab_size=300).save_pretrained(each)
@@ -113,7 +113,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
 
 @pytest.mark.slow
 def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_path: Path) -> None:
-    """PiSSA: what is left of a weight is in no codes, in a run and in a plan of it."""
+    """PiSSA: the residual weight is not quantized, in a run and in the plan."""
     base = base_of(tmp_path / "base", "int4")
     settings = {"lora__init": "pissa", "train__steps": 2, "checkpoint__every": 2, **ADAPTER}
     result, lines, said = run("run", model__path=str(base), **settings)
@@ -136,7 +136,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
 
 @pytest.mark.slow
 def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
-    """Of a base in few bits, those weights that the adapter is not over may be."""
+    """With restarts, only weights outside the adapter may stay quantized."""
     settings = {"train__steps": 3, "lora__restart_every": 2, **ADAPTER, "model__path": str(tmp_path / "fp8")}
     with pytest.raises(ConfigError, match=r"restart_every is 2, and .*q_proj.*weight is in few bits .*\(block fp8\)"):
         run("no", **settings | {"model__path": str(base_of(tmp_path / "fp8", "fp8"))})

@@ -1,4 +1,4 @@
-"""Training over two real ranks, as `torchrun` by hand starts them: what they agree on, and how they end together."""
+"""Training over two real ranks, started without `torchrun`: agreement and joint end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forks import ROOT
 
 @dataclass
 class Ended:
-    """What became of a rank."""
+    """Exit code, stdout and stderr from a rank."""
 
     code: int
     out: str
@@ -30,7 +30,7 @@ Run = Callable[..., list[Ended]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model's shape and a few kilobytes of text, from which the ranks run."""
+    """The working directory of the ranks: a model configuration and a few kilobytes of text."""
     path = tmp_path_factory.mktemp("ranks")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(path / "shape")
@@ -40,8 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, request: pytest.FixtureRequest) -> Run:
-    """Run `python -m tests.training.ranks_child WAY WORDS` in two ranks with the variables of torchrun; `more` words of
-    each rank can be added. Return how they ended.
+    """Return a function that runs `python -m tests.training.ranks_child WAY WORDS` in two ranks.
+
+    The environment has the torchrun variables. `more`: additional words per rank. The function returns both results.
     """
 
     def start(way: str, name: str, *words: str, more: Sequence[Sequence[str]] = ((), ())) -> list[Ended]:
@@ -95,7 +96,7 @@ def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Run, folder: Path) -> None:
-    """The rows of each step are those of whole ranks, also where a run goes on without sharing them."""
+    """Each step has the rows of two full ranks, and a resumed run without sequence parallelism has the same rows."""
     words = ("--optimizer.schedule", "constant", "--data.eval_share", "0.1", "--train.eval_every", "5")
     shared, more = ("--train.sequence_parallel", "2"), ("--checkpoint.every", "3", "--checkpoint.export", "false")
     assert all(each.code == 0 for each in run("plain", "whole", *words, "--checkpoint.export", "false"))
@@ -148,7 +149,7 @@ def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Ru
 def test_what_ends_all_ranks_is_said_by_one(
     run: Run, folder: Path, way: str, code: int, rank: int, said: str, num_steps: int | None
 ) -> None:
-    """Data that rank 0 cannot prepare or rank 1 cannot read, a failure of one rank, and the same failure of both."""
+    """Data errors on rank 0 or 1, a failure on one rank, and the same failure on both ranks."""
     ended = run(way, way.replace(" ", "-"))
     assert [each.code for each in ended] == [code, code]
     assert said in ended[rank].err
@@ -180,7 +181,7 @@ def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> None:
-    """A rate of 0 lets no evaluation be lower than the first."""
+    """With learning rate 0 no evaluation is lower than the first."""
     words = ("--train.steps", "50", "--train.eval_every", "2", "--train.early_stopping_patience", "2")
     more = ("--optimizer.lr", "0", "--data.eval_share", "0.1", "--checkpoint.export", "false")
     first, second = run("plain", "early", *words, *more)
@@ -196,7 +197,7 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
 
 @pytest.mark.slow
 def test_what_a_callback_of_one_rank_asks_for_all_do(run: Run, folder: Path) -> None:
-    """Rank 1 asks after its second step, and both are told of what follows."""
+    """Rank 1 sets the control flags after step 2. The callbacks on both ranks receive the resulting events."""
     first, second = run("asks", "asked", "--train.eval_every", "0", "--data.eval_share", "0.1")
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", "")
     assert "a callback asks for it, so the run ends after step 2" in first.out

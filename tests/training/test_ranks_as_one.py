@@ -1,4 +1,4 @@
-"""What ranks agree on, with stand-ins for the comm: who prints an error, who shows a note, what a failure becomes."""
+"""Agreement between ranks, with a simulated comm: the printing rank for errors and notes, and common failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offload.training.ranks import Notes, Parting, rank_0_first, tally
 
 
 class Meeting:
-    """Where the threads of a test exchange values."""
+    """Shared values and a barrier for the threads in a test."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -31,7 +31,7 @@ class Meeting:
 
 
 class Threads(Comm):
-    """A rank that is a thread."""
+    """The comm for a rank in a thread."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Threads(Comm):
 
 
 def on_ranks(size: int, work: Callable[[Comm], Any]) -> list[Any]:
-    """Return what `work` returns or raises on each of the ranks."""
+    """Return the result or exception from `work` for each rank."""
     meeting, found = Meeting(size), [None] * size
 
     def run(rank: int) -> None:
@@ -157,7 +157,7 @@ def test_a_note_of_all_ranks_is_shown_once() -> None:
 
 
 class Leaving(Comm):
-    """A rank of four on two machines; `hear` is what its comm finds out."""
+    """The comm for one rank among four on two machines. `hear`: the error reported by this comm."""
 
     def __init__(self, rank: int, hear: RankLostError | None = None) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Leaving(Comm):
 def speakers(
     make: Callable[[int], BaseException], ranks: tuple[int, ...] = (0, 1, 2, 3), hear: Any = None
 ) -> list[int]:
-    """Return which of the ranks print their error."""
+    """Return the ranks that print their error."""
     return [rank for rank in ranks if not is_left_to_another_rank(Parting(Leaving(rank, hear)).leave(make(rank)))]
 
 

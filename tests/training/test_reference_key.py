@@ -1,4 +1,4 @@
-"""The key of a kept reference changes with all that the reference is computed from."""
+"""The cache key for stored reference log-probabilities changes with every input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(*identities: str) -> Any:
 
 
 def unchanged(values: Any, describe: Callable[[], str]) -> set[str]:
-    """Return the items or attributes that may be others without another description."""
+    """Return the items or attributes without influence on the description."""
     values, before, found = values if isinstance(values, dict) else vars(values), describe(), set()
     for name, was in list(values.items()):
         values[name] = "another"
@@ -48,7 +48,7 @@ def unchanged(values: Any, describe: Callable[[], str]) -> set[str]:
 
 
 def test_every_setting_is_in_the_key_or_left_out_for_a_reason(config: Config) -> None:
-    """Break: name a setting in LEFT_OUT, or take one away."""
+    """Break: add a setting to LEFT_OUT, or remove one."""
     sections = {key.partition(".")[0] for key, _ in config.items()}
     found = {
         f"{section}.{name}"
@@ -60,8 +60,9 @@ def test_every_setting_is_in_the_key_or_left_out_for_a_reason(config: Config) ->
 
 
 def test_every_field_of_an_adapter_and_of_an_architecture_is_in_the_key(adapted: Any) -> None:
-    """Break: describe the architecture of the base alone, so that adapters with the same matrices and another
-    `lora_alpha` have one reference.
+    """Break: describe only the base architecture.
+
+    Adapters with equal matrices and different `lora_alpha` then share a reference.
     """
     layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
     for values in (adapted.peft_config["default"], adapted.config, layer.scaling, layer.r):
@@ -94,7 +95,7 @@ def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, ad
 
 
 def test_the_key_is_the_same_for_other_objects_and_placements(config: Config) -> None:
-    """Break: put the address of an object into it, the order of a set, or where weights are."""
+    """Break: include an object address, a set order, or the weight placement in the key."""
     found = []
     here, below = Placement("device", "device"), Placement()
     for values, placement in (({0, 8}, here), ({8, 0}, below), ({8}, below)):

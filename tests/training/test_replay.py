@@ -1,4 +1,4 @@
-"""Runs without gradients: their log, going on with them after a kill, and making their weights again from the log."""
+"""Runs without gradients (MeZO): the log, resume after a kill, and replayed weights."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     given = {"run.dir": str(tmp_path / "part"), "optimizer.num_perturbations": 1, "train.steps": 6}
     with pytest.raises(ConfigError, match="adamw has no such setting"):
         Config.load(None, {**given, "checkpoint.resume": "never"}, may_go_on=True)
-    part = Trainer(Config.load(None, given, may_go_on=True)).run()  # the rest is as the run had it, its rule too
+    # the other settings and the update rule come from the run
+    part = Trainer(Config.load(None, given, may_go_on=True)).run()
     again = lines_of(part.dir / "metrics.jsonl")
     measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
     assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]
-    assert part.loss == pytest.approx(whole.loss, rel=0.1)  # another schedule of the learning rate
+    assert part.loss == pytest.approx(whole.loss, rel=0.1)  # the learning-rate schedule differs
     for begin in (base.export, part.dir / "checkpoints" / "step-2"):
         out = tmp_path / f"again-{begin.name}"
         assert replay.main([str(begin), str(part.dir), "--out", str(out)]) == 0
@@ -72,7 +73,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
 
 @pytest.mark.slow
 def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> None:
-    """A step that was skipped is no hole; lost lines, half ones in the middle, and those of another rule are."""
+    """Skipped steps leave no hole. Lost lines, truncated lines in the middle and lines of another rule are refused."""
     base, _, _ = run("base", train__steps=1)
     whole, lines, _ = run("whole", **RULE, model__path=str(base.export), model__init="pretrained", train__steps=4)
     assert ["weights" in line for line in lines] == [True, False, False, False]
@@ -97,5 +98,5 @@ def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> N
     replayed(*texts[:3], texts[3][:50])
     assert "after 3 steps" in capsys.readouterr().out
     for line in lines:
-        line.pop("weights", None)  # as runs were before it was noted
+        line.pop("weights", None)  # older runs do not record the weights
     replayed(*map(json.dumps, lines))

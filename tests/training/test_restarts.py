@@ -1,4 +1,4 @@
-"""ReLoRA: runs whose adapter restarts, against twenty lines of plain PyTorch with PEFT."""
+"""ReLoRA: runs with adapter restarts against twenty lines of plain PyTorch with PEFT."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def relora(model: Any, batches: list[dict[str, torch.Tensor]], init: Any = True) -> Iterator[tuple[float, Any, Any]]:
-    """Yield the loss of each step, the model and the optimizer after it."""
+    """Yield (loss, model, optimizer) after each step."""
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=init))
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
@@ -86,7 +86,7 @@ def relora(model: Any, batches: list[dict[str, torch.Tensor]], init: Any = True)
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """The batches that engines are given."""
+    """Record the batches passed to `Engine.step`."""
     batches: list[dict[str, torch.Tensor]] = []
     make = Engine.step
 
@@ -99,7 +99,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
 
 
 def stored(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return all that a checkpoint holds, flat, by name and plane."""
+    """Return all flat tensors in a checkpoint, by parameter name and plane."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     with Reader(folder) as reader:
         for name, entry in reader.contents.items():
@@ -110,7 +110,7 @@ def stored(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def assert_stored(folder: Path, model: Any, optimizer: Any, *, is_changed: bool = True) -> None:
-    """A checkpoint has the matrices, their moments, and the weights beneath them if those were changed."""
+    """Check the matrices and moments in a checkpoint, and the base weights if `is_changed`."""
     found, own = stored(folder), dict(model.named_parameters())
     wanted = [name for name in own if "lora_" in name or (is_changed and "base_layer" in name)]
     assert sorted(found) == sorted(wanted)
@@ -122,7 +122,7 @@ def assert_stored(folder: Path, model: Any, optimizer: Any, *, is_changed: bool 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
 def test_every_kind_of_layer_begins_anew_as_it_began(init: Any) -> None:
-    """Break: give an embedding the orthogonal values of a linear layer, for which it has no matrices."""
+    """Break: initialize an embedding adapter like an orthogonal linear layer, although the matrices differ."""
     config = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=init)
     model: Any = get_peft_model(llama(), config)
     layers = LoraLayers(model)
@@ -150,8 +150,9 @@ def test_a_run_is_twenty_lines_of_pytorch(
     place: str,
     init: Any,
 ) -> None:
-    """Bit for bit: losses, adapter, changed base and moments at each checkpoint, in mid-cycle too, and whatever goes on
-    from one; then what is exported, and written with.
+    """Equal bits: losses, adapter, changed base and moments at each checkpoint, also in the middle of a cycle.
+
+    Resumed runs give the same bits, and text generation works from the export.
     """
     more = {"model__path": str(base), **SETTINGS, **PLACES[place], "offload__nvme_dir": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()
@@ -210,7 +211,7 @@ def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     base: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """By SIGKILL, with the base merged and the moments pruned, and nothing of it saved."""
+    """SIGKILL comes after the merge and the moment pruning, before any save."""
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"]}
     whole, lines, _ = run("whole", **more)
     killed = forks.start(["-c", KILLED, *words(tmp_path, "killed", **more)], env=environment(tmp_path))
@@ -229,7 +230,7 @@ def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
 
 @pytest.mark.slow
 def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Up to the order of sums; and a run that goes on in mid-cycle is the run that never stopped, bit for bit."""
+    """Equal up to the summation order. A run resumed in mid-cycle equals the uninterrupted run, bit for bit."""
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
 
     def train(name: str) -> Path:
@@ -254,7 +255,7 @@ def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_over_files_in_bf16_what_is_merged_rests_as_it_is_used(run: Any, base: Path, precision: str) -> None:  # noqa: F811
-    """The sum is made in fp32, of the newest matrices where updates come late, and is rounded once, if at all."""
+    """The merge adds in fp32 with the newest matrices, also with delayed updates, and rounds at most once."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "train__precision": precision, "train__delay": 1}
     result, _, said = run("run", **more | {"train__steps": 5, "checkpoint__every": 4, "lora__restart_prune": 1.0})

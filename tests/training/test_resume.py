@@ -1,4 +1,4 @@
-"""Runs that end early and go on: the same bits as a run that never ended, whatever is left of its folder."""
+"""Interrupted and resumed runs have the same bits as an uninterrupted run, for any damage to the run folder."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "disk": {"train.precision": "bf16", **DISK},
 }
 QUICK = ("skip",)
-"""The engine's own tests (tests/engine/test_saving.py) have the rest in the quick run."""
+"""Settings for the quick run. tests/engine/test_saving.py covers the others in the quick run."""
 
 
 class Ended(BaseException):
-    """The process ends here, as far as a test can do that from inside."""
+    """Simulates the end of the process."""
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a checkpoint be whole, or have failed, before the next step, where the disk might take longer."""
+    """Finish each checkpoint before the next step, independent of the disk speed."""
 
     def is_due(saves: Saves) -> bool:
         if saves._under_way is not None:
@@ -63,7 +63,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def end_in(monkeypatch: pytest.MonkeyPatch, at_once: None) -> Any:
-    """Return a function after which the training step of that number, counted from 1 in a process, ends the run."""
+    """Return a function that makes training step `number` raise Ended, counted from 1 per process."""
     step, first = Engine.step, [0]
 
     def ending(self: Engine, *args: Any, **more: Any) -> Any:
@@ -81,7 +81,7 @@ def steps_of(folder: Path) -> list[str]:
 
 
 def make_folder(family: str, folder: Path) -> None:
-    """Make a pretrained model in bf16, with a tokenizer; gemma2's head is tied by its configuration, but not here."""
+    """Write a pretrained bf16 model with a tokenizer. For gemma2 the configuration ties the head, the files do not."""
     config = AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -132,9 +132,9 @@ def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
     [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else []) for name in SETTINGS],
 )
 def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path: Path, settings: str) -> None:
-    """Ended in its 6th step, 1 after its last checkpoint; and again, right after its next one.
+    """The run ends in step 6, one step after the last checkpoint, and again directly after the next checkpoint.
 
-    Break: leave a random generator, the step number, the counts of updates or a pending update out of a checkpoint.
+    Break: leave a random generator, the step number, the update counts or a pending update out of a checkpoint.
     """
     common = {"train.steps": 9, **SETTINGS[settings]}
     if settings == "disk":
@@ -156,10 +156,11 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["codegen", "mixtral", "gemma2"])
 def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
-    """Its weights are in the checkpoints: nothing is read of the folder but the tokenizer. The export has the names and
-    the layout of the folder all the same.
+    """The weights are in the checkpoints, and the run reads only the tokenizer from the folder.
 
-    Break: build the resumed model in another dtype, without its buffers settled, or without its conversions.
+    The export keeps the tensor names and the layout of the folder.
+
+    Break: build the resumed model in another dtype, with uninitialized buffers, or without the weight conversions.
     """
     folder = tmp_path / "folder"
     make_folder(family, folder)
@@ -294,7 +295,7 @@ def test_other_data_make_another_run(run: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
+    """A file system with 16 MiB."""
     with mounted(tmp_path, 16 << 20) as point:
         yield point
 
@@ -323,7 +324,7 @@ def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
 def test_an_export_to_a_full_disk_loses_no_states(
     run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool
 ) -> None:
-    """They are saved, or waited with until there is room."""
+    """The run saves the states, or waits for free space."""
     export, tries = Engine.export, list[int]()
 
     def filling(self: Engine, *args: Any, **more: Any) -> Any:
@@ -363,7 +364,7 @@ def test_a_checkpoint_is_saved_every_hour(run: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is announced before it is whole; the next save, of step 6, waits for it."""
+    """A checkpoint is announced after completion. The next save (step 6) waits for the first."""
     whole, wanted, _ = run("whole", **{"train.steps": 7})
     gate, step, seen, done = threading.Event(), Engine.step, list[list[str]](), list[int]()
 
@@ -426,7 +427,7 @@ def test_a_checkpoint_that_fails_on_its_way_is_told_of(
 def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
 ) -> None:
-    """It is brought to its end; who interrupts once more does not want to wait."""
+    """The run completes the checkpoint. A second interrupt ends the wait."""
     gate, step, done = threading.Event(), Engine.step, list[int]()
 
     def failing(self: Engine, *args: Any, **more: Any) -> Any:
@@ -478,14 +479,14 @@ def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_p
 
 
 def fill(path: Path) -> None:
-    """Take all room that a disk has."""
+    """Use all free space on a disk."""
     with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:
             stream.write(b"1" * 4096)
 
 
 def flip(path: Path) -> None:
-    """Flip a bit in the middle of a file, or flip it back."""
+    """Flip one bit in the middle byte of a file. A second call restores the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -497,7 +498,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_what_is_written_is_json(run: Any) -> None:
-    """Every line of a cut file of metrics is whole, also where the last process was killed within one."""
+    """A resumed run removes a truncated last line from the metrics file."""
     result, _, _ = run("run", **{"checkpoint.every": 2, "train.steps": 4})
     with (result.dir / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 5, "lo')

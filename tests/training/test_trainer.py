@@ -1,4 +1,4 @@
-"""Whole runs inside this process, with the real engine: exactness, families, time limits, going on from an export."""
+"""Whole runs in the test process with the real engine: exactness, families, time limits, training from an export."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path:
     text = tmp_path / "text.txt"
     data, rows = (next(line for line in said.splitlines() if line.startswith(start)) for start in ("data: te", "rows:"))
     assert data.startswith(f"data: text of {text}: 1 document, ")
-    assert data.endswith(" tokens, 96.9% of them trained on")  # the first token of each 32 has nothing before it
+    assert data.endswith(" tokens, 96.9% of them trained on")  # the first token in each row of 32 has no context
     assert "a row may begin and end within a document" in rows
     num_rows = int(rows.partition(" to evaluate")[0].split()[-1])
     assert num_rows > 16
@@ -101,13 +101,13 @@ def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None
 def test_an_export_is_trained_on(run: Any) -> None:
     first, _, _ = run("first", train__steps=30, train__eval_every=0, optimizer__lr=5e-3)
     second, lines, _ = run("second", model__path=str(first.export), train__steps=1, optimizer__lr=0.0)
-    assert second.eval_loss == pytest.approx(first.eval_loss, rel=1e-6)  # the same tokenizer, weights and eval rows
-    assert lines[0]["loss"] < 5.0  # a fresh model begins at ln 384 = 5.95
+    assert second.eval_loss == pytest.approx(first.eval_loss, rel=1e-6)  # same tokenizer, weights and eval rows
+    assert lines[0]["loss"] < 5.0  # the loss of a fresh model is ln 384 = 5.95
 
 
 @pytest.mark.slow
 def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, tmp_path: Path) -> None:
-    """Break: leave the configuration's vocabulary as it was; read the model without growing."""
+    """Break: keep the old vocabulary size in the configuration; read the model without new rows."""
     first, _, _ = run("first", train__steps=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(first.export)
     known, added = 384, ["offload", "stream"]
@@ -182,12 +182,12 @@ def test_metrics_and_trace_tell_the_same(run: Any, throttle: Any, monkeypatch: p
         assert list(line["lanes"]) == list(shown)
     for lane in ("h2d", "d2h", "update"):
         busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines[1:])
-        later = shown[lane][sum(span.lane == lane for span in spans[0]) :]  # in the first step it was recorded as well
+        later = shown[lane][sum(span.lane == lane for span in spans[0]) :]  # the first step also records the model
         assert sum(work.end - work.begin for work in later) / 1e9 == pytest.approx(busy, abs=1e-6 * len(later))
         assert busy > 0
     works = sorted((work for works in shown.values() for work in works), key=lambda work: work.begin)
     beside = [one.name for one, other in itertools.pairwise(works) if one.end > other.begin]
-    assert bool(beside) == bool(throttle)  # without lanes of their own nothing is done beside anything else
+    assert bool(beside) == bool(throttle)  # without lanes all work is sequential
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Engine, "step", step)
     _, lines, _ = run("timed", **STREAMED)
     assert all(line["step_seconds"] > seconds for line, seconds in zip(lines, inner, strict=True))
-    assert lines[0]["step_seconds"] > 1.5 * inner[0]  # with the passes in which the engine learns the model
+    assert lines[0]["step_seconds"] > 1.5 * inner[0]  # including the recording passes
     assert [line["tokens"] / line["step_seconds"] for line in lines] == pytest.approx(
         [line["tokens_per_second"] for line in lines]
     )
@@ -217,7 +217,7 @@ def test_a_trace_is_written_when_a_step_fails(
     real = Engine.step
 
     def step(self: Engine, *args: Any) -> Any:
-        if self.lr < 0.5e-3:  # of 1, 0.8, 0.6, 0.4 and 0.2 thousandths
+        if self.lr < 0.5e-3:  # the learning rates are 1, 0.8, 0.6, 0.4 and 0.2 thousandths
             raise error("on purpose")
         return real(self, *args)
 
@@ -225,7 +225,7 @@ def test_a_trace_is_written_when_a_step_fails(
     with pytest.raises(error, match="on purpose"):
         run("failed", train__steps=5, optimizer__lr=1e-3, optimizer__schedule="linear", optimizer__warmup_steps=0)
     files = {file.name for file in (tmp_path / "failed").iterdir()}
-    report = {"report.html"} if error is RuntimeError else set()  # who asks a second time is not kept waiting
+    report = {"report.html"} if error is RuntimeError else set()  # a second interrupt skips the report
     assert files == {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "trace.json.gz"} | report
     assert [work.name for work in read_trace(tmp_path / "failed/trace.json.gz")["steps"]] == [
         f"step {n}" for n in (1, 2, 3)
@@ -255,7 +255,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path:
 
 @pytest.mark.slow
 def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "COARSE_RATIO", 1.0)  # so that a correction of any size is coarse
+    monkeypatch.setattr(policies, "COARSE_RATIO", 1.0)  # every correction counts as coarse
     speculative = {"train__clip": "speculative", "train__max_grad_norm": 0.01, "offload__throttle": THROTTLE}
     _, lines, said = run("coarse", **speculative, **STREAMED)
     assert [line["coarse"] for line in lines] == [True] * 3
@@ -272,7 +272,7 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
 def test_how_a_run_clips_is_left_to_its_steps_and_written(
     run: Any, monkeypatch: pytest.MonkeyPatch, norm: float, clip: str
 ) -> None:
-    """What is written runs again with the same losses, whatever it is left to then."""
+    """The written configuration gives the same losses in a second run, with any clip setting there."""
     monkeypatch.setattr(updates, "UNCLIPPED_STEPS", 2)
     settings = {"train__max_grad_norm": norm, "offload__throttle": {"update": 50_000_000}, **STREAMED}
     result, lines, _ = run("open", **settings)
@@ -286,18 +286,18 @@ def test_how_a_run_clips_is_left_to_its_steps_and_written(
 @pytest.mark.parametrize(
     ("settings", "prefetch"),
     [
-        ({}, 0),  # nothing works beside compute
+        ({}, 0),  # no lane works beside compute
         ({"offload__prefetch": 3}, 3),
         ({"offload__throttle": THROTTLE}, 2),
         ({"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"}, 1),
-        ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # as a number it would be less
+        ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # a fixed number would be smaller
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's free memory is a budget")
 def test_the_written_configuration_says_how_far_it_fetches_ahead(
     run: Any, settings: dict[str, Any], prefetch: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Beside other work a link can be measured so slow that it pays to hold more units.
+    # Under load, a link measurement can be so slow that a deeper prefetch pays off.
     rates = Rates(1e10, 1e10, 2e10, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, 1e-5)
     machine = Hardware("made up", "cpu", 1, None, 1 << 34, None, None, False, rates)
     monkeypatch.setattr(alternatives, "probe", lambda *_, **__: machine)
@@ -317,7 +317,7 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
 def test_settings_that_cannot_be_are_refused_before_any_work(
     run: Any, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
-    """Of throttles tests/lanes/test_throttle.py has all that can be wrong."""
+    """tests/lanes/test_throttle.py has all invalid throttles."""
     with pytest.raises(ConfigError, match=words):
         run("never", model__path="nowhere", **settings)
     assert not (tmp_path / "never").exists()
@@ -327,7 +327,7 @@ def test_settings_that_cannot_be_are_refused_before_any_work(
 def test_an_export_that_fails_in_any_way_leaves_the_states(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run that saves nothing else, whether somebody took the folder's place, or something is wrong with us."""
+    """The run saves no checkpoint. The export fails at an existing folder, or with an internal error."""
 
     def taking(engine: Engine, folder: Path, *_: Any) -> None:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Runs another project's test suite plain and over engines, and says where the two differ: see README.md."""
+"""Runs the test suite of another project with and without engines, and reports differences: see README.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.upstream import stand_ins
 from tests.zoo.families import shrink
 
 HERE = Path(__file__).parent
-SUITES = {  # the files that train
+SUITES = {  # files with training
     "transformers": "tests/trainer/test_trainer*.py",
     "trl": "tests/test_*_trainer.py",
     "peft": "tests/test_*.py",
@@ -32,8 +32,11 @@ SUITES = {  # the files that train
 }
 CLASSES = ("equal", "trains nothing", "refused", "different", "fails over the engine", "fails plain too", "no time")
 NEAR = 1e-3
-"""Of the largest change that training made to a weight, and of a logged number: so far two runs are equal by which
-torch's AdamW and the engine's kernel differ. What is further apart has to have the bits of the twin."""
+"""Allowed differences in weights (relative to the largest change by training) and logged numbers.
+
+torch's AdamW and the engine kernel differ by up to this much. Tests with larger differences must be bit-equal to the
+twin.
+"""
 REASONS = {
     "GPU only": r"cuda|gpu|accelerator|xpu|bitsandbytes|multi.?device|flash|fp16|bf16|deepspeed|tpu",
     "slow": r"test is slow",
@@ -47,7 +50,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a test came to in one mode."""
+    """The outcome of a test in one mode."""
 
     is_passed: bool
     said: str = ""
@@ -57,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A test's class, and what makes it so."""
+    """The class of a test, and the reason."""
 
     test: str
     kind: str
@@ -97,7 +100,7 @@ def main() -> int:
 
 
 def compared(scratch: Path, number: int, folder: Path, file: Path, given: argparse.Namespace) -> list[Verdict]:
-    """Run a file in the modes that it needs; return its tests' verdicts."""
+    """Run a file in all necessary modes. Return the verdicts."""
 
     def run(mode: str, tests: Iterable[str]) -> tuple[Path, dict[str, Outcome]]:
         out = scratch / f"{number}-{mode}"
@@ -131,7 +134,7 @@ def compared(scratch: Path, number: int, folder: Path, file: Path, given: argpar
 def run_tests(
     mode: str, out: Path, home: Path, folder: Path, tests: list[str], given: argparse.Namespace
 ) -> dict[str, Outcome]:
-    """Run tests in a process of their own, for a bounded time; return what each came to."""
+    """Run tests in a separate process with a time limit. Return the outcome per test."""
     environment = os.environ | {
         "UPSTREAM_MODE": mode,
         "UPSTREAM_OUT": str(out),
@@ -168,7 +171,7 @@ def run_tests(
         found[line["test"]] = Outcome(
             old.is_passed and not bad, old.said or bad, old.refused or line["refused"], old.file or line["file"]
         )
-    ended = {line["test"] for line in lines if line["when"] == "teardown"}  # the process may have been in the midst
+    ended = {line["test"] for line in lines if line["when"] == "teardown"}  # the process can end during a test
     return {test: outcome for test, outcome in found.items() if test in ended}
 
 
@@ -191,7 +194,7 @@ def verdict(test: str, plain: Outcome, engine: Outcome | None, at: Path, there: 
 
 
 def difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], near: float) -> str:
-    """Return in what two runs of a test differ by more than `near` of the change; an empty text for nothing."""
+    """Return the first difference above `near` between two runs of a test, or an empty text."""
     if len(theirs) != len(ours):
         return f"it trains {len(ours)} times, not {len(theirs)}"
     for plain, engine in zip(theirs, ours, strict=True):
@@ -221,13 +224,13 @@ def _alike(a: float, b: float, near: float) -> bool:
 
 
 def reason(said: str) -> str:
-    """Return why a test cannot be compared: its class, and where that does not say it all its error."""
+    """Return the reason against a comparison: the class, and for unclear classes the error."""
     kind = next((name for name, found in REASONS.items() if re.search(found, said, re.IGNORECASE)), "other")
     return f"{kind}: {said}" if kind in ("other", "hub access") else kind
 
 
 def report(verdicts: list[Verdict]) -> str:
-    """Return the table of files and classes, and under it every reason with its tests."""
+    """Return a table with files and classes, followed by every reason with the tests."""
     files = sorted({v.test.split("::")[0] for v in verdicts})
     rows = [["file", "tests", *CLASSES]]
     for file in [*files, "all"]:

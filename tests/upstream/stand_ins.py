@@ -1,7 +1,7 @@
-"""Small models, tokenizers and data in place of those that a suite takes from the hub, by the same names.
+"""Small models, tokenizers and data in place of hub downloads, under the same names.
 
-Models and tokenizers are written as a hub's cache on disk, from which `from_pretrained(name)` takes them offline; data
-sets are made when `datasets.load_dataset` is called.
+Models and tokenizers are written to a hub cache on disk, where `from_pretrained(name)` finds them offline. Data sets
+are built in `datasets.load_dataset`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHATML = (
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FAMILIES = {  # of names that do not have a class's name within; the first that is a part of the name
+FAMILIES = {  # for names without a class name: the first matching part of the name
     "seqcls": "Qwen2ForSequenceClassification",
     "gpt2": "GPT2LMHeadModel",
     "gpt-neo": "GPTNeoForCausalLM",
@@ -52,7 +52,7 @@ def lines() -> list[str]:
 
 
 def class_of(name: str) -> str | None:
-    """Return the class of transformers that a hub's name stands for; None where no text model is meant."""
+    """Return the transformers class for a hub name. None: no text model."""
     for found in re.findall(r"[A-Z]\w*?(?:For[A-Z][A-Za-z]+|LMHeadModel|Model)(?![a-z])", name):
         if hasattr(transformers, found):
             return found
@@ -61,7 +61,7 @@ def class_of(name: str) -> str | None:
 
 
 def fill_cache(home: Path, folder: Path, shrink: Callable[..., Any]) -> dict[str, str]:
-    """Write a model and a tokenizer for each of a hub's names in the sources; return those that failed, and why."""
+    """Write a model and a tokenizer for each hub name in the sources. Return the failed names with the error."""
     names = {name for file in folder.rglob("*.py") for name in NAME.findall(file.read_text(errors="replace"))}
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -77,7 +77,7 @@ def fill_cache(home: Path, folder: Path, shrink: Callable[..., Any]) -> dict[str
         (there / "refs" / "main").write_text(REVISION)
         try:
             _write(name, kind, place, shrink)
-        except Exception as error:  # one of transformers' hundreds of classes that wants more than a configuration
+        except Exception as error:  # some classes need more than a configuration
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     return failed
 
@@ -96,7 +96,7 @@ def _write(name: str, kind: str, place: Path, shrink: Callable[..., Any]) -> Non
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and a few words, with a chat template: TRL's for such a name, if it is installed."""
+    """Return a tokenizer with bytes, a few words and a chat template (TRL's template for this name, if installed)."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
@@ -126,7 +126,7 @@ def _chat_template(name: str) -> str:
 
 
 def _rows(name: str, config: str, count: int) -> Iterator[dict[str, Any]]:
-    """Yield rows of a kind of TRL's: `standard_` or `conversational_`, and what the rows are for."""
+    """Yield rows in a TRL format: `standard_` or `conversational_`, followed by the purpose."""
     style, _, kind = config.partition("_")
     if not kind:
         style, kind = "conversational" if "chat" in name or "toolcall" in name else "standard", config
@@ -153,7 +153,7 @@ def _rows(name: str, config: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def answer_datasets() -> None:
-    """Let `datasets.load_dataset` answer a hub's name with data made here."""
+    """Patch `datasets.load_dataset` to return built data for hub names."""
     import datasets
 
     real = datasets.load_dataset

@@ -1,4 +1,4 @@
-"""The runner of other projects' suites, on a made-up one."""
+"""The runner for other projects' suites, on an invented suite."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_trains_nothing():
 
 
 def test_each_class(tmp_path: Path) -> None:
-    """Each test of the suite is found to be of the class that its name says, in a process of the runner's own."""
+    """The runner assigns each test to the class in the test name, in a separate process."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "tests" / "test_made_up.py").write_text(SUITE)

@@ -1,8 +1,8 @@
-"""A pytest plugin for a suite of another project: gives it stand-ins, and notes what each of its tests trained.
+"""A pytest plugin for the suite of another project: installs stand-ins, and records the training in each test.
 
-UPSTREAM_MODE is `plain`; `engine`, with trainers, accelerators and PEFT models over engines; or `twin`, plain with the
-engine's update kernel in the Trainer's AdamW, for tests whose values differ otherwise. The plugin is loaded as a module
-of its own, since a suite has a package `tests` itself.
+UPSTREAM_MODE is `plain`, `engine` (trainers, accelerators and PEFT models over engines) or `twin` (plain, with the
+engine kernel in the Trainer's AdamW, for tests with differing values). The plugin is a top-level module, because a
+suite has its own package `tests`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MODE, OUT = os.environ["UPSTREAM_MODE"], Path(os.environ["UPSTREAM_OUT"])
 SUITE, TEST_SECONDS = os.environ.get("UPSTREAM_SUITE", ""), int(os.environ.get("UPSTREAM_TEST_SECONDS", "120"))
 PLAIN_TRAINER, PLAIN_ACCELERATOR = transformers.Trainer, accelerate.Accelerator
 CLOCKS = re.compile(r"runtime|preparation_time|mem_|per_second|flos|offload/|step_time|seconds|memory|num_tokens_seen_")
-seen: list[Any] = []  # what trains in the test that runs: trainers, accelerators, and probes of PEFT models
-before: dict[int, dict[str, torch.Tensor]] = {}  # their weights when training began
+seen: list[Any] = []  # trainers, accelerators and PEFT probes in the current test
+before: dict[int, dict[str, torch.Tensor]] = {}  # weights at the start of training
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _fill_in_names(file: Path) -> None:
-    """Let a suite that is of another version than its library import: what is gone is a decorator that does nothing."""
+    """Add missing names to a library of another version than the suite: decorators without effect."""
 
     def gone(*args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) else gone
@@ -77,7 +77,7 @@ def _fill_in_names(file: Path) -> None:
 
 
 def _note_all(kind: Any, begins: str, models_of: Any) -> None:
-    """Remember each object of a class, and the weights with which it began."""
+    """Record each object of a class, and its initial weights."""
     make, begin = kind.__init__, getattr(kind, begins)
 
     @functools.wraps(make)
@@ -100,7 +100,7 @@ def weights_of(*models: Any) -> dict[str, torch.Tensor]:
 
 
 def _train_in_fp32() -> None:
-    """Leave off TRL's bf16, in which autocast and an engine round at other places."""
+    """Turn off TRL's bf16 default: autocast and the engine round in different places."""
     config = importlib.import_module("trl.trainer.base_config")._BaseConfig
     begin = config.__post_init__
 
@@ -129,7 +129,7 @@ def _share_arithmetic() -> None:
 
 
 def _put_engines_in() -> None:
-    """Put OffloadMixin in front of each Trainer that a test can import, and OffloadAccelerator for Accelerator."""
+    """Add OffloadMixin to each importable Trainer, and replace Accelerator by OffloadAccelerator."""
     made: dict[type, type] = {}
     packages = ("transformers", "transformers.trainer", "transformers.trainer_seq2seq", "trl", "trl.trainer")
     modules = [sys.modules[name] for name in packages if name in sys.modules]
@@ -144,11 +144,11 @@ def _put_engines_in() -> None:
     accelerate.Accelerator = accelerate.accelerator.Accelerator = OffloadAccelerator
 
 
-# -- PEFT: its tests train with bare loops, so that the model and batch of the test's first forward are trained on --
+# -- PEFT: the tests train in bare loops, so the probe trains on the model and batch of the first forward pass -----
 
 
 class Probe:
-    """Two updates of a copy of a test's PEFT model, over an engine or over plain PyTorch with the same kernel."""
+    """Two updates on a PEFT model copy, over an engine or in plain PyTorch with the same kernel."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model = copy.deepcopy(model).train()
@@ -184,7 +184,7 @@ class Probe:
 
 
 def _probe_adapters() -> None:
-    """Remember a copy of each PEFT model of a test, with the inputs of its first forward that has gradients."""
+    """Record a copy of each PEFT model, with the inputs of the first forward pass with gradients."""
     peft = sys.modules["peft"]
     real = peft.get_peft_model
 
@@ -195,7 +195,7 @@ def _probe_adapters() -> None:
         def note(module: Any, inputs: Any, named: Any) -> None:
             handle.remove()
             if torch.is_grad_enabled() and not any(isinstance(each, Probe) for each in seen):
-                with contextlib.suppress(Exception):  # a model that cannot be copied is not probed
+                with contextlib.suppress(Exception):  # no probe for models without copy support
                     seen.append(Probe(module, inputs, named))
 
         handle = model.register_forward_pre_hook(note, with_kwargs=True)
@@ -205,7 +205,7 @@ def _probe_adapters() -> None:
 
 
 class AlwaysKnown(Counter):
-    """Has every key: names of which PEFT's suite believes that they need not be asked of the hub again."""
+    """Contains every key, so PEFT's suite looks up no name on the hub."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -229,7 +229,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: Any) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Run the test for a bounded time, then the probe of what it made."""
+    """Run the test with a time limit, then the probe."""
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"the test took more than {TEST_SECONDS} s")
@@ -247,8 +247,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note the outcome, and at the call's end what was trained."""
-    report = yield  # unittest's tests put their error into the call only here
+    """Record the outcome, and after the call the trained weights."""
+    report = yield  # unittest tests store the error in the call only here
     noted = {
         "test": item.nodeid,
         "when": call.when,
@@ -275,7 +275,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _save() -> str:
-    """Write what the test's trainers, accelerators and probes reached; return the file's name."""
+    """Write the final trainer, accelerator and probe weights. Return the file name."""
     inner = {id(getattr(each, "accelerator", None)) for each in seen}
     found = []
     for each in [each for each in seen if id(each) not in inner]:
@@ -284,9 +284,9 @@ def _save() -> str:
         logs = each.losses if isinstance(each, Probe) else getattr(getattr(each, "state", None), "log_history", [])
         models = getattr(each, "_models", []) if isinstance(each, PLAIN_ACCELERATOR) else [getattr(each, "model", None)]
         if not models or models[0] is None:
-            continue  # its constructor raised, or nothing was prepared
+            continue  # failed constructor, or no prepared object
         weights: dict[str, torch.Tensor] = {}
-        with contextlib.suppress(OffloadError):  # a closed engine's model has none
+        with contextlib.suppress(OffloadError):  # a closed engine has no weights
             weights = dict(engine.named_parameters()) if is_open else weights_of(*models)
         own = getattr(each, "before", None) or before.get(id(each), {})
         kept = [{k: v for k, v in row.items() if isinstance(v, (int, float)) and not CLOCKS.search(k)} for row in logs]

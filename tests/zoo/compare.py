@@ -1,4 +1,4 @@
-"""Trains one family twice, streamed and resident, and says where the two differ."""
+"""Train one family twice, streamed and resident, and report the differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = {"fp32": 2, "bf16": 1}
 
 @dataclass(frozen=True)
 class Mode:
-    """How the engine runs a step: what it recomputes, and how many rows of the batch are a micro-batch."""
+    """Settings for an engine step: recomputation mode, and rows per micro-batch."""
 
     name: str
     recompute: str = "always"
@@ -37,19 +37,21 @@ ALWAYS, NEVER = Mode("always"), Mode("never", "never")
 MICRO = tuple(Mode(f"{rows} of {ROWS} rows", rows=rows) for rows in (1, 2, 3))
 SUMS = "a tensor enters a layer in several places: its gradients are summed layer by layer"
 ROUNDING = 1e-6
-"""A gradient in micro-batches may be this far off, as a share of the largest one in its unit."""
+"""Allowed gradient difference in micro-batches, relative to the largest gradient in the unit."""
 _SMALL_SHARE = 16
-"""A unit outside the blocks may stay on the device in silence when it is smaller than the largest one over this."""
+"""Units outside the blocks, smaller than the largest unit divided by this, may stay resident without a warning."""
 
 
 @dataclass
 class Outcome:
-    """What a few steps showed.
+    """Comparison results after a few steps.
 
-    `differences`: the largest one of each kind, as a share of the largest value in the unit (0 is bit-equal); `why`
-    explains them where they are explained. `resident`: units on the device, `reported`: the engine's warnings of them,
-    `unsplit`: units that do not take the batch in parts, and why. `order`: where micro-batches differ by more than a
-    rounding, how far the gradients of plain PyTorch are apart when it takes the batch whole and in the same parts.
+    - `differences`: the largest difference per quantity, relative to the largest value in the unit (0: bit-equal).
+    - `why`: the explanation for the differences, if known.
+    - `resident`: units on the device. `reported`: units with an engine warning.
+    - `unsplit`: units without batch splitting, with reasons.
+    - `order`: for micro-batch differences above rounding, the gradient difference in plain PyTorch between whole and
+      split batches.
     """
 
     family: str
@@ -76,13 +78,13 @@ class Outcome:
 
     @property
     def is_within_rounding(self) -> bool:
-        """True where micro-batches change the order of sums and nothing else."""
+        """Whether micro-batches change only the summation order."""
         allowed = max(ROUNDING, 4 * self.order)
         kinds = {"loss": ROUNDING, "norm": allowed, "gradient": allowed, "parameter": allowed, "evaluate": ROUNDING}
         return all(difference <= kinds[kind] for kind, difference in self.differences.items())
 
     def note(self, kind: str, got: torch.Tensor, wanted: torch.Tensor, scale: float, where: str = "") -> None:
-        """Enter a comparison of two tensors of one dtype."""
+        """Record a comparison between two tensors with one dtype."""
         self.is_finite &= bool(torch.isfinite(wanted).all())
         largest = self.differences.setdefault(kind, 0.0)
         if torch.equal(got, wanted):
@@ -94,7 +96,7 @@ class Outcome:
 
 
 class Plain(Reference):
-    """The resident run. It keeps its last gradients, and in bf16 sums in fp32 over the calls of a layer as well."""
+    """The resident run. Keeps the last gradients, and in bf16 sums over repeated layer calls in fp32."""
 
     def __init__(self, model: nn.Module, precision: str, **settings: Any) -> None:
         super().__init__(model, precision=precision, **settings)
@@ -113,7 +115,7 @@ class Plain(Reference):
             layer.register_forward_pre_hook(self._renew)
 
     def _renew(self, layer: nn.Module, args: object) -> None:
-        """Give a layer that is called once more parameters of its own for this call."""
+        """Give a repeatedly called layer separate parameters for this call."""
         self._calls[id(layer)] += 1
         if self._calls[id(layer)] > 1:
             for module in layer.modules():
@@ -132,7 +134,7 @@ class Plain(Reference):
 
 
 def examine(family: Family, precision: str, mode: Mode = ALWAYS) -> Outcome:
-    """Compare, and where bits differ find out why."""
+    """Compare, and find the reason for different bits."""
     outcome = compare(family, precision, mode)
     if mode.rows and outcome.differences["gradient"] > ROUNDING:
         outcome.order = compare(family, precision, mode, measures_order=True).order
@@ -149,11 +151,11 @@ def compare(
     made_in: torch.dtype = torch.float32,
     measures_order: bool = False,
 ) -> Outcome:
-    """Train `family` for a few steps, streamed and resident; check what is left at the end as well.
+    """Train `family` for a few steps, streamed and resident, and check the final states.
 
-    With `by_layer` the resident run sums the gradients of a layer's inputs layer by layer, as a streamed one must.
-    In micro-batches neither has dropout, and the update is one that a rounding of the gradient does not turn; with
-    `measures_order` a resident run on whole batches is compared with the one in micro-batches too.
+    With `by_layer` the resident run sums the gradients of layer inputs layer by layer, like the streamed run. In
+    micro-batches both runs have no dropout, and an update rule in proportion to the gradients. With `measures_order`
+    the resident run on micro-batches is also compared with whole batches.
     """
     with _quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +166,7 @@ def compare(
         shared: dict[str, Any] = {"precision": precision, "micro_batch_size": mode.rows}
         if mode.rows:
             shared["optimizer"] = PROPORTIONAL
-        # Poisoned slots: a graph that is kept must find its weights where they are fetched again.
+        # Debug mode poisons free slots: a saved graph must find the weights after each fetch.
         engine = Engine(model, placement=Placement(), recompute=mode.recompute, debug=mode is NEVER, **shared)
         gradients = keep_gradients(engine)
         infos = parts_of(engine).infos
@@ -183,7 +185,7 @@ def compare(
             except RuntimeError as error:
                 if precision == "fp32" or made_in == torch.bfloat16 or "dtype" not in str(error):
                     raise
-                # its buffers are fp32 because the model was made so
+                # buffers are fp32 because of the construction dtype
                 return compare(family, precision, mode, by_layer, torch.bfloat16)
             torch.manual_seed(100 + step)
             result = engine.step(batch)
@@ -209,7 +211,7 @@ def compare(
 
 
 def _targets_of(reference: Reference, batch: Batch) -> Callable[[Batch], int]:
-    """Return what a micro-batch weighs: to a model that shifts its labels, the first of a row is no target."""
+    """Return the function to count targets. For shifted labels the first token in a row is no target."""
     first = torch.full_like(batch["labels"], -100)
     first[:, 0] = batch["labels"][:, 0]
     with torch.no_grad():
@@ -262,7 +264,7 @@ def _compare_evaluation(outcome: Outcome, engine: Engine, reference: Plain, batc
 
 
 def _check_streamed(outcome: Outcome, engine: Engine) -> None:
-    """Every parameter belongs to a unit; all units stream but the small ones and those that the engine warned of."""
+    """Check that every parameter has a unit, and that all units stream except small or reported ones."""
     units, infos = parts_of(engine).units, parts_of(engine).infos
     sizes = {unit.name: {place.parameter: infos[place.parameter].numel for place in unit.places} for unit in units}
     stay = {index: size for unit in units if unit.resident for index, size in sizes[unit.name].items()}
@@ -292,7 +294,7 @@ def _check_restored(engine: Engine, model: nn.Module, cached: dict[nn.Module, bo
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """One thread, and no remarks of transformers on tiny configurations."""
+    """Use one thread, and hide transformers warnings about tiny configurations."""
     threads, logger = torch.get_num_threads(), logging.getLogger("transformers")
     level = logger.level
     torch.set_num_threads(1)

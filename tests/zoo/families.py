@@ -1,8 +1,7 @@
-"""A tiny model of every causal language model that transformers registers.
+"""A tiny model for every causal language model registered in transformers.
 
-Configurations are shrunk by the names of their fields: a width becomes 64 wherever it is called `hidden_size`,
-`d_model` or `n_embd`. Lists with one entry per layer keep the layers that show every kind of layer. Where the rules
-cannot know what a family needs, `OVERRIDES` says it, and why.
+Configurations shrink by field name: a width becomes 64 for `hidden_size`, `d_model` and `n_embd`. Per-layer lists keep
+the first layers with all layer types. `OVERRIDES` has values beyond these rules, with reasons.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 ROWS, TOKENS, VOCABULARY = 4, 14, 160
 FIRST_WORD = 6
-"""Tokens of a batch lie between this and 128: smaller ones mean padding, begin and end, larger ones images or sound."""
+"""Batch tokens lie between this and 128: smaller ids are padding, begin and end, larger ones images or sound."""
 
 _RULES: tuple[tuple[str, int], ...] = (
     (r"num_nextn_predict_layers|num_kv_shared_layers|num_semantic_quantizers|type_vocab_size|(?!kv).*_channels", 0),
@@ -65,7 +64,7 @@ _UNSET = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
-"""Sizes that some configurations leave to the checkpoint."""
+"""Sizes left open in some default configurations."""
 _PATTERNS = {re.compile(f"(?:{pattern})$"): value for pattern, value in _RULES}
 _TOKENS = {
     "pad_token_id": 0,
@@ -77,7 +76,7 @@ _TOKENS = {
 _RANDOM = re.compile(r"drop|jitter|noise")
 _SPECIAL = re.compile(r".*(token_id|token_index|_id|_index|_idx)$")
 _LAYER_NUMBERS = re.compile(r".*(_layers|_layer_ids|_idxs|_indices)$")
-_NUM_LAYERS = (  # the first of these that a configuration has
+_NUM_LAYERS = (  # the first name in the configuration counts
     "num_hidden_layers",
     "n_layer",
     "n_layers",
@@ -90,7 +89,7 @@ _NUM_LAYERS = (  # the first of these that a configuration has
 
 @dataclass(frozen=True)
 class Family:
-    """A model class with a tiny configuration; `unbuildable` says why there is no model of it here."""
+    """A model class with a tiny configuration. `unbuildable`: the reason for a missing model."""
 
     name: str
     class_name: str
@@ -103,13 +102,13 @@ class Family:
         return getattr(transformers, self.class_name)
 
     def config(self) -> PreTrainedConfig:
-        """Return the configuration, small."""
+        """Return the tiny configuration."""
         return shrink(self.model_class.config_class, self.overrides)
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32, calm: bool = False) -> nn.Module:
-        """Return a model with random weights, in train mode, made in `dtype` as `from_pretrained` would make it.
+        """Return a model with random weights in train mode, built in `dtype` like `from_pretrained`.
 
-        A `calm` one has no dropout, dropped layers and noise: their masks depend on the micro-batch.
+        A `calm` model has no dropout, dropped layers or noise, because their masks depend on the micro-batch.
         """
         torch.manual_seed(seed)
         before = torch.get_default_dtype()
@@ -118,7 +117,7 @@ class Family:
             model = self.model_class(self.config()).train()
         finally:
             torch.set_default_dtype(before)
-        with torch.no_grad():  # weights that begin at zero would hide what lies behind them
+        with torch.no_grad():  # zero weights would hide errors in earlier layers
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
         for module in model.modules() if calm else ():
@@ -129,14 +128,14 @@ class Family:
 
     @property
     def is_random(self) -> bool:
-        """True where two plain runs differ: with dropout the generators are seeded from the clock."""
+        """Whether two plain runs differ: with dropout, the clock seeds the generators."""
         return self.name == "reformer"
 
     def batch(self, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Return ROWS x TOKENS tokens; the labels are those tokens, some of them ignored."""
+        """Return ROWS x TOKENS tokens. The labels are the same tokens, some ignored."""
         generator = torch.Generator().manual_seed(seed)
         shape = (ROWS, TOKENS)
-        if self.batch_kind == "codebooks":  # the model shifts them to the right and makes its own input of them
+        if self.batch_kind == "codebooks":  # the model builds the input from shifted labels
             return {"labels": torch.randint(FIRST_WORD, 128, (*shape, 4), generator=generator)}
         tokens = torch.randint(FIRST_WORD, 128, shape, generator=generator)
         labels = tokens.clone()
@@ -148,12 +147,12 @@ class Family:
 
 
 def shrink(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the default configuration with every size that a rule knows cut down, and with `overrides`."""
+    """Return the default configuration with all known sizes shrunk, and with `overrides`."""
     return config_class(**_small_fields(config_class(), overrides or {}))
 
 
 def _small_fields(default: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that differ from the default, sub-configurations shrunk likewise."""
+    """Return the fields that differ from the default, with shrunk sub-configurations."""
     fields = {key: value for key, value in vars(default).items() if not key.startswith("_")}
     small: dict[str, Any] = {}
     depth_name = next((name for name in _NUM_LAYERS if isinstance(fields.get(name), int)), None)
@@ -201,7 +200,7 @@ def _small_value(key: str, value: Any) -> Any:
 
 
 def _representative_layers(fields: Mapping[str, Any], depth: int) -> list[int]:
-    """Return the numbers of the first layers that show every value of every per-layer list, at least two of them."""
+    """Return the first layer numbers with every value in every per-layer list, at least two."""
     kept: set[int] = set()
     for key, values in fields.items():
         if _has_layer_numbers(key, values):
@@ -216,17 +215,17 @@ def _representative_layers(fields: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _has_layer_numbers(key: str, value: Any) -> bool:
-    """Tell lists of layers from lists with an entry per layer."""
+    """Return whether a list has layer numbers instead of one entry per layer."""
     return isinstance(value, list) and bool(value) and bool(_LAYER_NUMBERS.match(key)) and value == sorted(set(value))
 
 
 _SHARED_BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # hidden_size * expand must be heads * head size
+    # hidden_size * expand must equal heads * head size
     "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_d_head": 32, "layer_types": ["linear_attention", "full_attention"]},
     "mamba2": {"head_dim": 32},
-    # these fields have no default, and the model cannot do without them
+    # required fields without a default
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
     },
@@ -243,16 +242,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "xmod": {"default_language": "en_XX"},
-    # by default all layers are of one kind, though the family is known for two
+    # all default layers have one type, but the family has two
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
     "laguna": {"layer_types": ["full_attention", "sliding_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    # random blocks need more blocks than 14 tokens make at the size of the others
+    # random blocks need more blocks than 14 tokens give at the default size
     "big_bird": {"block_size": 1, "num_random_blocks": 1},
     "bigbird_pegasus": {"block_size": 1, "num_random_blocks": 1},
-    # head_dim must be the two parts of a head together
+    # head_dim must be the sum of both head parts
     "dots3_note_text": {
         "head_dim": 32,
         "swa_num_attention_heads": 4,
@@ -263,17 +262,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 16,
     },
-    # the size of a head differs from layer to layer, and is set by a field of its own
+    # the head size differs by layer, with a separate field
     "gemma4_text": {"global_head_dim": 32},
     "gemma4": {"text_config": {"global_head_dim": 32}},
     "gemma4_unified_text": {"global_head_dim": 32},
     "gemma4_unified": {"text_config": {"global_head_dim": 32}},
-    # towers that never run on text, cut down to keep the model small
+    # towers without effect on text, shrunk to a small model
     "got_ocr2": {"vision_config": {"output_channels": 16}},
     "phi4_multimodal": {
         "audio_config": {"nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}
     },
-    # the last layers read the keys and values of an earlier one of their kind
+    # the last layers reuse keys and values of an earlier layer with the same type
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -281,7 +280,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
         "num_kv_shared_layers": 2,
     },
-    # one block is shared by all hybrid layers: two of them are needed to see it
+    # all hybrid layers share one block: the test needs two hybrid layers
     "zamba": {
         "num_hidden_layers": 4,
         "layers_block_type": _SHARED_BLOCKS,
@@ -295,7 +294,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "attention_hidden_size": 128,
     },
-    # hashing into buckets needs more than one chunk; learned axial positions fix the length of the text
+    # bucket hashing needs several chunks; learned axial positions fix the text length
     "reformer": {
         "axial_pos_embds": False,
         "local_attn_chunk_length": 7,
@@ -312,7 +311,7 @@ UNBUILDABLE: dict[str, str] = {
     "gemma4_unified_assistant": _DRAFTS,
 }
 OPEN: dict[str, str] = {}
-"""Families that the engine does not train exactly yet, and why; strict, so that an entry goes when its reason does."""
+"""Families without exact training, with reasons. Tests are strict: a fixed family must leave this list."""
 
 
 _OWN = {
@@ -328,12 +327,14 @@ _OWN = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen4ExpForCausalLM": "qwen4_exp_text",
 }
-"""What the configuration of a class is called, where that is not the first name under which the class is registered. To
-ask the classes for it would import all of them, for four seconds, in every worker."""
+"""Configuration names for classes registered first under another name.
+
+A lookup from the classes would import all of them, four seconds in every worker.
+"""
 
 
 def buildable() -> list[Any]:
-    """Return the names of all families as parameters; those that there is no model of are skipped."""
+    """Return a pytest parameter for every family. Families without a model are skipped."""
     import pytest
 
     marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
@@ -342,7 +343,7 @@ def buildable() -> list[Any]:
 
 @cache
 def families() -> dict[str, Family]:
-    """Return every family by name; a class registered under several names comes once, under its own configuration's."""
+    """Return every family by name. A class with several names appears once, under the configuration name."""
     first: dict[str, str] = {}
     for name, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         first.setdefault(class_name, _OWN.get(class_name, name))

@@ -1,4 +1,4 @@
-"""Documents in one row: which families keep them apart, where positions begin anew in each."""
+"""Document isolation in packed rows with restarting positions, by family."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SIZES = 7, 13, 9
 
 @cache
 def why_not(name: str) -> str:
-    """Say why a family does not keep documents apart; nothing where it does."""
+    """Return the reason against document isolation. Empty: the family isolates documents."""
     return why_not_apart(built(families()[name]), torch.device("cpu"), 128, range(FIRST_WORD))
 
 
 def built(family: Family) -> nn.Module:
-    """Return a model of a family without dropout."""
+    """Return a family model without dropout."""
     return family.build(calm=True).eval()
 
 
 def losses(family: Family) -> tuple[float, float]:
-    """Return the loss of a row of three documents, and the mean over their tokens of those of the documents alone."""
+    """Return (loss of a row with three documents, token mean over the separate document losses)."""
     model, generator = built(family), torch.Generator().manual_seed(3)
     documents = [torch.randint(FIRST_WORD, 128, (1, size), generator=generator) for size in SIZES]
     labels = [torch.cat([torch.full((1, 1), -100), document[:, 1:]], 1) for document in documents]

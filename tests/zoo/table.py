@@ -1,4 +1,4 @@
-"""Writes docs/families.md: what training each family, streamed, gave against plain PyTorch.
+"""Write docs/families.md: streamed training against plain PyTorch for each family.
 
 Run `python tests/zoo/table.py`.
 """
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def told_isolation() -> str:
-    """Return the section about documents in one row."""
+    """Return the section about several documents in one row."""
     found = {family.name: why_not(family.name) for family in families().values() if not family.unbuildable}
     mixed = ", ".join(sorted(name for name, why in found.items() if why))
     text = ISOLATION.format(total=len(found), apart=sum(not why for why in found.values()))
@@ -114,7 +114,7 @@ def told_isolation() -> str:
 
 
 def run(family: Family, precision: str, mode: Mode) -> Outcome | str:
-    """Return what was found, or why nothing was."""
+    """Return the outcome, or the error text."""
     try:
         return examine(family, precision, mode)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def run(family: Family, precision: str, mode: Mode) -> Outcome | str:
 
 
 def describe(family: Family, outcomes: dict[str, Outcome | str]) -> tuple[str, ...]:
-    """Return a row of the table."""
+    """Return a table row."""
     whole = [outcomes[name] for name, (_, mode) in RUNS.items() if not mode.rows]
     parts = [outcomes[name] for name, (_, mode) in RUNS.items() if mode.rows]
     notes, resident = [CALM] * family.is_random, ""

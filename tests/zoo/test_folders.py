@@ -1,4 +1,4 @@
-"""Every causal language model of transformers goes from a folder through an engine into a folder, bit for bit."""
+"""Every causal language model in transformers goes from a folder through an engine to a folder, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [  # what the dtype changes is not the family's; those in bf16 are written by tests/hf/test_write.py in fp32
+    [  # dtype effects are independent of the family; tests/hf/test_write.py writes these bf16 families in fp32
         pytest.param(*case.values, torch.float32 if number % 4 else torch.bfloat16, marks=case.marks)
         for number, case in enumerate(buildable())
     ],
 )
 def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """fp32 folders through split masters, too. What is written loads with transformers, with equal logits.
+    """Includes fp32 folders through split masters. The exported folder loads in transformers with equal logits.
 
-    A few tensors have another dtype after transformers' own loading (routers become fp32): these equal what it saves.
+    A few tensors change dtype at load in transformers (fp32 routers): these equal the transformers save.
     """
     family, given, out = families()[name], tmp_path / "given", tmp_path / "out"
     family.build(dtype=dtype, calm=True).save_pretrained(given)
@@ -40,11 +40,11 @@ def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtyp
         built = build_model(ModelSection(path=str(given)), seed=0)
         assert not built.notes
         model, fill = built.model, built.fill
-    else:  # a part of a larger model, or a family that shares its configuration
+    else:  # a part of a larger model, or a family with a shared configuration
         auto = family.model_class
         model, weights = read(auto, given)
         fill = weights.fill
-    own = None if model.dtype == torch.bfloat16 else model.dtype  # xlnet calls itself fp32, by its first parameter
+    own = None if model.dtype == torch.bfloat16 else model.dtype  # xlnet reports fp32, from the first parameter
     engine = Engine(model.train(), precision="bf16", fill=fill)
     engine.export(out, dtype=own)
     engine.close()
@@ -61,16 +61,16 @@ def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtyp
     assert not info["unexpected_keys"]
     if dtype == torch.float32 and not family.is_random:
         for parameter in (*again.parameters(), *theirs.parameters()):
-            parameter.data = parameter.data.clone()  # a mapped file's alignment changes how kernels sum
+            parameter.data = parameter.data.clone()  # the alignment of a mapped file changes the summation order
         batch = {k: v for k, v in family.batch().items() if k != "labels" or "input_ids" not in family.batch()}
-        logits(again, batch)  # the first run of phimoe in a process differs from all later ones
+        logits(again, batch)  # the first phimoe run in a process differs from all later runs
         assert same(logits(again, batch), logits(theirs, batch))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", buildable())
 def test_a_folder_in_bf16_that_is_trained_loads_as_what_was_trained(name: str, precision: str, tmp_path: Path) -> None:
-    """Exported after a step in either precision, and loaded as a user would, it has the engine's logits."""
+    """After one training step in either precision, the exported folder loads with the engine's logits."""
     family, auto = families()[name], AutoModelForCausalLM
     if auto._model_mapping.get(family.model_class.config_class, None) is not family.model_class:
         pytest.skip("a part of a larger model, or a family that shares its configuration")

@@ -1,4 +1,4 @@
-"""A row of several documents has the loss of the documents alone, in every family that the probe lets through."""
+"""A packed row has the same loss as the separate documents, in every family accepted by the probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BESIDE = {
     "dots3_note_text": "the loss has a part that is made of a whole row",
     "git": "the loss has image tokens before the row",
 }
-"""Families whose loss is none of tokens alone."""
+"""Families with a loss beyond tokens."""
 
 
 @pytest.mark.slow

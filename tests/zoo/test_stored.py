@@ -1,5 +1,6 @@
-"""Causal language models of transformers, one of six and all that are unlike others, go on from a checkpoint alone, and
-are exported from it.
+"""Causal language models in transformers resume and export from a checkpoint alone.
+
+Covers one family out of six and all unusual families.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def is_known(family: Any) -> bool:
     return found is family.model_class
 
 
-# From folders test_folders.py takes every family; here some of them show that a checkpoint does as well.
+# test_folders.py covers every family with folders. Some families here cover checkpoints.
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -38,9 +39,9 @@ def is_known(family: Any) -> bool:
     ],
 )
 def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) -> None:
-    """The model that is built from it alone trains on with the same bits, buffers included.
+    """The model built from the checkpoint continues with the same bits, including buffers.
 
-    Break: build it in another dtype; leave out persistent buffers.
+    Break: build the model in another dtype; leave out persistent buffers.
     """
     family, batch = families()[name], families()[name].batch()
     if not is_known(family):

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, streamed, trains as plain PyTorch trains it."""
+"""Every causal language model in transformers trains like plain PyTorch when streamed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from tests.zoo.compare import ALWAYS, MICRO, NEVER, SUMS, Mode, examine
 from tests.zoo.families import BATCHES, OPEN, OVERRIDES, UNBUILDABLE, families
 
 QUICK = ("mamba", "xlnet", "zamba", "gemma3n_text")
-"""The default run: a state space, positions of another kind, shared blocks, keys and values that layers share. The
-tests of the engine have more of them (tests/engine/families.py)."""
+"""Quick families: a state space, relative positions, shared blocks, and layers with shared keys and values.
+
+More families: tests/engine/families.py.
+"""
 
 
 def cases(
     modes: Sequence[Mode], quick: Sequence[str], first: int = 0, every: int = 1, *, unlike: bool = True
 ) -> list[object]:
-    """Buildable families as parameters in one of the modes, which take turns; all but the quick ones are slow. Of
-    `every` so many one is taken, from the `first` on, and with it those that are `unlike` others: that need settings or
-    a batch of their own. (tests/zoo/table.py takes each family in every mode.)"""
+    """Return pytest parameters for buildable families, with `modes` in turn. Non-quick families are marked slow.
+
+    Takes one family out of `every`, starting at `first`. `unlike` adds the families with special settings or batches.
+    (tests/zoo/table.py runs each family in every mode.)
+    """
     found: list[object] = []
     for number, name in enumerate(families()):
         if number % every != first and name not in quick and not (unlike and name in (*OVERRIDES, *BATCHES)):
@@ -44,7 +48,7 @@ def label(mode: Mode) -> str:
 
 @pytest.fixture(autouse=True)
 def what_was_imported_stays() -> None:
-    """Else each search for graphs, and each collection, looks through the modules of all families before."""
+    """Otherwise each graph search and each collection visits the modules of all earlier families."""
     gc.collect()
     gc.freeze()
 
@@ -63,7 +67,7 @@ def test_families_are_called_as_their_configurations() -> None:
 
 @pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK))
 def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
-    """With recompute `always` or `never`: a graph is kept while the weights that it has saved leave the slot."""
+    """Recomputation is `always` or `never`: a graph stays saved while the saved weights leave the slot."""
     with no_graph_is_left():
         outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite
