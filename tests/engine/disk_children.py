@@ -22,15 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from offload import Engine, Placement
-from offload.errors import OffloadError, TornError
+from offload.errors import DiskError, OffloadError, TornError
 from offload.planning import disk
 from tests import forks
 from tests.disks import nameless
 from tests.engine.families import build, tokens
 from tests.engine.inside import parts_of
+from tests.engine.test_model_files import FILES, engine_of, past_the_cache
 from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
 
@@ -42,6 +44,7 @@ KINDS: dict[str, dict[str, str]] = {  # each kind of state alone, so that what f
     "activations": {"activations": "nvme"},
 }
 ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
+BOTH = {"parameters": "nvme", "optimizer": "nvme"}
 CALLS = {"x86_64": {"openat": 257, "pread": 17, "pwrite": 18}, "aarch64": {"openat": 56, "pread": 67, "pwrite": 68}}
 TILE = 2048
 NOBODY = 65534
@@ -101,6 +104,37 @@ def names(error: BaseException, *words: object) -> None:
 # -- in a child ------------------------------------------------------------------------------------------------
 
 
+def child_in_which_a_call_fails(folder: str, kind: str, call: str, wanted: Wanted) -> None:
+    """With threads for the disk; every call of that name fails from the third step on."""
+    forbid(IO_URING_SETUP, errno.EPERM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads it is
+        engine = make(folder, KINDS[kind])
+    train(engine, wanted, 0, 2)
+    assert digest(engine) == wanted[1][1]  # what may fail from here on is of another step
+    forbid(CALLS[platform.machine()][call], errno.EIO)
+    seed, error = until_it_fails(engine, wanted, 2)
+    names(error, "DiskError" if isinstance(error, TornError) else "failed", folder, "EIO", "bytes", "offset")
+    try:  # the fault stays: states that are on disk can be read by nobody, all others are whole
+        torn = is_torn(engine, wanted, seed)
+    except DiskError:
+        torn = False
+    print(json.dumps([seed, torn, type(error).__name__]))
+    engine.close()
+
+
+def child_at_its_limit(folder: str, wanted: Wanted) -> None:
+    """The files of the run must not be written any more beyond 64 KiB."""
+    engine = make(folder, BOTH)
+    train(engine, wanted, 0, 2)
+    assert digest(engine) == wanted[1][1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    seed, error = until_it_fails(engine, wanted, 2)
+    names(error, folder, "EFBIG", "ulimit -f", "bytes")
+    assert is_torn(engine, wanted, seed)
+    engine.close()
+
+
 def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
     """The system refuses something that only makes it faster."""
     with warnings.catch_warnings(record=True) as caught:
@@ -118,6 +152,18 @@ def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
         name = parts_of(engine)._nvme._io.name
         engine.close()
     print(json.dumps([name, [str(each.message) for each in caught]]))
+
+
+def child_that_reads_files_through_the_cache(folder: str) -> None:
+    """O_DIRECT is refused to an engine over a model's own files."""
+    forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        past_the_cache(patch)
+        engine = engine_of(Path(folder), placement=FILES)
+        loss = engine.step(tokens(0)).loss.item()
+        engine.close()
+    print(json.dumps([loss, [str(each.message) for each in caught]]))
 
 
 def child_that_is_two(folder: str, wanted: Wanted) -> None:

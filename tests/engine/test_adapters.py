@@ -18,13 +18,16 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.config.sections import LoraSection, ModelSection
+from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
 from offload.hf.adapters import Adaptation, summary
 from offload.hf.models import BuiltModel, build_model, fill_all
 from offload.hf.sources import Whole
 from tests.engine import families
-from tests.engine.compare import same_bits, train_both
+from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
 from tests.engine.inside import parts_of, resident_names
+from tests.engine.ranks import run
+from tests.engine.reference import Reference
 from tests.integrations.plain import needs
 from tests.matrix import quick
 
@@ -209,6 +212,41 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingLibraryError, match=r"pip install .offload\[peft\]"):
         Adaptation.of(LoraSection(rank=4), "causal")
+
+
+def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """Train an adapter on this rank's rows of two batches; return its weights."""
+    with open_comm() as comm:
+        built = adaptation(folder / str(comm.rank), case).over(load(base), seed=7)
+        place = Placement("cpu", "cpu", "cpu")
+        engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
+        for seed in range(2):
+            rows = families.tokens(seed)
+            engine.step({key: value[2 * comm.rank : 2 * comm.rank + 2] for key, value in rows.items()})
+        engine.save_checkpoint(folder / "states", trained_only=True)
+        return dict(engine.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "dora", "tokens", "head", "pissa", "parameters"])
+def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name: str) -> None:
+    case = {**CASES[name], "dropout": 0.0}
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    one, other = run(2, over_ranks, base=base, case=case, folder=tmp_path)
+    adapter = adaptation(tmp_path, case)
+    built = adapter.over(load(base), seed=7)
+    plain = Reference(resident(base, adapter), PROPORTIONAL)
+    for seed in range(2):
+        plain.step(families.tokens(seed))
+    assert one.keys() == other.keys()
+    assert all(same_bits(one[key], other[key]) for key in one)
+    assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
+    frozen = [name for name, p in built.model.named_parameters() if not p.requires_grad]
+    assert all(same_bits(one[name], plain.masters[name]) for name in frozen)
+    engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
+    engine.load_checkpoint(tmp_path / "states")
+    assert_same(dict(engine.named_parameters()), one)
 
 
 @pytest.mark.slow

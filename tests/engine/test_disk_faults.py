@@ -25,14 +25,17 @@ from typing import Any
 
 import pytest
 
-from offload import Engine
-from offload.errors import DiskError
+from offload import Engine, Placement
+from offload.engine.gradients.flow import GradientFlow
+from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
+from offload.lanes.throttle import parse_throttle
 from offload.native import kernels
 from offload.planning import disk
 from tests import forks
 from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import nameless
+from tests.engine.device import cpu_only
 from tests.engine.disk_children import (
     ALL,
     CALLS,
@@ -43,9 +46,12 @@ from tests.engine.disk_children import (
     Ended,
     Nursery,
     Wanted,
+    child_at_its_limit,
     child_command,
+    child_in_which_a_call_fails,
     child_that_is_two,
     child_that_never_closes,
+    child_that_reads_files_through_the_cache,
     child_with_less,
     digest,
     is_torn,
@@ -55,11 +61,13 @@ from tests.engine.disk_children import (
     until_it_fails,
 )
 from tests.engine.families import build, tokens
-from tests.engine.inside import disk_files, num_threads
-from tests.engine.test_giving_up import Told, ends_soon
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import disk_files, num_threads, parts_of
+from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
+from tests.matrix import matrix, quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
@@ -212,6 +220,11 @@ def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted)
     assert inside(small_disk.path) == []
 
 
+@pytest.mark.slow
+def test_a_limit_on_the_size_of_files(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
+    nursery.run(child_at_its_limit, str(folder), wanted)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a model and a text, from which the commands run, whoever runs them."""
@@ -258,6 +271,13 @@ def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: 
     small_disk.fill(1 << 19)  # the states need 400 KB
     ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
     paragraph(ended, 1, small_disk.path, "ENOSPC", "bytes", "free space")
+    assert inside(small_disk.path) == ["other data"]
+
+
+@pytest.mark.slow
+def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -> None:
+    small_disk.fill(8192)
+    paragraph(command(small_disk.path), 3, small_disk.path, "8192 bytes", "too little", "--offload.nvme_dir")
     assert inside(small_disk.path) == ["other data"]
 
 
@@ -308,6 +328,18 @@ def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: p
     assert [engine.step(tokens(seed)).loss.item() for seed in (1, 2)] == wanted[1:]
     engine.close()
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@filters
+@in_cpp
+@matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
+def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
+    seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
+    harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
+    either = (kind, call) == ("optimizer", "pread")  # the first of these states are read before the updates
+    assert either or torn != harmless, "a step is given up before its updates, or torn in them"
+    assert seed == 2 or not harmless
 
 
 @pytest.mark.slow
@@ -393,6 +425,32 @@ def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason
     assert refused != "io_uring" or name == "threads"
 
 
+@pytest.mark.slow
+@filters
+def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder: Path) -> None:
+    saved(folder / "model")
+    wanted = engine_of(folder / "model").step(tokens(0)).loss.item()
+    found, messages = json.loads(nursery.run(child_that_reads_files_through_the_cache, str(folder / "model")))
+    assert found == wanted
+    assert len(messages) == 1, messages
+    assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
+    shutil.rmtree(folder / "model")
+
+
+@pytest.mark.slow  # in the quick run: tests/native/test_fallback.py, and the same disk with less
+def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
+    code = (
+        "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "
+        f"child_with_less({str(folder)!r}, 'C++', {wanted!r})"
+    )
+    ended = forks.run(["-c", code], begin=forks.start_anew)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    name, messages = json.loads(ended.stdout)
+    assert name == "python"
+    assert len([message for message in messages if "nvme" in message]) == 1, messages
+    assert "the C++ module is missing" in messages[0]
+
+
 # -- a violent end ---------------------------------------------------------------------------------------------
 
 SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
@@ -406,7 +464,7 @@ def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
 def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
     run = f"signal-{number}"
     pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
@@ -428,7 +486,7 @@ def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["end", "exception", "dropped"])
+@pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
 def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
     nursery.start(child_that_never_closes, str(folder), how)
     ended = nursery.wait()
@@ -483,7 +541,89 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
 
 # -- a step that ends while the lanes of the disk are busy -----------------------------------------------------
 
+GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
+BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
+
 
 def steps(engine: Engine) -> None:
     for seed in range(100):
         engine.step(tokens(seed))
+
+
+@pytest.mark.slow
+@cpu_only("torch lets a Ctrl-C in once the backward is over, which autograd runs in another thread there")
+@pytest.mark.usefixtures("nothing_collected")
+@matrix(strength=1, delay_s=[0.1, 0.6], kind=list(KINDS))
+def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:
+    engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
+    for lane, throttle in parse_throttle(GLACIAL).items():
+        parts_of(engine).lanes.links[lane].throttle = throttle
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        steps(engine)
+    assert time.monotonic() - begin < SOON_S
+    timer.join()
+    with ends_soon():
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted, monkeypatch: Any) -> None:
+    """Where a Ctrl-C is raised that came while autograd was in C++."""
+    engine = make(folder, ALL)
+    train(engine, wanted, 0, 2)
+
+    real, breaks = GradientFlow.take, [True]
+
+    def take(*given: Any) -> None:
+        if breaks:
+            breaks.clear()
+            raise Told
+        real(*given)
+
+    monkeypatch.setattr(GradientFlow, "take", take)
+    for unit in parts_of(engine).units:  # hooks are set where parameters are made
+        unit._live.clear()
+    with pytest.raises(Told):
+        engine.step(tokens(9))
+    engine_is_right = True
+    try:
+        train(engine, wanted, 2, 5)
+    except AssertionError:
+        engine_is_right = False
+    engine.close()
+    assert engine_is_right
+
+
+@pytest.mark.slow
+@matrix(strength=1, where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
+def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
+    settings = DEFERRED | {"clip": clip}
+    undisturbed = Engine(build(lambda: Stack(Breaks)), **settings)
+    engine = Engine(
+        build(lambda: Stack(Breaks)),
+        placement=Placement(**(KINDS | {"all": ALL})[kind], nvme_dir=folder),
+        throttle=BUSY,
+        **settings,
+    )
+
+    def step(engine: Engine, seed: int) -> float:
+        return engine.step(words(seed), loss_fn=cross_entropy).loss.item()
+
+    for seed in range(3):
+        assert step(engine, seed) == step(undisturbed, seed)
+    engine.model.blocks[1].left = 0 if where == "forward" else 1
+    with ends_soon(), pytest.raises(Told):
+        step(engine, 9)
+    if where == "backward" and clip == "speculative":
+        with pytest.raises(TornError):
+            step(engine, 3)
+    else:
+        for seed in range(3, 6):
+            assert step(engine, seed) == step(undisturbed, seed)
+        assert digest(engine) == digest(undisturbed)
+    for one in (engine, undisturbed):
+        with ends_soon():
+            one.close()
