@@ -55,7 +55,7 @@ help:
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
-	@echo "make lint      ruff, import-linter"
+	@echo "make lint      ruff, import-linter, the measure of plain prose"
 	@echo "make type      mypy"
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
 	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
@@ -200,6 +200,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 type: $(READY)
 	$(BIN)/mypy

@@ -13,14 +13,14 @@ COMMANDS = {
     "train": "train a model whose states do not fit the device",
     "data": "the data as a run would train on them: sources, lengths, rows with what is trained",
     "report": "a page about a run: curves, where a step's time goes, memory, what to change",
-    "plan": "what a run would hold and take, on this machine or a described one",
+    "plan": "forecast memory and time of a run, on this machine or from a specification",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
-    "verify": "whether checkpoints and Hugging Face folders are whole",
-    "parity": "whether offloaded training is resident training, on one's own model",
-    "doctor": "what this machine has, and which paths are live on it",
-    "replay": "the weights that a run without gradients ended with, from its log",
-    "bench": "this machine against what it could do and what others do on it",
+    "verify": "check checkpoints and Hugging Face folders for damage",
+    "parity": "compare offloaded with resident training, bit for bit, on your model",
+    "doctor": "show hardware, limits and active code paths of this machine",
+    "replay": "recompute the final weights of a run without gradients from the log",
+    "bench": "measure this machine: kernels, links, disks, and other implementations",
 }
 _MODULES = {"data": "look"}  # other commands have the module name; offload.data is a package
 

@@ -16,18 +16,18 @@ The other keys are in `shape`.
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
 import sys
 import threading
-import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from tests.prose import Measure
 
 ROOT = Path(__file__).parents[1]
 CORE, APPLICATION = "core", "application"
@@ -61,8 +61,6 @@ RINGS = {
 All rings after the first two are extras: they may import only the core, the application and themselves.
 """
 _PLACES = {name: ring for ring, names in RINGS.items() for name in names.split()}
-RELATIVE = frozenset(["what", "which", "that", "those", "whose", "its", "it", "such"])
-"""Words seldom needed in a plain sentence."""
 FEATURES = {
     "codecs": r"codecs?|coded|EXACT|INT8|NF4|frozen_weights|link_weights|link_gradients",
     "delay": r"delay\w*|is_late|speculative|clip",
@@ -71,7 +69,6 @@ FEATURES = {
 }
 """Patterns for feature names in conditions."""
 LONG_CLASS = 280
-WORD = re.compile(r"[A-Za-z']+")
 
 
 # -- rings -------------------------------------------------------------------------------------------------------------
@@ -154,30 +151,6 @@ def num_settings() -> int:
     return sum(len(section.model_fields) for section in sections)  # type: ignore[union-attr]
 
 
-# -- prose -------------------------------------------------------------------------------------------------------------
-
-
-def texts(path: Path) -> Iterator[str]:
-    """Yield docstrings, field descriptions and comments in a module, or the text of a page without code."""
-    source = path.read_text(errors="ignore")
-    if path.suffix == ".md":
-        yield re.sub(r"```.*?```|`[^`]*`|\(https?:[^)]*\)", "", source, flags=re.DOTALL)
-        return
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
-
-
-def relative_words(folder: Path) -> float:
-    """Return the number of relative words per thousand."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".md"))
-    words = [word.lower() for path in paths for text in texts(path) for word in WORD.findall(text)]
-    return 1000 * sum(word in RELATIVE for word in words) / max(1, len(words))
-
-
 # -- a traced step -----------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +229,7 @@ def shape() -> dict[str, Any]:
         "violations": len(wrong),
         **warm_step(),
         "settings": num_settings(),
-        "prose": {name: round(relative_words(ROOT / name), 1) for name in ("offload", "docs", "tests")},
+        "prose": {name: round(Measure(ROOT / name).relative, 1) for name in ("offload", "docs", "tests")},
         "violations_of": dict(Counter(CORE if ring_of(one) == CORE else ring_of(one) for one, _ in wrong)),
         "extras": {name: lines[name] for name in RINGS if name not in (CORE, APPLICATION)},
         "asks": asks(core),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests import shape
@@ -36,18 +34,11 @@ def test_tests_about_features_are_counted() -> None:
     assert shape.asks({"one": text}) == {"codecs": 2, "delay": 1, "replicas": 1, "zeroth": 0}
 
 
-def test_prose_is_that_of_docstrings_and_comments(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text('"""What it is."""\nwhich = "that"  # a comment\n')
-    (tmp_path / "one.md").write_text("`which` is such a word\n\n```\nwhat\n```\n")
-    assert shape.relative_words(tmp_path) == pytest.approx(1000 * 3 / 9)
-
-
 def test_a_traced_step_and_the_table_have_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = shape.warm_step()
     assert step["files"] > 20
     assert step["opened"] > step["executed"] > 500
     monkeypatch.setattr(shape, "warm_step", lambda: step)
-    monkeypatch.setattr(shape, "relative_words", lambda folder: 25.0)
     found = shape.shape()
     assert list(found)[:7] == ["rings", "violations", "opened", "executed", "files", "settings", "prose"]
     assert len(found["rings"]) == 3
