@@ -129,6 +129,19 @@ class Values:
             found[its] = region.travels.read(planes[name], mine, region.dtype)
         return found.view(info.shape)
 
+    def is_cut(self, parameter: int) -> bool:
+        """True if a parameter lies in several pieces."""
+        return len(self._homes[parameter]) > 1
+
+    def gradient(self, parameter: int, touched: Mapping[int, Sequence[bool]]) -> torch.Tensor | None:
+        """Return the sum over several passes of the gradient of a parameter that is not cut: fp32, in the parameter's
+        shape, in place, on a single rank. None: no pass had a gradient. `touched`: see `Measures`.
+        """
+        ((_, state, position),) = self._homes[parameter]
+        if state.sums is None or not touched[state.region.index][position]:
+            return None
+        return state.sums[state.span(position)].view(self._infos[parameter].shape)
+
     def prune_moments(self, parameter: int, share: float) -> None:
         """Set to zero this share of each array that the update rule keeps of a parameter, the elements of least
         magnitude; all of them with 1. Collective. Raises ConfigError for a share below 1 of moments in codes.

@@ -128,8 +128,8 @@ TRAINERS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
         None,
     ),
     "two groups": (Decayed, {"weight_decay": 0.0}, None),
-    "surgery": (Surgery, {}, f"embed_tokens.weight was read {IN_STEP}"),
-    "a callback that looks": (Trainer, {"calls": Each(to_parameter=lambda p: p.grad)}, f"was read {IN_STEP}"),
+    "surgery": (Surgery, {}, None),
+    "a callback that looks": (Trainer, {"calls": Each(to_parameter=lambda p: p.grad)}, None),
     "a callback that drops": (
         Trainer,
         {"calls": Each(to_parameter=lambda p: setattr(p, "grad", None))},
@@ -305,8 +305,8 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "weights loaded": (lambda s: s.model.load_state_dict(s.model.state_dict()), {}, r"load_state_dict\(\) cannot be"),
     "frozen in turns": (lambda s: s.model[1].requires_grad_(len(s.called) % 2 == 0), {}, None),
     "an exhausted clip": (lambda s: s.accelerator.clip_grad_norm_(s.once, 0.01), {}, None),
-    "a clip by hand": (lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 1.0), {}, f"was read {IN_STEP}"),
-    "model.zero_grad": (lambda s: s.model.zero_grad(), {}, rf"was read {IN_STEP}.*grad_norm\(\)"),
+    "a clip by hand": (lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 1.0), {}, None),
+    "model.zero_grad": (lambda s: s.model.zero_grad(), {}, rf"set to None {IN_STEP}.*optimizer.zero_grad\(\)"),
     "a gradient dropped": (
         lambda s: setattr(s.model[2].weight, "grad", None),
         {},

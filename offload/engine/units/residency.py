@@ -114,6 +114,10 @@ class Answers(Protocol):
         """True if a user training loop is in a step with gradients."""
         ...
 
+    def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return a parameter's gradient in the step of a user training loop, in place; None: no gradient."""
+        ...
+
 
 class ModelOwnership:
     """Model ownership by an engine, from taking the weights until restore, or forever.
@@ -211,20 +215,20 @@ class ModelOwnership:
         if not self._is_watched or what in ("write", "hook"):
             raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))
 
-    def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Raise ConfigError if the step of a user training loop has gradients in the engine.
+    def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return `grad` of a parameter: in the step of a user training loop the engine's gradient, else None."""
+        reading = None if self._is_watched else self._reading()
+        return None if reading is None else reading.gradient(info)
 
-        Clipping, scaling or dropping `grad` (None) would have no effect on these.
-        """
+    def check_drop(self, info: ParameterInfo) -> None:
+        """Raise ConfigError if `grad` is set to None while the engine has gradients, because they would stay."""
         reading = self._reading()
         if reading is not None and reading.has_gradients():
             raise ConfigError(
-                f"the grad of {info.name} was {how} in the middle of a step, whose gradients are in the engine, and "
-                "not at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them "
-                "there would do nothing. engine.grad_norm() is their norm; engine.update(max_grad_norm=...) clips, or, "
-                "in a script over accelerate, accelerator.clip_grad_norm_; engine.zero_grad() drops them all, or the "
-                "optimizer's; requires_grad_(False) before the forward keeps one from being made. (A plain Trainer "
-                "over an OffloadOptimizer clips if it has the callback OffloadCallback.)"
+                f"the grad of {info.name} was set to None in the middle of a step, whose gradients are in the engine "
+                "and would stay there. optimizer.zero_grad() or engine.zero_grad() drops them all, in place of "
+                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward keeps "
+                "one from being made."
             )
 
     def release(self) -> None:
