@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.gradients.lent import LentGradients
+from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState

@@ -296,7 +296,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
         {"make": lambda m: adam_of(m, {}, {"amsgrad": True})},
         "groups of the optimizer have amsgrad False and True",
     ),
-    "states before": (nothing, {"make": stepped}, "has states of 8 parameters already"),
+    "states before": (nothing, {"make": stepped}, None),
     "rates of a rule": (nothing, {"make": two_rates, "offload": {"optimizer": SGD(lr=1e-2)}}, "have learning rates of"),
     "state emptied": (lambda s: s.optimizer.state.clear(), {}, "optimizer.state was used"),
     "state replaced": (lambda s: setattr(s.optimizer, "state", {}), {}, "optimizer.state was used"),

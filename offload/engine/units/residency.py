@@ -82,7 +82,8 @@ def refuse_copy(what: str) -> NoReturn:
     raise ConfigError(
         f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
         "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
-        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them), and "
+        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them; a state dict "
+        "is loaded before Engine() or offload.wrap, or value by value with engine.edit), and "
         "engine.close(restore=True) gives the model its weights back. Where the engine is closed already, or could not "
         "be made, build the model anew."
     )
