@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,8 +23,17 @@ class LentGradients:
     works on it in place, with the bits of plain PyTorch. Regions that the script has changed are measured again.
     """
 
-    def __init__(self, store: Store, updates: Updates, measures: Measures, units: Sequence[Unit], lanes: Lanes) -> None:
-        self._store, self._updates, self._measures, self._units, self._lanes = store, updates, measures, units, lanes
+    def __init__(
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        updates: Updates,
+        measures: Measures,
+        units: Sequence[Unit],
+        lanes: Lanes,
+    ) -> None:
+        self._store, self._infos, self._updates, self._measures = store, infos, updates, measures
+        self._units, self._lanes = units, lanes
         self._versions: dict[int, int] = {}  # of each region's sums, as they were measured
 
     def lend(self, info: ParameterInfo) -> torch.Tensor | None:
@@ -44,6 +54,8 @@ class LentGradients:
         self._updates.measure()
         states = self._store.states
         self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
+        for index, parameter in self._resident().items():  # an ordinary Parameter, which asks nobody
+            parameter.grad = self._store.values.gradient(index, self._measures.touched)
         return self._store.values.gradient(info.index, self._measures.touched)
 
     def measure_changed(self) -> None:
@@ -61,6 +73,9 @@ class LentGradients:
 
     def forget(self) -> None:
         """End the step."""
+        if self._versions:
+            for parameter in self._resident().values():
+                parameter.grad = None
         self._versions.clear()
 
     def _why_not(self, info: ParameterInfo) -> str:
@@ -69,5 +84,16 @@ class LentGradients:
             return f"the gradients are divided over {self._store.comm.size} ranks"
         if self._store.values.is_cut(info.index):
             return "the engine has cut the parameter into pieces, for a small offload.device_memory"
-        kept = next((unit.name for unit in self._units if unit.resident and unit.trainable), None)
-        return "" if kept is None else f"unit {kept}, read from outside, has its gradients in the engine alone"
+        # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
+        resident, trained = self._resident(), [each.index for each in self._infos if each.trainable]
+        is_late = next((index for index in trained if index not in resident), 0) > min(resident, default=math.inf)
+        for index, parameter in resident.items():
+            if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
+                name = self._infos[index].name
+                return f"{name}, whose weights stay on the device, has its gradient in the engine alone"
+        return ""
+
+    def _resident(self) -> dict[int, torch.nn.Parameter]:
+        """Return the trainable Parameters of units that stay on the device, by index."""
+        units = [unit for unit in self._units if unit.resident and unit.trainable]
+        return {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}

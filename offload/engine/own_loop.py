@@ -28,7 +28,7 @@ class OwnLoop:
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         measures = state.gradients.measures
-        self._lent = LentGradients(state.store, state.updates, measures, state.units, state.lanes)
+        self._lent = LentGradients(state.store, state.infos, state.updates, measures, state.units, state.lanes)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def has_gradients(self) -> bool:

@@ -609,6 +609,7 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
         for differs in (
             lambda engine: engine.update(max_grad_norm=1.0 + engine.rank),
             lambda engine: engine.tune({"betas": (0.5, 0.5 + engine.rank / 10)}),
+            lambda engine: engine.model.lm_head.weight.grad,
         ):
             try:
                 differs(engine)
@@ -627,7 +628,8 @@ def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     assert found == other
     assert found[:3] == found[3:]
     for each in (refused, also_refused):
-        assert len(each) == 4
+        assert len(each) == 6
+        assert "lm_head.weight was read in the middle of a step, and the gradients are divided over 2 ranks" in each[2]
         assert "rank 0: update(max_grad_norm=1); rank 1: update(max_grad_norm=2)" in each[0]
         assert "rank 0: tune({'betas': (0.5, 0.5)}, {}); rank 1: tune({'betas': (0.5, 0.6)}, {})" in each[1]
 
@@ -722,13 +724,20 @@ class WideHead(Stack):
 @pytest.mark.filterwarnings("ignore:unit blocks.0 is read from outside")
 def test_a_gradient_that_is_not_whole_in_one_place_is_refused() -> None:
     cut = Engine(build(WideHead), placement=Placement(device_memory="48KiB"))
-    kept = Engine(build(Switched))
-    for engine, why in ((cut, "cut the parameter into pieces"), (kept, "unit blocks.0, read from outside")):
+    kept = Engine(build(Switched), precision="bf16")
+    for engine, why in ((cut, "cut the parameter into pieces"), (kept, "blocks.0.*weights stay on the device")):
         more = {} if engine is cut else {"outside": True}
         cross_entropy(engine.model(words()["x"], **more), words()).backward()
         with pytest.raises(ConfigError, match=rf"head.weight was read .*{why}.*optimizer.clip_grad_norm_"):
             torch.nn.utils.clip_grad_norm_(engine.model.head.parameters(), 1.0)
         engine.update(max_grad_norm=1.0)
+    kept = Engine(build(Switched))  # in fp32 on the CPU, a unit that stays on the device lends as others do
+    for step in range(2):
+        cross_entropy(kept.model(words(step)["x"], outside=True), words(step)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(kept.model.parameters(), 0.1).item()
+        assert norm > 0.2
+        assert kept.update().grad_norm == pytest.approx(0.1, rel=1e-4)
+        assert kept.model.blocks[0].up.weight.grad is None
 
 
 class Given(Stack):
