@@ -46,8 +46,9 @@ def wrap(
 
     Gradients of such a loop wait in fp32, 4 bytes a trainable weight, beside the optimizer states (in host memory where
     these are on disk), also for rules that drop them in `Engine.step`. Between the last backward and `step`,
-    `parameter.grad` is that memory, on one rank; elsewhere `optimizer.clip_grad_norm_` clips. Over several ranks
-    gradients are sums: divide the loss by `optimizer.engine.world_size`.
+    `parameter.grad` is that memory; where it cannot be lent (several ranks, parameters cut for a small device, and in
+    bf16 or on a GPU units that stay on the device) ConfigError says so, and `optimizer.clip_grad_norm_` clips. Over
+    several ranks gradients are sums: divide the loss by `optimizer.engine.world_size`.
 
     `optimizer.state_dict()` has torch's format, with fp32 masters of bf16 parameters; torch's own loads too. Load
     weights into the model before this call; optimizer states before or after. `optimizer.save(folder)` and
