@@ -138,9 +138,11 @@ def api_page() -> str:
     import offload
     from offload.engine.methods.result import StepResult
     from offload.integrations import accelerate, transformers
+    from offload.integrations.wrap import WrappedOptimizer
     from offload.training import callbacks, trainer
 
     page = [MADE.format("the docstrings"), API]
+    page.extend(_class(each) for each in (offload.wrap, WrappedOptimizer))
     page.append(_class(offload.Engine, members=True))
     page.extend(_class(each) for each in (offload.Settings, offload.Placement))
     page.append(_class(StepResult))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config.config import Config as Config
     from offload.engine.engine import Engine as Engine
+    from offload.integrations.wrap import wrap as wrap
     from offload.optim.adamw import AdamW as AdamW
     from offload.optim.factored import Adafactor as Adafactor
     from offload.optim.factored import AdaLomo as AdaLomo
@@ -49,6 +50,7 @@ _HOMES = {
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",
     "Trainer": "offload.training.trainer",
+    "wrap": "offload.integrations.wrap",
 }
 __all__ = [*_HOMES, "native"]
 

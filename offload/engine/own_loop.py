@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offload.engine.lent_gradients import LentGradients
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_copy
 from offload.errors import ConfigError
+from offload.layout.regions import ParameterInfo
 from offload.planning.settings import check_max_grad_norm
 
 
@@ -25,6 +27,8 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
+        measures = state.gradients.measures
+        self._lent = LentGradients(state.store, state.infos, state.updates, measures, state.units, state.lanes)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def has_gradients(self) -> bool:
@@ -53,11 +57,24 @@ class OwnLoop:
             loss.backward()
             self.losses.append(loss.detach())
 
+    def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return the gradient of a parameter in this step, to read or to change in place: fp32, in the parameter's
+        shape, in the memory of the gradients. None: no gradient. The gradients are complete after this call.
+
+        Raises ConfigError if the gradient is divided over ranks or cut.
+        """
+        self._recovery.recover()
+        if not self.has_gradients():
+            return None
+        with self._recovery.working():
+            return self._lent.lend(info)
+
     def grad_norm(self) -> float:
-        """Return the gradient norm over all ranks. The gradients are final after this call."""
+        """Return the gradient norm over all ranks. The gradients are complete after this call."""
         self._refuse_nothing("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():
+            self._lent.measure_changed()
             return self._state.updates.measure()
 
     def update(self, max_grad_norm: float | None = None) -> StepResult:
@@ -75,6 +92,7 @@ class OwnLoop:
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.ending():
+            self._lent.measure_changed()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
             return result
@@ -82,6 +100,7 @@ class OwnLoop:
     def forget(self) -> None:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
+        self._lent.forget()
         self.is_open = False
 
     def _refuse_nothing(self, what: str) -> None:

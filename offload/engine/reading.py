@@ -36,6 +36,10 @@ class Reading:
         """Return whether an own loop's step has gradients."""
         return self._own_loop.has_gradients()
 
+    def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return a parameter's gradient in an own loop's step, in place; None: no gradient. See `OwnLoop.gradient`."""
+        return self._own_loop.gradient(info)
+
     def read(self, info: ParameterInfo) -> torch.Tensor:
         """Return a parameter as a new CPU copy, in the dtype used on the device.
 

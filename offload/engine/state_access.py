@@ -17,6 +17,7 @@ from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving, check_contents, load_states, spans_read
 from offload.engine.exporting import Made, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
+from offload.engine.moment_access import MomentAccess
 from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
@@ -39,7 +40,7 @@ _BLOCK = 1 << 22
 """Elements read at a time when all are read."""
 
 
-class StateAccess:
+class StateAccess(MomentAccess):
     """Engine calls about states. Each call waits until all earlier updates are done."""
 
     comm: Comm
@@ -137,22 +138,6 @@ class StateAccess:
         if unknown is not None:
             raise ConfigError(f"{call} was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
         return [infos[name] for name in wanted]
-
-    def prune_moments(self, names: Iterable[str], share: float) -> None:
-        """Set the smallest elements of the optimizer state to zero, in each array separately. ReLoRA, arXiv:2307.05695,
-        section 3, uses shares of 0.99 and 0.999. Step counts stay unchanged. Collective, with equal arguments on all
-        ranks.
-
-        names: parameter names, as in `named_parameters`. share: fraction to clear, 0 to 1; 1 clears all. Raises
-        ConfigError for an unknown name, and for a share below 1 with int8 moments.
-        """
-        wanted = self._infos_of("engine.prune_moments", names)
-        self._own_loop.refuse_middle("engine.prune_moments")
-        self._settle(f"prune_moments({share})")
-        with self._recovery.working(), self.counters.unchanged():
-            for info in wanted:
-                self._state.store.values.prune_moments(info.index, share)
-            self._state.lanes.drain_updates()
 
     def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter and write it back. Other engine calls between two parameters are safe."""

@@ -493,7 +493,10 @@ class _Nobody:
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
         """Do nothing: no data can be lost here."""
 
-    def check_look(self, info: ParameterInfo, how: str) -> None:
+    def gradient_of(self, info: ParameterInfo) -> None:
+        """Return None: no loop reads gradients here."""
+
+    def check_drop(self, info: ParameterInfo) -> None:
         """Do nothing: no data can be lost here."""
 
 

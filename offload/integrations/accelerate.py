@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,15 +12,11 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
-from offload.engine.units.residency import engine_of
-from offload.engine.units.uncompiled import uncompiled
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError
 from offload.integrations.needs import need
-from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
-from offload.integrations.rules import followed, rate_of, rule_of_optimizer
+from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.saving import state_of, written
-from offload.planning.settings import Settings
-from offload.tiers.placement import Placement
+from offload.integrations.wrap import engaged
 
 need("accelerate")
 
@@ -92,23 +85,13 @@ class OffloadAccelerator(Accelerator):
         `settings`: engine settings; None: those of the accelerator. Raises ConfigError.
         """
         settings = dict(self._offload if settings is None else settings)
-        give_back(model, optimizer)
-        model = uncompiled(model)
-        given = settings.pop("optimizer", None)
-        rule = given or rule_of_optimizer(optimizer, model)
-        if given and len({rate_of(group) for group in optimizer.param_groups}) > 1:
-            raise ConfigError(
-                f"offload has the rule {given.title}, and groups of the optimizer have learning rates of their own: "
-                "give those as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
-            )
-        is_bf16 = self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters())
-        defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32", "device": str(self.device)}
+        defaults: dict[str, Any] = {"device": str(self.device)}
+        if self.mixed_precision == "bf16":
+            defaults["precision"] = "bf16"
         if self.state.dynamo_plugin.backend.value != "NO":
             defaults["compile"] = "auto"
-        with _regrouped(model, optimizer):
-            self.engine = open_engine(model, rule, defaults | settings)  # clip_grad_norm_ sets the norm limit
-        own = OffloadOptimizer(self.engine)
-        own.take_over(optimizer, [] if given else followed(optimizer))
+        own = engaged(model, optimizer, defaults | settings)
+        self.engine = own.engine
         return own
 
     def prepare_model(
@@ -141,26 +124,7 @@ class OffloadAccelerator(Accelerator):
         own = self._own_optimizer()
         if own is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if not own.has_gradients:
-            return torch.tensor(math.nan if own.result is None else own.result.grad_norm)  # nothing to clip
-        if norm_type != 2:
-            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not given:
-            warn(
-                "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
-                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time."
-            )
-            return torch.tensor(0.0)
-        trained = sum(len(group["params"]) for group in own.param_groups)
-        if len(given) < trained or max_norm <= 0:
-            raise ConfigError(
-                f"clip_grad_norm_ was given {len(given)} parameters, and max_norm={max_norm}: an engine clips all "
-                f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
-                "without the call nothing is clipped."
-            )
-        own.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
-        return torch.tensor(own.engine.grad_norm())
+        return own.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.engine is not None:
@@ -292,61 +256,3 @@ def refuse_others(accelerator: Accelerator) -> None:
             "compiles blocks with inductor as it is. Start with torchrun or python, mixed_precision 'no' or 'bf16', "
             "and without the others."
         )
-
-
-def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Close an earlier engine over a model and restore the weights.
-
-    Parameter groups in `optimizer` point to the restored parameters. Collective.
-    """
-    engine = engine_of(model)
-    if engine is not None:
-        with _regrouped(model, optimizer):
-            engine.close(restore=True)
-
-
-@contextmanager
-def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Keep optimizer groups on the trainable parameters while parameters in the model are replaced, matched by name."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    groups = [] if optimizer is None else optimizer.param_groups
-    its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
-    yield
-    named = dict(model.named_parameters())
-    for group, own in zip(groups, its, strict=True):
-        group["params"] = [named[name] for name in own]
-
-
-def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
-    """Return an engine that lives as long as the model. The model must not belong to another engine.
-
-    `placement` may be a mapping. Random generators are unchanged. Raises like `Engine`.
-    """
-    spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
-    if len(spread) > 1 or "disk" in spread:
-        raise ConfigError(
-            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, and moves its weights itself: "
-            "load it without (device_map=None; of TRL's trainers model_init_kwargs={'device_map': None}), or give the "
-            "Trainer the model instead of its name."
-        )
-    options = dict(settings)
-    unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
-    if unknown:
-        raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
-    placement = Placement.of(options.pop("placement", None) or Placement())
-    empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
-    if empty is not None:
-        raise ConfigError(
-            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
-            "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
-        )
-    half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
-    if half is not None:
-        raise ConfigError(
-            f"{half} is float16, in which no engine computes: load the model with dtype=torch.bfloat16, or float32."
-        )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with generators_kept(torch.device(options.get("device") or device)):
-        engine = Engine(model, rule, placement, **options)
-    engine.stay()
-    return engine

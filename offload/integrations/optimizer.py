@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -12,7 +13,7 @@ import torch
 
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.integrations.rules import PLAIN, rate_of
 
 FOLDER = "offload"
@@ -54,6 +55,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         The parameters must belong to the engine's model. `follows`: group keys applied at each update, besides `lr`.
         """
         self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        vars(optimizer)["_opt_called"] = True  # or schedulers made before would warn that `step` was never called
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._begin(follows)
@@ -83,7 +85,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Update from all gradients since the last step."""
         if closure is not None:
             raise ConfigError(
-                "OffloadOptimizer.step was given a closure, which would need gradients several times over."
+                "OffloadOptimizer.step was given a closure, which would need gradients several times over: call "
+                "closure() or loss.backward() first, and then optimizer.step()."
             )
         if not self.has_gradients:
             if not self._has_descended:
@@ -100,6 +103,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def clip_next(self, max_grad_norm: float) -> None:
         """Clip the next step to this norm instead of the engine's limit. 0: no clipping."""
         self._max_grad_norm = max_grad_norm
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`.
+
+        Like torch.nn.utils.clip_grad_norm_, also where no rank has a whole gradient. `parameters`: all that are
+        trained. Raises ConfigError for some of them, another norm, or a `max_norm` of 0.
+        """
+        if not self.has_gradients:
+            return torch.tensor(math.nan if self.result is None else self.result.grad_norm)  # nothing to clip
+        if norm_type != 2:
+            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not given:
+            warn(
+                "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
+                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time."
+            )
+            return torch.tensor(0.0)
+        trained = sum(len(group["params"]) for group in self.param_groups)
+        if len(given) < trained or max_norm <= 0:
+            raise ConfigError(
+                f"clip_grad_norm_ was given {len(given)} parameters, and max_norm={max_norm}: an engine clips all "
+                f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
+                "without the call nothing is clipped."
+            )
+        self.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
+        return torch.tensor(self.engine.grad_norm())
 
     @property
     def has_gradients(self) -> bool:
@@ -206,6 +236,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             group.update(its)
         self._missing = 0 if state_dict["updates"] == self._updates else state_dict["updates"]
 
+    def _resume(self, num_updates: int) -> None:
+        """Continue after so many updates, with all states there."""
+        self._updates, self._missing = num_updates, 0
+
     @property
     def misses_states(self) -> bool:
         """True after `load_state_dict` without `load`."""
@@ -226,7 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         with generators_kept(self.engine.device):
             meta = self.engine.load_checkpoint(folder)
-        self._updates, self._missing = int(meta.get("updates", 0)), 0
+        self._resume(int(meta.get("updates", 0)))
 
     def follow(self, scheduler: Any) -> None:
         """Attach a scheduler made over another optimizer with these groups."""

@@ -19,7 +19,8 @@ from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
 
 _OTHERS = (
-    "Or give a rule of offload's: offload=dict(optimizer=Adafactor(lr=...)), AdamW(states='int8'), Muon, LOMO, ..."
+    "Or give a rule of offload's, such as offload.AdamW(lr=..., states='int8'), Adafactor, Muon or LOMO: "
+    "offload.wrap(model, rule), or offload=dict(optimizer=rule) of a Trainer or an accelerator."
 )
 
 
@@ -89,20 +90,28 @@ def _one_of(names: Iterable[str]) -> str:
 def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> UpdateRule:
     """Return the update rule equivalent to a torch optimizer over a model.
 
-    Raises ConfigError if there is none, or if some trainable parameters are not in the optimizer.
+    Raises ConfigError if there is none, or if the optimizer's parameters are not the trainable ones of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: Any = _TORCH.get(type(optimizer))
+    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        rate, decay = (optimizer.param_groups[0][key] for key in ("lr", "weight_decay"))
+        raise ConfigError(
+            "the optimizer is torch.optim.Muon, which trains matrices alone, and an engine has one rule for all "
+            f"parameters: give offload.Muon(lr={rate:g}, weight_decay={decay:g}, rest=offload.AdamW(lr=...)), whose "
+            "rest trains embeddings, the head and vectors."
+        )
     if made is None:
         known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _TORCH)
         raise ConfigError(
             f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, which has no update rule that "
             f"does the same. Give one of {known}. {_OTHERS}"
         )
-    if optimizer.state:
+    foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
         raise ConfigError(
-            f"the optimizer has states of {len(optimizer.state)} parameters already, which an engine cannot take over: "
-            "give it before its first step."
+            f"{foreign} parameters of the optimizer are not the model's, which has {len(names)}: make the optimizer "
+            "over the parameters of this model, torch.optim.AdamW(model.parameters()), after the last change of them."
         )
     first = optimizer.param_groups[0]
     for group in optimizer.param_groups:
@@ -151,7 +160,7 @@ _TORCH: Mapping[type[torch.optim.Optimizer], type[UpdateRule]] = {
     torch.optim.Adafactor: Adafactor,
 }
 """Update rules for torch optimizers."""
-PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
+PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0, "nesterov": False}
 """torch optimizer settings without a counterpart in update rules, with the inactive values."""
 
 

@@ -29,6 +29,7 @@ from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
 from offload.integrations.saving import adapters_state, export_into, weights_dtype, written
+from offload.integrations.wrap import give_back, open_engine
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 
@@ -38,7 +39,7 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
-from offload.integrations.accelerate import OffloadAccelerator, give_back, open_engine, refuse_others  # noqa: E402
+from offload.integrations.accelerate import OffloadAccelerator, refuse_others  # noqa: E402
 
 if TYPE_CHECKING:
     _Base = Any

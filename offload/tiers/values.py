@@ -13,7 +13,7 @@ from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.codecs import EXACT
-from offload.layout.planes import CODES, MASTER
+from offload.layout.planes import CODES, MASTER, Plane
 from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
 from offload.tiers.tile import RegionState, Tile
@@ -131,17 +131,69 @@ class Values:
             found[its] = region.travels.read(planes[name], mine, region.dtype)
         return found.view(info.shape)
 
+    def is_cut(self, parameter: int) -> bool:
+        """True if a parameter lies in several pieces."""
+        return len(self._homes[parameter]) > 1
+
+    def gradient(self, parameter: int, touched: Mapping[int, Sequence[bool]]) -> torch.Tensor | None:
+        """Return the sum over several passes of the gradient of a parameter that is not cut: fp32, in the parameter's
+        shape, in place, on a single rank. None: no pass had a gradient. `touched`: see `Measures`.
+        """
+        ((_, state, position),) = self._homes[parameter]
+        if state.sums is None or not touched[state.region.index][position]:
+            return None
+        return state.sums[state.span(position)].view(self._infos[parameter].shape)
+
+    def moment_planes(self, parameter: int) -> list[Plane]:
+        """Return the planes of moments of a parameter."""
+        planes = self.region(parameter).states
+        return [plane for plane in planes if plane.kind == "optimizer" and plane.name not in MASTER]
+
+    def moment_shapes(self, parameter: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each moment of a parameter, as torch's optimizers have them."""
+        shape = self._infos[parameter].shape
+        along = {"rows": (*shape[:-1], 1), "columns": (*shape[:-2], 1, *shape[-1:]), "elements": shape}
+        factors = [factor for factor in self.region(parameter).factors if factor.numel(shape)]
+        moments = {plane.name: shape for plane in self.moment_planes(parameter)}
+        return moments | {factor.name: along[factor.along] for factor in factors}
+
+    def moments_bytes(self, parameter: int) -> int:
+        """Return the bytes of the moments of a parameter in fp32."""
+        return sum(4 * math.prod(shape) for shape in self.moment_shapes(parameter).values())
+
+    def read_moments(self, parameter: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the number of updates of a parameter, and fresh CPU copies of the moments, fp32, on a single rank."""
+        shapes = self.moment_shapes(parameter)
+        found = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
+        for plane in self.moment_planes(parameter):
+            for planes, mine, its in self.opened(parameter, plane.name):
+                found[plane.name][its] = planes[plane.name][mine].cpu()
+        _, state, position = self._homes[parameter][0]
+        for name, values in state.factors_of(position).items():
+            found[name].copy_(values)
+        return state.steps[position], {name: flat.view(shapes[name]) for name, flat in found.items()}
+
+    def write_moments(self, parameter: int, num_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """Set the number of updates and the moments of a parameter (missing ones: zero), on a single rank."""
+        flat = {name: value.detach().reshape(-1) for name, value in moments.items()}
+        for plane in self.moment_planes(parameter):
+            for planes, mine, its in self.opened(parameter, plane.name, changes=True):
+                planes[plane.name][mine] = flat[plane.name][its] if flat else 0
+        for _, state, position in self._homes[parameter]:
+            state.steps[position] = num_steps
+            for name, values in state.factors_of(position).items():
+                values.copy_(flat[name]) if flat else values.zero_()
+
     def prune_moments(self, parameter: int, share: float) -> None:
         """Set the smallest elements, a fraction `share` (1: all), in each of a parameter's moments and factors to zero.
         Collective. Raises ConfigError for quantized moments and a share below 1.
         """
         if not share:
             return
-        region = self.region(parameter)
         for _, state, position in self._homes[parameter]:
             for factor in state.factors_of(position).values():  # valid where this rank updates the parameter
                 _prune(factor, _threshold(factor, share))
-        for plane in (plane for plane in region.states if plane.kind == "optimizer" and plane.name not in MASTER):
+        for plane in self.moment_planes(parameter):
             if share < 1 and not plane.dtype.is_floating_point:
                 raise ConfigError(
                     f"the moments of {self._infos[parameter].name} rest in int8, of which a share cannot be set to "

@@ -19,7 +19,7 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
 from tests.engine import ranks
-from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, same_bits, weights
 from tests.engine.device import own_device, twin
 from tests.engine.families import build, gemma2, llama, mixtral, qwen3, tokens
 from tests.engine.handmade import (
@@ -547,6 +547,7 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
         for differs in (
             lambda engine: engine.update(max_grad_norm=1.0 + engine.rank),
             lambda engine: engine.tune({"betas": (0.5, 0.5 + engine.rank / 10)}),
+            lambda engine: engine.model.lm_head.weight.grad,
         ):
             try:
                 differs(engine)
@@ -565,7 +566,8 @@ def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     assert found == other
     assert found[:3] == found[3:]
     for each in (refused, also_refused):
-        assert len(each) == 4
+        assert len(each) == 6
+        assert "lm_head.weight was read in the middle of a step, and the gradients are divided over 2 ranks" in each[2]
         assert "rank 0: update(max_grad_norm=1); rank 1: update(max_grad_norm=2)" in each[0]
         assert "rank 0: tune({'betas': (0.5, 0.5)}, {}); rank 1: tune({'betas': (0.5, 0.6)}, {})" in each[1]
 
@@ -591,19 +593,63 @@ def test_gradients_are_dropped_as_if_they_had_not_been(settings: dict[str, Any])
     assert_same(weights(engine), weights(other), 0)
 
 
-def test_a_gradient_that_is_looked_for_at_a_parameter_is_in_the_engine() -> None:
-    engine = Engine(build(llama))
-    parameter = engine.model.get_parameter("lm_head.weight")
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_a_gradient_of_a_parameter_is_the_engines_own(settings: dict[str, Any]) -> None:
+    """Reads change nothing; changes in place are measured and clipped again; other writes are refused."""
+    model = build(Stack)
+    plain, engine, other = twin(model), Engine(model, **settings), Engine(build(Stack), **settings)
+    parameter = engine.model.get_parameter("head.weight")
     assert parameter.grad is None
-    loss = engine.model(**tokens()).loss
-    assert parameter.grad is None
-    engine.backward(loss)
-    with pytest.raises(ConfigError, match="the grad of lm_head.weight was read in the middle of a step"):
-        _ = parameter.grad
-    with pytest.raises(ConfigError, match="the grad of lm_head.weight was set to None in the middle of a step"):
+    for step in range(3):
+        for each in (engine.model, other.model, plain):
+            cross_entropy(each(words(step)["x"]), words(step)).backward()
+        norm = torch.stack([p.grad.norm() for p in engine.model.parameters()]).norm()
+        if not settings and step == 0:
+            for name, p in plain.named_parameters():
+                assert same_bits(engine.model.get_parameter(name).grad, p.grad), name
+        result = other.update()
+        assert norm.item() == pytest.approx(result.grad_norm, rel=1e-2 if settings else 1e-6)
+        assert engine.grad_norm() == result.grad_norm == engine.update().grad_norm, "a look changes nothing"
+        assert_same(weights(engine), weights(other))
+        assert parameter.grad is None
+    cross_entropy(engine.model(words()["x"]), words()).backward()
+    cross_entropy(other.model(words()["x"]), words()).backward()
+    norm = engine.grad_norm()
+    with pytest.raises(ConfigError, match="the grad of head.weight was set to None in the middle of a step"):
         parameter.grad = None
-    engine.update()
-    parameter.grad = None
+    with pytest.raises(ConfigError, match="head.weight was to be given a gradient"):
+        parameter.grad = torch.ones_like(parameter)
+    for p in engine.model.parameters():
+        p.grad *= 0.5
+    assert engine.grad_norm() == pytest.approx(norm / 2, rel=1e-2 if settings else 1e-12)
+    assert engine.update(max_grad_norm=norm / 4).grad_norm == pytest.approx(norm / 2, rel=1e-2)
+    other.update(max_grad_norm=norm / 4)
+    assert_same(weights(engine), weights(other), within=1e-6)
+
+
+class WideHead(Stack):
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.head = nn.Linear(WIDTH, 1024)
+
+
+@pytest.mark.filterwarnings("ignore:unit blocks.0 is read from outside")
+def test_a_gradient_that_is_not_whole_in_one_place_is_refused() -> None:
+    cut = Engine(build(WideHead), placement=Placement(device_memory="48KiB"))
+    kept = Engine(build(Switched), precision="bf16")
+    for engine, why in ((cut, "cut the parameter into pieces"), (kept, "blocks.0.*weights stay on the device")):
+        more = {} if engine is cut else {"outside": True}
+        cross_entropy(engine.model(words()["x"], **more), words()).backward()
+        with pytest.raises(ConfigError, match=rf"head.weight was read .*{why}.*optimizer.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(engine.model.head.parameters(), 1.0)
+        engine.update(max_grad_norm=1.0)
+    kept = Engine(build(Switched))  # in fp32 on the CPU, a unit that stays on the device lends as others do
+    for step in range(2):
+        cross_entropy(kept.model(words(step)["x"], outside=True), words(step)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(kept.model.parameters(), 0.1).item()
+        assert norm > 0.2
+        assert kept.update().grad_norm == pytest.approx(0.1, rel=1e-4)
+        assert kept.model.blocks[0].up.weight.grad is None
 
 
 class Given(Stack):

@@ -35,12 +35,12 @@ from tests.integrations.plain import (
 
 needs("accelerate")
 
-from offload.integrations.accelerate import open_engine  # noqa: E402
 from offload.integrations.transformers import (  # noqa: E402
     OffloadCallback,
     OffloadTrainer,
     offload_optimizer_factory,
 )
+from offload.integrations.wrap import open_engine  # noqa: E402
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

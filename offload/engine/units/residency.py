@@ -82,7 +82,8 @@ def refuse_copy(what: str) -> NoReturn:
     raise ConfigError(
         f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
         "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
-        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them), and "
+        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them; a state dict "
+        "is loaded before Engine() or offload.wrap, or value by value with engine.edit), and "
         "engine.close(restore=True) gives the model its weights back. Where the engine is closed already, or could not "
         "be made, build the model anew."
     )
@@ -112,6 +113,10 @@ class Answers(Protocol):
 
     def has_gradients(self) -> bool:
         """True if a user training loop is in a step with gradients."""
+        ...
+
+    def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return a parameter's gradient in the step of a user training loop, in place; None: no gradient."""
         ...
 
 
@@ -211,20 +216,20 @@ class ModelOwnership:
         if not self._is_watched or what in ("write", "hook"):
             raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))
 
-    def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Raise ConfigError if the step of a user training loop has gradients in the engine.
+    def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return `grad` of a parameter: in the step of a user training loop the engine's gradient, else None."""
+        reading = None if self._is_watched else self._reading()
+        return None if reading is None else reading.gradient(info)
 
-        Clipping, scaling or dropping `grad` (None) would have no effect on these.
-        """
+    def check_drop(self, info: ParameterInfo) -> None:
+        """Raise ConfigError if `grad` is set to None while the engine has gradients, because they would stay."""
         reading = self._reading()
         if reading is not None and reading.has_gradients():
             raise ConfigError(
-                f"the grad of {info.name} was {how} in the middle of a step, whose gradients are in the engine, and "
-                "not at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them "
-                "there would do nothing. engine.grad_norm() is their norm; engine.update(max_grad_norm=...) clips, or, "
-                "in a script over accelerate, accelerator.clip_grad_norm_; engine.zero_grad() drops them all, or the "
-                "optimizer's; requires_grad_(False) before the forward keeps one from being made. (A plain Trainer "
-                "over an OffloadOptimizer clips if it has the callback OffloadCallback.)"
+                f"the grad of {info.name} was set to None in the middle of a step, whose gradients are in the engine "
+                "and would stay there. optimizer.zero_grad() or engine.zero_grad() drops them all, in place of "
+                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward keeps "
+                "one from being made."
             )
 
     def release(self) -> None:

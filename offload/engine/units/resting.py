@@ -29,11 +29,11 @@ class Holder(Protocol):
         write.
         """
 
-    def check_look(self, info: ParameterInfo, how: str) -> None:
-        """Raise ConfigError for reading `grad` or setting it to None while the engine has gradients.
+    def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return `grad` of a parameter: the engine's gradient in place, or None if there is none."""
 
-        `grad` is None: a reader would conclude "no gradients", and a caller setting None would believe them dropped.
-        """
+    def check_drop(self, info: ParameterInfo) -> None:
+        """Raise ConfigError if `grad` is set to None while the engine has gradients."""
 
 
 def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,9 @@ class OffloadedTensor(torch.Tensor):
                 return _BY_BLOCKS[func](weight.blocks, *args[:1], *args[2:], **_without_weight(kwargs))
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
-                args[0].holder.check_look(args[0].info, "set to None")
+                args[0].holder.check_drop(args[0].info)
+            elif func == _GIVE and args[0].hangs and _is_in_place(args[0].holder.gradient_of(args[0].info), args[1]):
+                return None  # `parameter.grad *= 0.5` assigns the result, which is the engine's own memory
             else:
                 args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
@@ -82,7 +84,7 @@ class OffloadedTensor(torch.Tensor):
         if func in _HOOKS and args[0].hangs:
             args[0].holder.refuse(args[0].info, "hook")
         if func == _LOOK and args[0].hangs:
-            args[0].holder.check_look(args[0].info, "read")
+            return args[0].holder.gradient_of(args[0].info)
         if func is torch._has_compatible_shallow_copy_type:  # Conversion by Module.to and similar methods.
             own, made = args
             if isinstance(own, OffloadedTensor) and not own.is_same(made):
@@ -214,6 +216,11 @@ def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
 
+def _is_in_place(gradient: torch.Tensor | None, given: torch.Tensor) -> bool:
+    """True if `given` is the memory of a gradient."""
+    return gradient is not None and given.shape == gradient.shape and given.data_ptr() == gradient.data_ptr()
+
+
 def _without_weight(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != "weight"}
 
@@ -223,6 +230,7 @@ _BY_BLOCKS: dict[Any, Callable[..., torch.Tensor]] = {
     functional.embedding: RowBlocks.embedding,
 }
 _LOOK = vars(torch._C.TensorBase)["grad"].__get__
+_GIVE = vars(torch._C.TensorBase)["grad"].__set__
 _READS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
@@ -236,7 +244,7 @@ _READS = {
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {
-    vars(torch._C.TensorBase)["grad"].__set__: "be given a gradient",
+    _GIVE: "be given a gradient",
     torch.Tensor.share_memory_: "move into shared memory",
     torch.Tensor.set_: "be given another storage",
 }

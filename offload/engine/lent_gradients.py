@@ -1,0 +1,99 @@
+"""Gradients of an own loop's step, lent to the script as ordinary tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.updates import Updates
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+from offload.lanes.lanes import Lanes
+from offload.layout.regions import ParameterInfo
+from offload.tiers.store import Store
+
+
+class LentGradients:
+    """Answers `parameter.grad` between the last backward and the update of an own loop.
+
+    A lent gradient is the memory from which the update reads, so plain torch code (`clip_grad_norm_`, a scale, a log)
+    works on it in place, with the bits of plain PyTorch. Regions that the script has changed are measured again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        updates: Updates,
+        measures: Measures,
+        units: Sequence[Unit],
+        lanes: Lanes,
+    ) -> None:
+        self._store, self._infos, self._updates, self._measures = store, infos, updates, measures
+        self._units, self._lanes = units, lanes
+        self._versions: dict[int, int] = {}  # of each region's sums, as they were measured
+
+    def lend(self, info: ParameterInfo) -> torch.Tensor | None:
+        """Return the summed gradient of a parameter: fp32, in the parameter's shape, in place. None: no gradient.
+
+        The step's gradients are then complete: no backward may follow before the update. Raises ConfigError where the
+        gradient does not lie in one piece on this rank.
+        """
+        if not info.trainable:
+            return None
+        if why := self._why_not(info):
+            raise ConfigError(
+                f"the grad of {info.name} was read in the middle of a step, and {why}. For clipping, call "
+                "optimizer.clip_grad_norm_(model.parameters(), max_norm) of the optimizer from offload.wrap, or "
+                "engine.update(max_grad_norm=...); in a script over accelerate, accelerator.clip_grad_norm_; for the "
+                "norm alone, engine.grad_norm()."
+            )
+        self._updates.measure()
+        states = self._store.states
+        self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
+        for index, parameter in self._resident().items():  # an ordinary Parameter, which asks nobody
+            parameter.grad = self._store.values.gradient(index, self._measures.touched)
+        return self._store.values.gradient(info.index, self._measures.touched)
+
+    def measure_changed(self) -> None:
+        """Measure the regions again in which the script has changed gradients."""
+        for state in self._store.states:
+            index, sums = state.region.index, state.sums
+            if sums is not None and self._versions.get(index, sums._version) != sums._version:
+                for piece in state.region.pieces:
+                    self._measures.know(piece, None)
+                if (bring_down := self._measures.measure(state.region, sums)) is not None:
+                    bring_down()
+                    self._lanes.wait(self._lanes.mark())
+                    self._measures.measured(state.region)
+                self._versions[index] = sums._version
+
+    def forget(self) -> None:
+        """End the step."""
+        if self._versions:
+            for parameter in self._resident().values():
+                parameter.grad = None
+        self._versions.clear()
+
+    def _why_not(self, info: ParameterInfo) -> str:
+        """Return the reason why a gradient cannot be lent; empty if it can."""
+        if self._store.comm.size > 1:
+            return f"the gradients are divided over {self._store.comm.size} ranks"
+        if self._store.values.is_cut(info.index):
+            return "the engine has cut the parameter into pieces, for a small offload.device_memory"
+        # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
+        resident, trained = self._resident(), [each.index for each in self._infos if each.trainable]
+        is_late = next((index for index in trained if index not in resident), 0) > min(resident, default=math.inf)
+        for index, parameter in resident.items():
+            if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
+                name = self._infos[index].name
+                return f"{name}, whose weights stay on the device, has its gradient in the engine alone"
+        return ""
+
+    def _resident(self) -> dict[int, torch.nn.Parameter]:
+        """Return the trainable Parameters of units that stay on the device, by index."""
+        units = [unit for unit in self._units if unit.resident and unit.trainable]
+        return {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}

@@ -1,0 +1,243 @@
+"""A plain PyTorch training loop over an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.engine import Engine
+from offload.engine.units.residency import engine_of
+from offload.engine.units.uncompiled import uncompiled
+from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten
+from offload.integrations.optimizer import OffloadOptimizer, generators_kept
+from offload.integrations.rules import followed, rate_of, rule_of_optimizer
+from offload.machine.environment import memory
+from offload.optim.rule import UpdateRule
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
+
+_MASTER = "master"
+"""Name of the fp32 weights in `state_dict`, for parameters that the model has in bf16."""
+
+
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer | UpdateRule, /, **settings: Any
+) -> tuple[nn.Module, OffloadOptimizer]:
+    """Move a model and its optimizer into an engine, and return both for a plain PyTorch training loop:
+
+        model, optimizer = offload.wrap(model, torch.optim.AdamW(model.parameters()), device_memory="20GiB")
+
+    The loop stays as it was: forward, `loss.backward()`, `torch.nn.utils.clip_grad_norm_`, `optimizer.step()`,
+    `optimizer.zero_grad()`, gradient accumulation, parameter groups, frozen parameters, schedulers of torch, and
+    `state_dict()` of both. The returned model is the same object; its parameters read as before, and cannot be written.
+
+    `optimizer`: a torch AdamW, Adam (with decoupled weight decay or none), SGD or Adafactor over parameters of `model`,
+    with or without steps, or an update rule, such as offload.LOMO(lr=1e-3). Use the returned optimizer in its place.
+    Its `engine` has all further calls: `optimizer.engine.export(folder)`, `optimizer.engine.close(restore=True)`.
+
+    `settings`: fields of `Placement`, such as device_memory="20GiB" (text or bytes), parameters="cpu",
+    optimizer="nvme", nvme_dir="/disk"; and fields of `Settings`. Defaults: precision bf16 if a parameter is bf16, else
+    fp32; max_grad_norm None, so only the loop clips.
+
+    Gradients of such a loop wait in fp32, 4 bytes a trainable weight, beside the optimizer states (in host memory where
+    these are on disk), also for rules that drop them in `Engine.step`. Between the last backward and `step`,
+    `parameter.grad` is that memory; where it cannot be lent (several ranks, parameters cut for a small device, and in
+    bf16 or on a GPU units that stay on the device) ConfigError says so, and `optimizer.clip_grad_norm_` clips. Over
+    several ranks gradients are sums: divide the loss by `optimizer.engine.world_size`.
+
+    `optimizer.state_dict()` has torch's format, with fp32 masters of bf16 parameters; torch's own loads too. Load
+    weights into the model before this call; optimizer states before or after. `optimizer.save(folder)` and
+    `optimizer.load(folder)` write and read all states with weights, without a copy in memory.
+
+    Raises ConfigError for an optimizer without an equal update rule, parameters of another model, an unknown keyword,
+    or a wrong value; DoesNotFitError if a budget is too small; and like `Engine`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"offload.wrap was given {shorten(repr(model))}; it must be wrap(model, optimizer, ...).")
+    if isinstance(optimizer, list | tuple):
+        raise ConfigError(
+            f"offload.wrap was given {len(optimizer)} optimizers, and an engine has one: give torch.optim.AdamW one "
+            "group for each, or an update rule with others in groups, as offload.Muon(lr=..., rest=offload.AdamW(lr="
+            "...)) or offload.AdamW(lr=..., groups=((pattern, {'rule': offload.SGD(lr=...)}),))."
+        )
+    if isinstance(optimizer, OffloadOptimizer) or not isinstance(optimizer, torch.optim.Optimizer | UpdateRule):
+        raise ConfigError(
+            f"offload.wrap was given the optimizer {shorten(repr(optimizer))}; it must be one of torch.optim over the "
+            "model's parameters, or an update rule: offload.wrap(model, torch.optim.AdamW(model.parameters()))."
+        )
+    own = engaged(model, optimizer, _with_placement(settings), WrappedOptimizer)
+    return own.engine.model, own
+
+
+def _with_placement(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return engine settings, with the fields of a placement collected. Raises ConfigError for an unknown key."""
+    places = {field.name for field in fields(Placement)}
+    known = {field.name for field in fields(Settings)} - {"optimizer"} | places
+    for key in settings:
+        if key not in known:
+            raise ConfigError(
+                f"offload.wrap was given {key!r}{nearest(key, known)}, which is neither a field of offload.Placement "
+                "nor of offload.Settings: see help(offload.wrap)."
+            )
+    its = {key: value for key, value in settings.items() if key in places}
+    if its and "placement" in settings:
+        raise ConfigError(f"offload.wrap was given {min(its)} and a placement: give one of them.")
+    rest = {key: value for key, value in settings.items() if key not in places}
+    return rest | ({"placement": its} if its else {})
+
+
+class WrappedOptimizer(OffloadOptimizer):
+    """An OffloadOptimizer with the optimizer states in `state_dict`, in the format of torch's optimizers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return group settings and states: by parameter number `step`, and fp32 CPU copies of the moments.
+
+        Parameters in bf16 have their fp32 weights as `master`. Raises DoesNotFitError if host memory is too small, and
+        ConfigError over several ranks or for moments that are not fp32; `save` writes those.
+        """
+        engine, numbers = self.engine, self._numbers()
+        num_bytes, free = engine.moments_bytes, memory().get("available_bytes")
+        if free is not None and num_bytes > free:
+            raise DoesNotFitError(
+                f"optimizer.state_dict() holds {format_bytes(num_bytes)} of optimizer states, and {format_bytes(free)} "
+                "of the host's memory are free: optimizer.save(folder) writes them, a piece at a time."
+            )
+        state: dict[int, dict[str, Any]] = {}
+        for name, moments in engine.named_moments(numbers):
+            if moments:
+                state[numbers[name]] = moments
+                if engine.model.get_parameter(name).dtype != torch.float32:
+                    ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
+        told, start = super().state_dict(), 0
+        for group, names in zip(told["param_groups"], self._names, strict=True):
+            group["params"] = list(range(start, start := start + len(names)))
+        return told | {"state": state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load group settings and states from `state_dict`, or from the torch optimizer with the same groups.
+
+        Raises ConfigError for other groups, and for states of another update rule.
+        """
+        groups = state_dict["param_groups"]
+        sizes, its = [len(names) for names in self._names], [len(group.get("params", ())) for group in groups]
+        if sizes != its:
+            raise ConfigError(
+                f"the optimizer state has groups of {its} parameters, and this optimizer groups of {sizes} (without "
+                "frozen ones): load it into the optimizer before offload.wrap, which takes the states over."
+            )
+        names = dict(zip((n for group in groups for n in group["params"]), self._numbers(), strict=True))
+        states = {names[number]: dict(state) for number, state in state_dict["state"].items()}
+        masters = {name: state.pop(_MASTER) for name, state in states.items() if _MASTER in state}
+        self.engine.load_moments({name: states.get(name, {}) for name in names.values()})
+        for name, value in self.engine.edit(masters):
+            value.copy_(masters[name])
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key != "params"})
+        self._resume(int(state_dict.get("updates", max((int(s.get("step", 1)) for s in states.values()), default=0))))
+
+    def _numbers(self) -> dict[str, int]:
+        """Return the number of each parameter in a state dict, by name."""
+        return {name: number for number, name in enumerate(name for names in self._names for name in names)}
+
+
+def engaged(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | UpdateRule,
+    settings: Mapping[str, Any],
+    kind: type[OffloadOptimizer] = OffloadOptimizer,
+) -> OffloadOptimizer:
+    """Move a model into an engine. Return the engine's optimizer, with the parameter groups and states of `optimizer`.
+
+    `settings`: engine settings; an `optimizer` among them is the rule in place of the equal one. Raises ConfigError.
+    """
+    settings, old = dict(settings), optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    give_back(model, old)
+    model = uncompiled(model)
+    given: Any = settings.pop("optimizer", None) or (optimizer if old is None else None)
+    rule = rule_of_optimizer(old, model) if given is None and old is not None else given
+    if given and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
+        raise ConfigError(
+            f"offload has the rule {given.title}, and groups of the optimizer have learning rates of their own: "
+            "give those as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states = {} if old is None or given else {names[id(p)]: state for p, state in old.state.items() if id(p) in names}
+    is_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters())
+    defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32"}  # the loop clips
+    with _regrouped(model, old):
+        engine = open_engine(model, rule, defaults | settings)
+    own = kind(engine)
+    if old is not None:
+        own.take_over(old, [] if given else followed(old))
+    if states:
+        try:
+            engine.load_moments(states)
+        except ConfigError:
+            engine.close(restore=True)
+            raise
+        assert old is not None
+        old.state.clear()
+    return own
+
+
+def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Close an earlier engine over a model and restore the weights.
+
+    Parameter groups in `optimizer` point to the restored parameters. Collective.
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        with _regrouped(model, optimizer):
+            engine.close(restore=True)
+
+
+@contextmanager
+def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Keep optimizer groups on the trainable parameters while parameters in the model are replaced, matched by name."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    groups = [] if optimizer is None else optimizer.param_groups
+    its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+    yield
+    named = dict(model.named_parameters())
+    for group, own in zip(groups, its, strict=True):
+        group["params"] = [named[name] for name in own]
+
+
+def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
+    """Return an engine that lives as long as the model. The model must not belong to another engine.
+
+    `placement` may be a mapping. Random generators are unchanged. Raises like `Engine`.
+    """
+    spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(spread) > 1 or "disk" in spread:
+        raise ConfigError(
+            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, and moves its weights itself: "
+            "load it without (device_map=None; of TRL's trainers model_init_kwargs={'device_map': None}), or give the "
+            "Trainer the model instead of its name."
+        )
+    options = dict(settings)
+    unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
+    if unknown:
+        raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
+    placement = Placement.of(options.pop("placement", None) or Placement())
+    empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
+    if empty is not None:
+        raise ConfigError(
+            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
+            "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
+        )
+    half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
+    if half is not None:
+        raise ConfigError(
+            f"{half} is float16, in which no engine computes: load the model with dtype=torch.bfloat16, or float32."
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with generators_kept(torch.device(options.get("device") or device)):
+        engine = Engine(model, rule, placement, **options)
+    engine.stay()
+    return engine

@@ -1,0 +1,320 @@
+"""`offload.wrap`: a plain loop has the bits of the same loop without it, or is refused by name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import offload
+from offload.errors import ConfigError, DoesNotFitError
+from offload.integrations import wrap
+from offload.native import kernels
+from tests.engine.compare import assert_same
+from tests.engine.device import TWO_KERNELS, own_device, twin
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.matrix import matrix
+
+pytestmark = TWO_KERNELS
+
+
+class KernelAdamW(torch.optim.AdamW):
+    """torch's AdamW with the arithmetic of the project's kernel: torch's own differs in the last bits of an update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p)}
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                flat = [t.view(-1) for t in (p.data, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous())]
+                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                kernels.adamw(*flat, step=int(state["step"]), **settings)
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """Return three groups with rates and decays of their own; the first has a frozen parameter."""
+    return [
+        {"params": [*model.embedding.parameters(), *model.blocks[0].parameters()]},
+        {"params": [*model.blocks[1:].parameters()], "weight_decay": 0.1},
+        {"params": [*model.head.parameters()], "lr": 0.01, "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: Any, kind: Any = torch.optim.AdamW) -> Any:
+    return kind(groups(model), lr=0.02, betas=(0.8, 0.9), weight_decay=0.01)
+
+
+def sgd(model: Any, kind: Any = None) -> Any:
+    return torch.optim.SGD(groups(model), lr=0.02, momentum=0.9, weight_decay=0.01)
+
+
+def model_of(frozen: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = Stack(depth=2)
+    model.embedding.requires_grad_(not frozen)
+    return model
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
+    """Run a loop as people write it, which knows nothing of offload."""
+    told = []
+    for step in steps:
+        for number in range(2):
+            batch = {key: value.to(own_device()) for key, value in words(2 * step + number).items()}
+            loss = cross_entropy(model(batch["x"]), batch) / 2
+            loss.backward()
+            told.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        told += [norm.item(), scheduler.get_last_lr()[0]]
+    return told
+
+
+def schedule(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3 if step < 2 else 1 / step)
+
+
+def stored(*parts: Any) -> Any:
+    """Return state dicts as a file gives them back."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme"},
+    "budget": {"device_memory": "24KiB", "host_memory": 1 << 20},
+}
+
+
+@pytest.mark.filterwarnings("ignore:gradients that are summed over several backward passes wait in host memory")
+@matrix(strength=1, make=[adamw, sgd], place=list(PLACES))
+def test_a_plain_loop_has_the_bits_of_the_loop_without_wrap(
+    make: Callable[..., Any], place: str, tmp_path: Path
+) -> None:
+    """With groups, accumulation, clipping, a scheduler, a frozen parameter, and a resume from state dicts, which plain
+    PyTorch reads and writes as well."""
+    where = PLACES[place] | ({"nvme_dir": tmp_path} if place == "nvme" else {})
+    model = model_of()
+    plain = twin(model)
+    theirs = make(plain, KernelAdamW)
+    their_schedule = schedule(theirs)
+    ours, optimizer = offload.wrap(model, make(model), **where)
+    assert ours is model
+    our_schedule = schedule(optimizer)
+    assert train(ours, optimizer, our_schedule, range(2)) == train(plain, theirs, their_schedule, range(2))
+    found, wanted = optimizer.state_dict()["state"], theirs.state_dict()["state"]
+    names = [name for name, p in plain.named_parameters() if p.requires_grad]
+    assert len(found) == len(wanted) == len(names)
+    for mine, its in zip(found.values(), wanted.values(), strict=True):
+        assert_same({key: mine[key] for key in its}, its)
+    weights, states, rates = stored(ours, optimizer, our_schedule)
+    optimizer.engine.close()
+
+    resumed = model_of()
+    resumed.load_state_dict(weights)
+    before = make(resumed)
+    scheduler: Any = schedule(before)
+    if place == "cpu":  # into torch's own optimizer, before the model goes into an engine
+        before.load_state_dict(theirs.state_dict())
+    ours, optimizer = offload.wrap(resumed, before, **where)
+    if place != "cpu":
+        scheduler = schedule(optimizer)
+        optimizer.load_state_dict(states)
+    scheduler.load_state_dict(rates)
+    assert train(ours, optimizer, scheduler, range(2, 4)) == train(plain, theirs, their_schedule, range(2, 4))
+    assert_same(ours.state_dict(), {name: value.cpu() for name, value in plain.state_dict().items()})
+    optimizer.engine.close(restore=True)
+    assert_same(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["adafactor", "lion", "lomo", "muon"])
+def test_other_rules_resume_from_a_state_dict(rule: str) -> None:
+    """As they go on without one."""
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02),
+        "lion": lambda _: offload.Lion(lr=1e-3),
+        "lomo": lambda _: offload.LOMO(lr=0.02),
+        "muon": lambda _: offload.Muon(lr=0.02, rest=offload.AdamW(lr=0.02)),
+    }
+    model = model_of(frozen=False)
+    ours, optimizer = offload.wrap(model, kinds[rule](model))
+    train(ours, optimizer, schedule(optimizer), range(2))
+    weights, states = stored(ours, optimizer)
+    other = model_of(frozen=False)
+    other.load_state_dict(weights)
+    theirs, resumed = offload.wrap(other, kinds[rule](other))
+    resumed.load_state_dict(states)
+    found = train(theirs, resumed, schedule(resumed), range(2, 4))
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["initial_lr"]
+    assert train(ours, optimizer, schedule(optimizer), range(2, 4)) == found
+    assert_same(ours.state_dict(), theirs.state_dict())
+
+
+def test_a_bf16_model_resumes_with_its_masters() -> None:
+    model = model_of().bfloat16()
+    ours, optimizer = offload.wrap(model, adamw(model))
+    train(ours, optimizer, schedule(optimizer), range(1))
+    weights, states = stored(ours, optimizer)
+    assert weights["head.weight"].dtype == torch.bfloat16
+    other = model_of().bfloat16()
+    other.load_state_dict(weights)
+    _, resumed = offload.wrap(other, adamw(other))
+    resumed.load_state_dict(states)
+    masters, found = (dict(each.engine.named_parameters()) for each in (optimizer, resumed))
+    assert_same(found, masters)
+    assert not torch.equal(found["head.weight"], found["head.weight"].bfloat16().float())
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+
+
+def of(make: Callable[..., Any], **more: Any) -> Callable[[Any], Any]:
+    """Wrap the tiny model with an optimizer over all of its parameters."""
+    return lambda model: offload.wrap(model, make(model.parameters(), **{"lr": 0.1, **more}))
+
+
+def given(make: Callable[[Any], Any], **settings: Any) -> Callable[[Any], Any]:
+    return lambda model: offload.wrap(model, make(model), **settings)
+
+
+def two_rates(model: Any) -> Any:
+    return torch.optim.AdamW([{"params": part.parameters(), "betas": (0.1 * n, 0.9)} for n, part in enumerate(model)])
+
+
+def states_of_another(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight] = {"step": 1, "exp_avg": torch.zeros(4, 4)}
+    return optimizer
+
+
+def wrapped(use: Callable[[Any, Any], Any], make: Any = None, **settings: Any) -> Callable[[Any], Any]:
+    """Wrap, make a backward, and go on with a use of model and optimizer."""
+
+    def refused(model: Any) -> None:
+        model, optimizer = offload.wrap(model, (make or over_all)(model), **settings)
+        model(torch.ones(2, 4)).sum().backward()
+        use(model, optimizer)
+
+    return refused
+
+
+def over_all(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def frozen_state(_: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]})
+
+
+def wrapped_again(model: Any, optimizer: Any) -> None:
+    offload.wrap(model, optimizer)
+
+
+Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "amsgrad": (of(AdamW, amsgrad=True), r"has amsgrad=True.*offload.wrap\(model, rule\)"),
+    "maximize": (of(SGD, maximize=True), "has maximize=True"),
+    "differentiable": (of(SGD, differentiable=True), "has differentiable=True"),
+    "nesterov": (of(SGD, momentum=0.9, nesterov=True), "has nesterov=True"),
+    "dampening": (of(SGD, momentum=0.9, dampening=0.5), "has dampening=0.5"),
+    "Adam with decay": (of(Adam, weight_decay=0.1), "not decoupled: give AdamW"),
+    "LBFGS": (of(torch.optim.LBFGS), r"torch.optim.lbfgs.LBFGS, which has no update rule.*torch.optim.AdamW"),
+    "RMSprop": (of(torch.optim.RMSprop), "rmsprop.RMSprop, which has no update rule"),
+    "two optimizers": (given(lambda m: [over_all(m), over_all(m)]), r"given 2 optimizers.*offload.Muon\(lr="),
+    "another model": (given(lambda _: over_all(tiny())), "3 parameters of the optimizer are not the model's, .* has 3"),
+    "some parameters": (given(lambda m: over_all(m[0])), "1 parameters with requires_grad are not .* first 1.weight"),
+    "groups unlike": (given(two_rates), r"groups of the optimizer have betas .*may differ in lr and weight_decay"),
+    "another rule's states": (given(states_of_another), r"state of 0.weight has exp_avg \[4, 4\], and SGD has no mom"),
+    "no model": (
+        lambda model: wrap.wrap(cast("Any", [model]), over_all(model)),
+        r"it must be wrap\(model, optimizer, \.\.\.\)",
+    ),
+    "no optimizer": (given(lambda m: m.parameters()), r"torch.optim.AdamW\(model.parameters\(\)\)"),
+    "wrapped again": (wrapped(wrapped_again), "given the optimizer OffloadOptimizer|given the optimizer Wrapped"),
+    "a keyword": (given(over_all, device_mem="1GiB"), r"'device_mem' \(did you mean device_memory\?\)"),
+    "a place twice": (given(over_all, placement={}, parameters="cpu"), "given parameters and a placement"),
+    "a tier": (given(over_all, optimizer="disk"), "offload.optimizer is 'disk'; allowed"),
+    "a size": (given(over_all, device_memory="much"), "offload.device_memory"),
+    "no folder": (given(over_all, optimizer="nvme"), "there is no folder for it"),
+    "a closure": (wrapped(lambda _, o: o.step(lambda: 0.0)), r"call closure\(\) or loss.backward\(\) first"),
+    "model.zero_grad": (wrapped(lambda m, _: m.zero_grad()), r"set to None in the middle.*optimizer.zero_grad\(\)"),
+    "weights loaded": (wrapped(lambda m, _: m.load_state_dict(m.state_dict())), r"before Engine\(\) or offload.wrap"),
+    "a group added": (wrapped(lambda _, o: o.add_param_group({"params": []})), "make the model, all of it, before"),
+    "states of others": (wrapped(frozen_state), r"groups of \[4\] parameters.*of \[3\].*before offload.wrap"),
+    "states read": (wrapped(lambda _, o: o.state["x"]), "engine.save_checkpoint"),
+    "bf16 states": (
+        wrapped(lambda _, o: o.state_dict(), lambda _: offload.AdamW(lr=0.1, states="bf16")),
+        r"not fp32 \(AdamW with bf16 states\): optimizer.save\(folder\)",
+    ),
+    "forwards alone": (wrapped(print, lambda _: offload.MeZO(lr=0.1)), r"call engine.step\(batch, loss_fn\)"),
+    "a clip of some": (wrapped(lambda m, o: o.clip_grad_norm_([m[0].weight], 1.0)), "clips all 3 that it trains"),
+    "a clip to another norm": (wrapped(lambda m, o: o.clip_grad_norm_(m.parameters(), 1.0, 1)), "norm_type=1"),
+}
+
+
+@pytest.mark.parametrize(("use", "why"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_go_is_refused(use: Callable[[Any], Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        use(tiny())
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_torchs_muon_is_refused_with_the_rule_to_write() -> None:
+    model = tiny()
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.25)
+    with pytest.raises(ConfigError, match=r"offload.Muon\(lr=0.25, weight_decay=0.1, rest=offload.AdamW\(lr="):
+        offload.wrap(model, optimizer)
+
+
+def test_states_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = offload.wrap(model := tiny(), over_all(model))
+    monkeypatch.setattr(wrap, "memory", lambda: {"available_bytes": 10})
+    with pytest.raises(DoesNotFitError, match=r"holds 288 B of optimizer states.*optimizer.save\(folder\)"):
+        optimizer.state_dict()
+
+
+def test_a_refused_model_is_whole() -> None:
+    """Also where the states of its optimizer are refused late."""
+    model = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError):
+        offload.wrap(model, states_of_another(model))
+    assert_same(model.state_dict(), before)
+    ours, _ = offload.wrap(model, over_all(model))
+    assert_same(ours.state_dict(), before)
+
+
+def test_the_optimizer_clips_where_plain_pytorch_cannot() -> None:
+    """As `torch.nn.utils.clip_grad_norm_` does, to the last bits of the norm; a rule is as good as an optimizer."""
+    norms, found = [], []
+    for clips in (torch.nn.utils.clip_grad_norm_, None):
+        model = tiny()
+        ours, optimizer = offload.wrap(model, offload.SGD(lr=0.1, decay_1d=True))
+        ours(torch.ones(2, 4)).square().sum().backward()
+        norms.append(float((clips or optimizer.clip_grad_norm_)(ours.parameters(), 0.5)))
+        optimizer.step()
+        found.append(ours.state_dict())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] > 0.5
+    assert_same(found[0], found[1], within=1e-6)
