@@ -6,8 +6,8 @@ PATTERN: shell patterns for names (default: all configurations). --write: write 
 
 A hash has three parts: losses and norms of all steps, final weights with the low halves, and checkpoint contents such
 as moments. Hashes depend on the versions of torch and transformers and on the processor. Each file section is named by
-a hash of plain PyTorch results, so a section is valid on every machine with equal plain results. Configurations without a
-line for this machine are compared with the commit that wrote the file.
+a hash of plain PyTorch results, so a section is valid on every machine with equal plain results.
+Configurations without a line for this machine are compared with the commit that wrote the file.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def _shown(commit: str, path: str) -> str:
 def base() -> tuple[str, set[str]]:
     """Return the commit to compare with, and the configurations with permitted differences.
 
-    The commit is the one that wrote the file, since it has the bits of the file on any machine. At that very commit it
-    is the parent, and the configurations with changed lines may differ.
+    The bits file holds the bits of the commit that last changed it, on any machine. So that commit is the result, with no
+    permitted differences. If it is the current code, the parent is the result, and changed lines may differ.
     """
     path = str(FILE.relative_to(ROOT))
     commit = _git("log", "-1", "--format=%H", "--", path).decode().strip() or "HEAD"

@@ -44,9 +44,7 @@ def settle(engine: Engine) -> None:
 
 @dataclass
 class State:
-    """Copy of the optimizer state of one parameter, flat, with its update count. others: planes of other rules than
-    AdamW.
-    """
+    """Optimizer state and update count for one parameter, copied flat. others: planes that AdamW lacks."""
 
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
