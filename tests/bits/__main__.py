@@ -206,8 +206,8 @@ def _shown(commit: str, path: str) -> str:
 def base() -> tuple[str, set[str]]:
     """Return the commit to compare with, and the configurations with permitted differences.
 
-    The bits file holds the bits of the commit that last changed it, on any machine. So that commit is the result, with no
-    permitted differences. If it is the current code, the parent is the result, and changed lines may differ.
+    The commit of the last file change has the bits in the file, on any machine. It is the result, without permitted
+    differences. If the current code equals this commit, the parent is the result, and changed lines may differ.
     """
     path = str(FILE.relative_to(ROOT))
     commit = _git("log", "-1", "--format=%H", "--", path).decode().strip() or "HEAD"
