@@ -589,7 +589,7 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
 
 
 def steps(way: str, stage: int, folder: str) -> None:
-    """Train on disk without end. In the middle of the fourth step rank 1 leaves by `way`, if `leave` has it."""
+    """Train on disk without end. Rank 1 fails, closes or waits in the fourth step, as `way` says."""
     comm = {"comm": open_comm(times=QUICK)} if os.environ.get("QUICK") else {}
     placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
     if way == "bare exception":  # raises in the exchange thread as well

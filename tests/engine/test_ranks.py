@@ -259,12 +259,12 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "stage"), [((4, 1), 0), ((1, 3), 3)])
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
-    """The rank with one row has room for all logits, or for twice the columns of the other.
+    """On the rank with one row, a chunk holds all logits, or more columns than on the other rank.
 
     Break: reduce the head gradients after every chunk.
     """
     common = {"case": "plain", "rows": rows, "num_steps": 3, "evaluate": 1, "zero_stage": stage, **MODES["deferred"]}
-    for chunk in (10 * 67 * 4, 3000):  # ten columns per row of logits, or all
+    for chunk in (10 * 67 * 4, 3000):  # the first holds all logits of one row: ten tokens, 67 words
         (found,) = train(2, {**common, "head_chunk_bytes": chunk, "delays": 4})
         assert_near(found, plain("plain", sum(rows), 3, "deferred"), 2e-6)
 

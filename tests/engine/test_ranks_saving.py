@@ -132,8 +132,7 @@ def moved_apart(path: str) -> list[dict[str, Any]]:
 
 
 def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]]]:
-    """Run an own loop with two backward calls after a step, and after loading the checkpoint. Return norms and weights.
-    """
+    """Run an own loop after a step, and after loading the checkpoint. Return norms and weights."""
     found = []
     with open_comm() as comm:
         for is_resumed in (False, True):
@@ -200,7 +199,6 @@ def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -
 
 
 def test_a_step_before_it_does_not_decide_how_an_own_loop_adds_up(tmp_path: Path) -> None:
-    """In a step, a unit with several uses sums its gradients on the device. In an own loop ranks sum after each pass.
-    """
+    """A unit with several uses sums gradients on the device in a step. In an own loop ranks sum after each pass."""
     for whole, resumed in run(2, own_loop_after_a_step, path=str(tmp_path / "saved")):
         assert resumed == whole
