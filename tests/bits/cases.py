@@ -1,4 +1,4 @@
-"""Table of configurations for `make bits`."""
+"""Configuration table for `make bits`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
     length: int = 10
     """Tokens per row."""
     ranks: int = 1
-    """Number of processes: 1, 2 or 4."""
+    """Process count: 1, 2 or 4."""
     adapter: Mapping[str, Any] | None = None
     """Keywords for PEFT's LoraConfig. None: no adapter."""
     resumes: bool = False

@@ -1,4 +1,4 @@
-"""Worker process of tests/bits/__main__.py: trains configurations and returns hashes.
+"""Worker process for tests/bits/__main__.py: trains configurations and returns hashes.
 
 python -m tests.bits.worker TREE: reads a JSON line per job from stdin, and writes a JSON line per reply to stdout.
 """
@@ -145,7 +145,7 @@ def plain() -> str:
 
 
 class Hashes:
-    """Hashes of one configuration: losses and norms of all steps, final weights, checkpoint states."""
+    """Hashes for one configuration: losses and norms of all steps, final weights, checkpoint states."""
 
     def __init__(self) -> None:
         self.steps, self.weights, self.states = xxhash.xxh32(), xxhash.xxh32(), xxhash.xxh32()
@@ -178,7 +178,7 @@ class Hashes:
 
 
 def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> str:
-    """Train a configuration. Return the hashes of steps, weights and states, valid on rank 0."""
+    """Train a configuration. Return the hashes for steps, weights and states, valid on rank 0."""
     from tests.bits.cases import CASES
 
     case, child = CASES[name], None

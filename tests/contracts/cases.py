@@ -23,14 +23,15 @@ from tests.engine.test_streamed_experts import mixture
 
 @dataclass(frozen=True)
 class Case:
-    """A feature of the engine.
+    """An engine feature.
 
-    settings: keywords for `Engine`. They override the precision and clipping of the cell. placement: keywords for
-    `Placement`. They override the placement of the cell. batch: returns a batch for (seed, rows). reference: keywords
-    for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a separate
-        reference.
-    within: distance from plain PyTorch, as a share of the layer's scale. None: equal bits. without: contracts that do
-    not apply, each with the reason.
+    settings: keywords for `Engine`. They override the cell's precision and clipping.
+    placement: keywords for `Placement`. They override the cell's placement.
+    batch: returns a batch for (seed, rows).
+    reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
+        separate reference.
+    within: distance from plain PyTorch, as a share of the layer's scale. None: equal bits.
+    without: contracts that do not apply, each with the reason.
     """
 
     make: Callable[[], nn.Module] = llama

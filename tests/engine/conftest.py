@@ -24,7 +24,7 @@ def device_is_left_empty() -> Iterator[None]:
     """Check after each file that device memory is empty.
 
     An accelerator's allocator counts the whole process: memory left by one file would be missing from the budgets of a
-    few MiB in the next. The next file depends on the test order.
+    few MiB in the next. The next file depends on test durations.
     """
     yield
     accelerator = own_accelerator()

@@ -26,7 +26,7 @@ ranks_child).
 
 
 class JobError(AssertionError):
-    """A job failed on some ranks. The message has the error of each one."""
+    """A job failed on some ranks. The message has each error."""
 
 
 def run(size: int, job: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def processes(folder: Path, size: int, *arguments: str, **environment: str) -> I
 
 
 class _Worker:
-    """A process of the pool."""
+    """A pool process."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.connection, theirs = Pipe()

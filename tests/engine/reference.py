@@ -92,7 +92,7 @@ class Reference:
     def step(
         self, batch: Batch, loss_fn: LossFunction | None = None, count: Callable[[Batch], int] | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Train on a batch. Return the loss and the gradient norm. `count` returns the weight of a micro-batch."""
+        """Train on a batch. Return the loss and the gradient norm. `count` returns a micro-batch's weight."""
         total = torch.zeros(())
         for loss in self.losses(batch, loss_fn, count or count_shifted):
             loss.backward()
@@ -124,7 +124,7 @@ class Reference:
             yield loss if rows >= total else loss * (count(part) / count(batch))
 
     def collect(self) -> None:
-        """Add the `.grad` tensors of the last backward to the sums, in fp32."""
+        """Add the `.grad` tensors from the last backward to the sums, in fp32."""
         for name, uses in self.named.items():
             found = [p.grad.cpu().float() for p in reversed(uses) if p.grad is not None]  # in backward order
             for p in uses:
@@ -236,12 +236,12 @@ def sum_by_layer(model: nn.Module) -> None:
 
 
 def count_shifted(batch: Batch) -> int:
-    """Count causal targets: the first label of each row is no target."""
+    """Count causal targets: the first label in each row is no target."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def count_labels(batch: Batch) -> int:
-    """Count the targets of a model without label shift."""
+    """Count the targets without label shift."""
     return int((batch["labels"] != -100).sum())
 
 

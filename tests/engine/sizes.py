@@ -8,11 +8,11 @@ from offload import Engine
 from tests.engine.reference import Batch, LossFunction
 
 ALIGNMENT, SHARD = 128, 2048
-"""In elements: parameter alignment in a region, and divisor of the region size."""
+"""In elements: parameter alignment in a region, and divisor for the region size."""
 
 
 def elements(*modules: nn.Module) -> int:
-    """Return the number of elements in one region that holds all parameters of the modules."""
+    """Return the size of one region for all parameters of the modules, in elements."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return up(sum(up(p.numel(), ALIGNMENT) for p in parameters.values()), SHARD)
 

@@ -55,7 +55,7 @@ def settings_of(rows: str, mode: str) -> dict[str, Any]:
 
 
 def train(size: int, *runs: Mapping[str, Any]) -> list[Found]:
-    """Train the runs on `size` ranks, and check for equal results on all ranks. Return the results of rank 0."""
+    """Train the runs on `size` ranks, and check for equal results on all ranks. Return rank 0's results."""
     by_rank = run(size, trained, runs=runs)
     for one in by_rank[1:]:
         for other, first in zip(one, by_rank[0], strict=True):
@@ -100,7 +100,7 @@ def evaluated(reference: Reference, case: str, num_rows: int) -> float:
 
 
 def assert_near(found: Found, wanted: Found, within: float) -> None:
-    """Compare the numbers of every step, and the weights on the layer's scale."""
+    """Compare the numbers per step, and the weights on the layer's scale."""
     assert [(one[2], one[3]) for one in found.steps] == [(one[2], one[3]) for one in wanted.steps]
     for step, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
         assert one[0] == pytest.approx(other[0], rel=within), f"loss of step {step}"
@@ -164,10 +164,10 @@ COVER = [one for seed in range(3) for one in cover(AXES, 1, seed)]
 def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path: Path) -> None:
     """Each value of an axis meets other values in three cases.
 
-    The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch. Break: fetch a shard at the
-    neighbour's disk offset; skip the update of an expert unused on this rank; round gradients before the sum; add tied
-    weight gradients per rank after the reduction in one stage; let the collective order follow the number of
-    micro-batches.
+    The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch.
+    Break: fetch a shard at the neighbour's disk offset; skip the update of an expert unused on this rank; round
+    gradients before the sum; add tied weight gradients per rank after the reduction in one stage; let the collective
+    order follow the number of micro-batches.
     """
     case, size, mode = chosen["case"], int(chosen["size"]), chosen["mode"]
     placement = PLACEMENTS[chosen["placement"]]
@@ -194,7 +194,7 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
 def test_ranks_decide_alike_how_a_run_clips(spiked: int, clip: str) -> None:
     """Ranks agree on the clipping mode, with a large gradient on one rank.
 
-    Break: decide by the gradient norm of this rank.
+    Break: decide by this rank's gradient norm.
     """
     common = {"case": "spiking", "rows": (1, 2), "num_steps": UNCLIPPED_STEPS + 2, "spike": (spiked, 1, 1e6)}
     common |= {"max_grad_norm": 100.0, "throttle": {"update": "4MiB"}}
@@ -212,7 +212,7 @@ def test_ranks_decide_alike_how_a_run_clips(spiked: int, clip: str) -> None:
 def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
     """A parameter unused on all ranks keeps its bits, despite weight decay. See `routed`.
 
-    Break: decide by the gradients of this rank.
+    Break: decide by this rank's gradients.
     """
     rows = ROWS["even"][:size]
     common = {"case": "experts", "rows": rows, **MODES["deferred"]}
@@ -249,7 +249,7 @@ def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank:
 
 @pytest.mark.slow
 def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
-    """Break: check the labels of this rank only."""
+    """Break: check this rank's labels only."""
     errors = run(2, unlabelled_everywhere)
     assert errors[0] == errors[1]
     assert errors[0][0] == "ConfigError"
@@ -307,7 +307,7 @@ def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
 def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
     """The weights equal a run without the skipped batch.
 
-    Break: decide by the gradients of this rank; count the skipped step.
+    Break: decide by this rank's gradients; count the skipped step.
     """
     common = {"case": "spiking", "rows": (1, 2, 1), "zero_stage": stage, "on_nonfinite": "skip"}
     skipped, left_out = train(

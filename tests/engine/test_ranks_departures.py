@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and
 
 
 def text(seed: int, rank: int, length: int, padded: int = 0, rows: int = 2) -> dict[str, Tensor]:
-    """Return rows of tokens. `padded`: number of padding tokens at the end of the last row."""
+    """Return token rows. `padded`: number of padding tokens at the end of the last row."""
     ids = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(10 * seed + rank))
     mask, labels = torch.ones_like(ids), ids.clone()
     if padded:
@@ -56,14 +56,14 @@ NUM_STEPS = 3
 
 @dataclass
 class Found:
-    """Loss, norm and tokens of every step, and the evaluation loss on the batch before the step."""
+    """Loss, norm and tokens per step, and the evaluation loss on the batch before the step."""
 
     steps: list[tuple[float, float, int | None]] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 
 
 def departing(names: Sequence[str], stages: Sequence[int], evaluates: bool = False) -> list[Found]:
-    """Train in micro-batches of one row, case by case."""
+    """Train in one-row micro-batches, case by case."""
     with open_comm(times=JOB) as comm:
         return [_train(comm, CASES[name], stage, evaluates) for name in names for stage in stages]
 
@@ -106,7 +106,7 @@ def other_ways() -> list[float]:
 
 
 def plain(name: str) -> Found:
-    """Train torch for one step: each micro-batch's mean, weighted by the number of targets."""
+    """Train torch for one step: each micro-batch's mean, weighted by its targets."""
     case, found = CASES[name], Found()
     model = build(case.make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
@@ -130,7 +130,7 @@ def plain(name: str) -> Found:
 
 
 def test_one_rank_departs_and_all_record_again() -> None:
-    """Break: let the departing rank decide alone; record on the rows of another rank; never give up micro-batches."""
+    """Break: let the departing rank decide alone; record on another rank's rows; never give up micro-batches."""
     names = list(CASES)
     by_rank = run(2, departing, names=names, stages=(3,))
     assert by_rank[0] == by_rank[1]

@@ -18,7 +18,7 @@ from tests.engine.ranks import processes, run
 from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
 
 IN_A_UNIT = r"[a-z][a-z -]+ of (unit )?[\w.]*(embed_tokens|layers\.\d|norm|lm_head)"
-"""Operation and unit of an exchange in the message."""
+"""Pattern for the operation and the unit in the message."""
 
 
 def lost(rank: Rank) -> str:
@@ -30,13 +30,13 @@ def lost(rank: Rank) -> str:
 
 
 def in_the_middle(started: list[Rank]) -> None:
-    """Wait until all ranks are past the forward of the fourth step."""
+    """Wait until all ranks are past the fourth forward."""
     for rank in started:
         rank.wait_for("steady")
 
 
 def only_logs(folder: Path) -> bool:
-    """Return True for a folder with rank logs only, without files of the NVMe tier."""
+    """Return True for a folder with rank logs only, without NVMe tier files."""
     return {path.name[:5] for path in folder.iterdir()} == {"rank-"}
 
 
@@ -81,7 +81,7 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
 def test_a_rank_that_fails_in_a_step_ends_all_others(
     tmp_path: Path, way: str, stage: int, code: int, message: str
 ) -> None:
-    """In the loss function, or in an update. The others then wait for the weights of the failed rank.
+    """In the loss function, or in an update. The others then wait for the failed rank's weights.
 
     Break: skip exchanges for failed weights; let the failing rank fetch once more.
     """
@@ -148,7 +148,7 @@ def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> Non
 
 @pytest.mark.slow
 def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
-    """The lanes of both engines would exchange in arbitrary order."""
+    """Both engines' lanes would exchange in arbitrary order."""
     for kind, message in run(2, two_engines):
         assert kind == "ConfigError"
         assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message

@@ -23,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
 """Bytes per parameter: weights, gradients, optimizer states.
 
-In bf16 the low half of a master counts as optimizer state. In fp32 the weights are the masters.
+In bf16 a master's low half counts as optimizer state. In fp32 the weights are the masters.
 """
 TIERS: dict[str, dict[str, str]] = {
     "cpu": {},
@@ -40,7 +40,7 @@ OPTIMIZER = ("low", "exp avg", "exp avg sq")
 
 
 def zero_bytes(num_elements: int, size: int, stage: int, weights: int, gradients: int, optimizer: int) -> int:
-    """Return the bytes of model states per rank (ZeRO, arXiv:1910.02054, sections 3.1 and 5.1 to 5.3).
+    """Return the model state bytes per rank (ZeRO, arXiv:1910.02054, sections 3.1 and 5.1 to 5.3).
 
     With 2, 2 and K bytes: (2 + 2 + K) P, 4 P + K P / N, 2 P + (2 + K) P / N and (4 + K) P / N for stages 0 to 3.
     """
@@ -121,7 +121,7 @@ def test_replicas_share_out_what_is_not_weights(precision: str, tier: str, tmp_p
 
 
 def test_zero_bytes_are_the_papers() -> None:
-    """Check of the formula: 7.5 billion parameters, 64 ranks, K = 12, in GB (figure 1 of the paper)."""
+    """Check the formula: 7.5 billion parameters, 64 ranks, K = 12, in GB (figure 1 of the paper)."""
     found = [zero_bytes(7_500_000_000, 64, stage, 2, 2, 12) / 1e9 for stage in STAGES]
     assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
@@ -212,8 +212,8 @@ SLIGHTLY = {"h2d": {"latency_seconds": 1e-4}}
 def test_the_links_of_all_ranks_add_up(tmp_path: Path) -> None:
     """Two ranks copy half of the weights each, at the same time.
 
-    Every copy waits for the copy with the same number on the other rank. Break: copy whole weights on every rank, or
-    the shards of the ranks one after another.
+    Every copy waits for the copy with the same number on the other rank.
+    Break: copy whole weights on every rank, or the shards of the ranks one after another.
     """
     runs = [{"case": "plain", "rows": (1, 1), "num_steps": 3, "zero_stage": 3, "prefetch": 2, "throttle": SLIGHTLY}]
     one, other = run(2, trained_in_lockstep, folder=str(tmp_path), runs=runs)

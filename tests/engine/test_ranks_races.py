@@ -33,10 +33,10 @@ CHANGES: dict[str, tuple[Wait, dict[str, Any]]] = {
         ("reused_at_once", "gradient buffer"),
         FREE | {"zero_stage": 2},
     ),
-    # For fences of exchanges: ("without", KIND, "before_read" or "before_fill"), with settings that reuse a buffer of
+    # For exchange fences: ("without", KIND, "before_read" or "before_fill"), with settings that reuse a buffer of
     # this kind within a step. The test fails for a kind without fences in the run, and lists the kinds in use.
 }
-"""Removed wait (a function of test_races and its arguments), and settings that reveal the removal."""
+"""Removed wait (a function of test_races and its arguments), and settings to reveal the removal."""
 
 
 DEEP: dict[str, Any] = {"case": "plain", "make": deep_llama, "rows": ROWS[:2], "num_steps": 4}
@@ -51,7 +51,7 @@ def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_without_this_wait_a_result_is_wrong(name: str) -> None:
-    """One of five seeds must show a wrong bit on a rank, a NaN, or lost ranks."""
+    """At least one seed in five must show a wrong bit on a rank, a NaN, or lost ranks."""
     wait, settings = CHANGES[name]
     assert hasattr(test_races, wait[0]), "a misspelt change would look like a failure that it causes"
     (wanted,) = train(2, {**DEEP, **settings, "prefetch": 0})

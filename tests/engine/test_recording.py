@@ -33,7 +33,7 @@ def collected(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("loss_fn", [None, collected], ids=["own", "given"])
 def test_what_transformers_collects_inside_units_has_its_gradients(recompute: str, loss_fn: Any) -> None:
-    """The router loss covers the whole batch. Without the collected gradients the gate gradient is 20 times too small."""
+    """Gradients of the router loss, over the whole batch. Without them the gate gradient is 20 times too small."""
     model = build(lambda: mixtral(output_router_logits=True, output_hidden_states=True))
     batches = [{**tokens(seed), "attention_mask": torch.ones_like(tokens()["input_ids"])} for seed in range(2)]
     parts = Engine(copy.deepcopy(model), optimizer=PROPORTIONAL, recompute=recompute, micro_batch_size=2)

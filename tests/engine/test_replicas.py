@@ -64,7 +64,7 @@ def test_tiers_stages_and_timing_change_no_bit(
 ) -> None:
     """The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch.
 
-    Break: leave gradients of other ranks in the buffer; compute the norm of the shard instead of the piece; start the
+    Break: leave other ranks' gradients in the buffer; use the shard instead of the piece for the norm; start the
     sum at another replica; send new weights to other replicas before the update; fetch the update piece instead of the
     shard.
     """
@@ -97,7 +97,7 @@ def test_own_loops_sum_gradients_over_replicas_once(case: str, size: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "states"), [(0, "whole"), (3, "whole"), (3, "shared")])
 def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> None:
-    """Break: cut updates into ranges over all ranks; with shared states, into ranges of one replica."""
+    """Break: cut updates into ranges over all ranks; with shared states, over one replica."""
     common = {"case": "plain", "num_steps": 3, "optimizer": Muon(lr=0.01), "zero_stage": stage}
     (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2, "replica_states": states})
     (wanted,) = train_on_ranks(1, {**common, "rows": (8,)})
@@ -147,7 +147,7 @@ def test_states_are_shared_out_where_a_replica_is_cut() -> None:
 
 
 def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Run `trained` on ranks that count as `num_machines` machines of equal size."""
+    """Run `trained` on ranks grouped into `num_machines` equal machines."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     local = size // num_machines
     os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
@@ -169,8 +169,8 @@ def test_auto_is_a_replica_a_machine_and_sends_less_than_states_over_all_ranks()
     """`auto` means one replica per machine.
 
     One rank per piece sends each gradient once and each sum once: 2 of the 3 volumes of ZeRO stage 3 (arXiv:1910.02054,
-    section 7). Without replicas every rank sends to every remote rank. Break: count traffic within a machine; treat
-    auto as one replica.
+    section 7). Without replicas every rank sends to every remote rank.
+    Break: count traffic within a machine; treat auto as one replica.
     """
     common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True}
     runs = [common, {**common, "replicas": 2}, common, {**common, "replicas": 1}]

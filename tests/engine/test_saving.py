@@ -95,7 +95,7 @@ def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precisio
 
 @pytest.mark.slow
 def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding between parameters is zero, for any previous content of the record buffers."""
+    """Padding between parameters is zero, for any previous content in the record buffers."""
     source, engine = make("cpu", tmp_path), make("nvme", tmp_path)
     train(source, 0)
     source.save_checkpoint(tmp_path / "saved")
@@ -177,7 +177,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(
 
 @pytest.mark.slow
 def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path: Path) -> None:
-    """Neither a later change of the note, nor a decision at the first batch of another shape, enters the checkpoint."""
+    """Neither a later change to the note, nor a decision at the first batch with another shape, enters the checkpoint."""
     engine, note = make("cpu", tmp_path), {"losses": [1.0]}
     train(engine, 0)
     engine.save_checkpoint(tmp_path / "wanted", note)
@@ -313,7 +313,7 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
 
 
 class Mixes(Block):
-    """Mixes the rows of some batches."""
+    """Mixes the rows in some batches."""
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         return super().forward(h - h.mean(0, keepdim=True) if bool((x[:, 0] == 0).all()) else h)
@@ -355,7 +355,7 @@ def test_in_which_order_gradients_land_does_not_depend_on_steps_before(tmp_path:
 def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second resumed engine takes the saved result of the check, also after a pass with another shape."""
+    """The second resumed engine takes the saved check result, also after a pass with another shape."""
     whole, second, third = (Engine(build(MixesSome), micro_batch_size=2) for _ in range(3))
     whole.step(words(0), cross_entropy)
     whole.save_checkpoint(tmp_path / "saved")

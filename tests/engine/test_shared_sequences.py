@@ -22,7 +22,7 @@ from tests.engine.shared_child import MIXING, SMOOTH, Shared, still_gpt2, traine
 from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, large
 
 LENGTH = 12
-LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # of the tiny llama
+LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # tiny llama
 NUM_STEPS = 3
 
 
@@ -77,7 +77,7 @@ def reference(make: Callable[[], nn.Module], rows: Callable[[int], Any], precisi
 
 
 def check(size: int, make: Callable[[], nn.Module], rows: Callable[[int], Any], **settings: Any) -> Shared:
-    """Train on `size` ranks, and compare with plain PyTorch. Return the results of rank 0."""
+    """Train on `size` ranks, and compare with plain PyTorch. Return rank 0's results."""
     batches = [rows(seed) for seed in range(NUM_STEPS + 1)]
     told = {"sequence_parallel": 2, **settings, "make": make, "batches": batches}
     (found,), *others = run(size, trained, runs=[told])
@@ -157,7 +157,7 @@ def refused(make: Callable[[], nn.Module] = llama, size: int = 2, **settings: An
 @pytest.mark.slow
 @pytest.mark.parametrize("mixing", MIXING)
 def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(mixing: str) -> None:
-    """Break: skip the comparison; compare the tokens of the first rank only."""
+    """Break: skip the comparison; compare the first rank's tokens only."""
     found = refused(MIXING[mixing])
     assert found.startswith("ConfigError: train.sequence_parallel is 2, and ")
     assert ("is not what it is on whole sequences" in found) != ("router" in found.partition(" Set ")[0])

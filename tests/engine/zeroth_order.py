@@ -53,7 +53,7 @@ class PlainMeZO:
         return kernels.split(master)[0] if name in self.short else master
 
     def direction(self, name: str, number: int) -> torch.Tensor:
-        """Return the direction z of a parameter. Elements above the magnitude quantile are zero."""
+        """Return a parameter's direction z. Elements above the magnitude quantile are zero."""
         used, key = self.used(name).float(), parameter_key(name, self.seed)
         words = philox.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
         if not used.numel():
@@ -90,7 +90,7 @@ class PlainMeZO:
     def step(
         self, batch: Batch, loss_fn: Callable[..., Any] | None = None, taking: Callable[[str], bool] | None = None
     ) -> list[tuple[float, float]]:
-        """Train on a batch. Return the losses on both sides. `taking`: filter of participating parameters by name."""
+        """Train on a batch. Return the losses on both sides. `taking`: filter for participating parameters, by name."""
         batch = {k: v.to(own_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
 

@@ -20,7 +20,7 @@ Change = Callable[["pytest.MonkeyPatch"], None]
 VARIABLE = "TESTS_MUTATION"
 """Environment variable with the mutation name, for processes forked by tests."""
 PARTS = ("waits", "gradients", "states", "recompute", "forwards", "storage", "data", "ranks", "training", "plans")
-"""Modules of this package with mutations."""
+"""Modules in this package with mutations."""
 _applied: str | None = None
 
 

@@ -25,13 +25,13 @@ from tests.mutations import Mutation, list_mutations
 PATIENCE_S = 600
 """Seconds for the tests of one mutation, usually a few. A mutation that hangs the tests is not detected."""
 _FAILED = 1
-"""Exit code of pytest for failed tests. Faulty mutations and uncollectable tests give other codes."""
+"""pytest's exit code for failed tests. Faulty mutations and uncollectable tests give other codes."""
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 
 _OWN_CRASH = re.compile(
     r"^/\S+:\d+: (?:TypeError|AttributeError|NameError)\b.*|^/\S*/tests/mutations/.*$", re.MULTILINE
 )
-"""Error line of an outdated mutation: the patched code takes other arguments now."""
+"""Error line from an outdated mutation: the patched code takes other arguments now."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outcome:
     test: str = ""
     """Node id of the failed test. Empty: the mutation was not detected."""
     error: str = ""
-    """Error of the failed test, shortened by pytest."""
+    """The failed test's error, shortened by pytest."""
     trouble: str = ""
     """Reason for a missed mutation, as lines of text."""
 

@@ -62,7 +62,7 @@ def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_isolated.py")
 def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
-    """The last token of the previous document gets a target."""
+    """The previous document's last token gets a target."""
     read = IsolatedRows.read
 
     def targeted(self: IsolatedRows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ def ranks_share_a_row(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_dataset.py")
 def rows_of_ranks_without_any_are_counted(patch: pytest.MonkeyPatch) -> None:
-    """A rank without rows gets a row from another rank, and the labels of the row count."""
+    """A rank without rows gets a row from another rank, and the loss counts the labels."""
     patch.setattr(dataset, "IGNORE", 0)
 
 

@@ -61,7 +61,7 @@ def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_clipping.py", fuzzed=True)
 def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
-    """The speculative update of region 1 is not corrected."""
+    """The speculative update in region 1 is not corrected."""
     correct = TileUpdates.correct
 
     def corrected(self: TileUpdates, landed: Any, touched: Sequence[bool], scale: float) -> None:

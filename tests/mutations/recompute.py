@@ -53,7 +53,7 @@ def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_kept.py", fuzzed=True)
 def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
-    """Weights in a saved graph are read at the first slot address of the unit."""
+    """Weights in a saved graph are read at the unit's first slot address."""
     view = Slots.view
 
     def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")
 def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
-    """The last tile gets the results of the first tile."""
+    """The last tile gets the first tile's results."""
     part = tiles._TiledCall._part
 
     def lost(self: Any, tensor: torch.Tensor, span: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) ->
 
 @mutation("tests/layout/test_codecs.py")
 def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
-    """Each block of a frozen base uses the scale of the previous block."""
+    """Each block in a frozen base uses the previous block's scale."""
     decode = WholeNumbers.decode
 
     def shifted(self: WholeNumbers, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:

@@ -76,7 +76,7 @@ def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
-    """Masters of bf16 weights lose the low 16 bits."""
+    """bf16 weights' masters lose the low 16 bits."""
     update_tile = tile_updates.update_tile
 
     def rounded(state: Any, tile: Any, planes: Any, *rest: Any, **more: Any) -> Any:

@@ -91,7 +91,7 @@ def checksums_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/checkpoint/test_slices.py")
 def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
-    """All slices of a parameter are read from the file of the first rank."""
+    """All slices of a parameter are read from the first rank's file."""
     stretches = Reader._stretches
 
     def first(self: Reader, span: Any) -> Iterator[tuple[str, int, int]]:
@@ -129,5 +129,5 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    """The step number seeds the random numbers of micro-batches and units."""
+    """The step number seeds random numbers in micro-batches and units."""
     patch.setattr(UnitRunner, "go_on_from", lambda self, step_number: None)

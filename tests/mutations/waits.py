@@ -28,7 +28,7 @@ enter_as(
     "tests/engine/test_races.py",
     fuzzed=True,
 )
-# Stale contents of the update ring count as current.
+# Stale update-ring contents count as current.
 enter_as(
     "weights-from-a-place-that-others-have",
     replaced(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None)),
