@@ -35,7 +35,7 @@ def train_both(
 ) -> tuple[Engine, Reference]:
     """Train both and compare after every step: bit for bit, or `within` a share of the layer's scale.
 
-    `plain`: the model to train by the reference, instead of a copy of `model`. `whole`: the reference trains on whole
+    `plain`: the model to train by the reference, instead of a `model` copy. `whole`: the reference trains on whole
     batches and ignores micro_batch_size. `kept`, `group`, `shown`: see `Reference`.
     """
     known = {

@@ -12,7 +12,7 @@ ALIGNMENT, SHARD = 128, 2048
 
 
 def elements(*modules: nn.Module) -> int:
-    """Return the size of one region for all parameters of the modules, in elements."""
+    """Return the size of one region for all the modules' parameters, in elements."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return up(sum(up(p.numel(), ALIGNMENT) for p in parameters.values()), SHARD)
 

@@ -25,7 +25,7 @@ def deep() -> nn.Module:
 
 @pytest.mark.slow
 def test_another_order_departs_and_is_learned_anew() -> None:
-    """Batches of two shapes alternate, with evaluations between them. Each pass type has a separate order."""
+    """Batches with two shapes alternate, with evaluations in between. Each pass type has a separate order."""
 
     def run(**settings: Any) -> list[float]:
         engine = Engine(build(deep), **settings)

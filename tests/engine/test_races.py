@@ -448,7 +448,7 @@ _chance_s = 0.02
 
 @pytest.fixture(autouse=True)
 def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the time for a too early access: short with all waits, long without one, for busy machines."""
+    """Set the time for a premature access: short with all waits, long without one, for busy machines."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     monkeypatch.setitem(globals(), "_chance_s", 0.5 if parameters.get("broken") else 0.02)
 

@@ -177,7 +177,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(
 
 @pytest.mark.slow
 def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path: Path) -> None:
-    """Neither a later change to the note, nor a decision at the first batch with another shape, enters the checkpoint."""
+    """Later changes to the note, and decisions at the first batch with another shape, do not enter the checkpoint."""
     engine, note = make("cpu", tmp_path), {"losses": [1.0]}
     train(engine, 0)
     engine.save_checkpoint(tmp_path / "wanted", note)

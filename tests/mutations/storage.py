@@ -70,7 +70,7 @@ def every_third_write_to_disk_lost(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/checkpoint/test_atomic.py::test_what_is_on_disk_when_it_takes_its_name")
 def manifest_not_synced(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint gets its final name before the manifest is on disk."""
+    """A checkpoint gets the final name before the manifest is on disk."""
     patch.setattr(publish, "os", SimpleNamespace(fsync=lambda descriptor: None))
 
 
