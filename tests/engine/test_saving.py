@@ -194,7 +194,7 @@ def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path
 
 @pytest.mark.slow
 def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
-    """The budget has room for half a copy of the states: the caller waits for the rest."""
+    """The budget has room for half a copy of the states. The save waits until the other half is on disk."""
     engine = make("cpu", tmp_path)
     size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
     engine.close()

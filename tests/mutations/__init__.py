@@ -1,7 +1,7 @@
 """Deliberate engine faults, one mechanism each. The quick tests must fail, and the fuzzer must detect the fault.
 
-A mutation is a function that monkeypatches a fault into this process. `list_mutations` returns all of them. `python -m
-tests.mutations` runs the tests for each one, and `pytest --mutation NAME` runs any tests with one.
+A mutation is a function that monkeypatches a fault into this process. `list_mutations` returns all of them.
+`python -m tests.mutations` runs the tests for each one, and `pytest --mutation NAME` runs any tests with one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.optim.mezo import MeZO
 from tests.mutations import enter_as, mutation, replaced
 
-# All weights of a unit not called by any pass are perturbed.
+# In a unit not called by any pass, all weights are updated instead of the small ones only.
 enter_as(
     "thresholds-of-what-was-called-alone",
     replaced(ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None),
