@@ -1,12 +1,12 @@
 """Train tiny models in many configurations and compare hashes with those in tests/bits/bits.txt.
 
-python -m tests.bits [PATTERN ...] [--write]
+    python -m tests.bits [PATTERN ...] [--write]
 
-PATTERN: shell patterns of names; all configurations without one. --write: write the hashes of this machine to the file.
+PATTERN: shell patterns for names (default: all configurations). --write: write the hashes of this machine to the file.
 
-A hash has three parts: losses and norms of all steps, final weights with their low halves, and all that a checkpoint
-holds, such as moments. They depend on torch's and transformers' versions and on the processor. What plain PyTorch
-computes is part of the name of a section of the file, so a section is valid wherever plain PyTorch has these bits.
+A hash has three parts: losses and norms of all steps, final weights with the low halves, and checkpoint contents such
+as moments. Hashes depend on the versions of torch and transformers and on the processor. Each file section is named by
+a hash of plain PyTorch results, so a section is valid on every machine with equal plain results.
 Configurations without a line for this machine are compared with the commit that wrote the file.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "bits.txt"
 PATIENCE_S = 300
-"""For one reply."""
+"""Seconds to wait for one reply."""
 COMMON = {
     "OMP_NUM_THREADS": "1",
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -43,18 +43,18 @@ COMMON = {
     "HIP_VISIBLE_DEVICES": "",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Variables with which torch computes alike on all processors that have AVX2."""
+"""Variables that make torch compute the same bits on all processors with AVX2."""
 _HEAD = """\
 # Hashes of the configurations in tests/bits/cases.py, written by `python -m tests.bits --write`: losses and norms of
 # five steps, final weights, and the contents of a checkpoint. A section is for machines with these versions, on which
 # plain PyTorch computes the same bits ("plain").
 """
 Sections = dict[str, dict[str, str]]
-"""Of each kind of machine the hashes by name."""
+"""Hashes by name, per machine section."""
 
 
 def read(text: str) -> Sections:
-    """Return the sections of a file."""
+    """Parse the sections of a file."""
     found: Sections = {}
     for line in text.splitlines():
         if match := re.fullmatch(r"\[(.*)\]", line):
@@ -66,8 +66,9 @@ def read(text: str) -> Sections:
 
 
 def written(sections: Sections, machine: str, hashes: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return the text of the file with these hashes of a machine. names: of all configurations. A configuration whose
-    hash is another one now loses its lines in the other sections, which nobody has measured again.
+    """Return the file text with new hashes for one machine. names: all configurations, in file order.
+
+    A configuration with a changed hash loses its lines in the other sections, because they are not measured again.
     """
     before = sections.get(machine, {})
     changed = {name for name, value in hashes.items() if before.get(name, value) != value}
@@ -80,7 +81,7 @@ def written(sections: Sections, machine: str, hashes: Mapping[str, str], names: 
 
 
 class Worker:
-    """A process of tests/bits/worker.py over the `offload` of a folder."""
+    """A process of tests/bits/worker.py over the `offload` package in a folder."""
 
     def __init__(self, tree: Path, log: Path) -> None:
         self._log = log
@@ -96,7 +97,7 @@ class Worker:
             )
 
     def ask(self, **job: Any) -> dict[str, Any]:
-        """Give it a job, and return the reply."""
+        """Send a job and return the reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job) + "\n")
@@ -106,7 +107,7 @@ class Worker:
         return self.reply()
 
     def reply(self) -> dict[str, Any]:
-        """Return the next reply; one with an `error` where the process has ended or does not reply in time."""
+        """Return the next reply. A dead or late process gives a reply with an `error`."""
         assert self._process.stdout is not None
         timer = threading.Timer(PATIENCE_S, self._process.kill)
         timer.start()
@@ -125,10 +126,10 @@ class Worker:
 
 
 class Bits:
-    """Two processes that train the configurations: single ones side by side, those of two ranks together."""
+    """Two processes that train configurations: single-rank ones in parallel, two-rank ones together."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        """tree: the folder of `offload`. folder: for logs and checkpoints of ranks."""
+        """tree: folder of `offload`. folder: for logs and rank checkpoints."""
         self._folder = folder
         self._workers = [Worker(tree, folder / f"worker-{number}") for number in range(2)]
         hello, _ = [worker.reply() for worker in self._workers]
@@ -138,7 +139,7 @@ class Bits:
         self.machine, self.core = hello["machine"], hello["core"]
 
     def run(self, names: Iterable[str], tell: Callable[[str, str], None]) -> dict[str, str]:
-        """Train configurations, and return their hashes, or errors, by name. tell: is called with each as it comes."""
+        """Train configurations. Return hashes or errors by name. tell: called with each result."""
         found: dict[str, str] = {}
         names = list(names)
         for name in (name for name in names if self.cases[name] > 1):
@@ -198,14 +199,15 @@ def _git(*words: str) -> bytes:
 
 
 def _shown(commit: str, path: str) -> str:
-    """Return a file of a commit; empty where there is none."""
+    """Return a file from a commit, or an empty string."""
     return _git("show", f"{commit}:{path}").decode() if _git("ls-tree", commit, path) else ""
 
 
 def base() -> tuple[str, set[str]]:
-    """Return the commit to compare with, and the configurations whose hashes may differ from it: the commit that wrote
-    the file, which has the bits of the file on any machine. Where this is that commit, the one before, and those
-    configurations may differ whose lines it wrote.
+    """Return the commit to compare with, and the configurations with permitted differences.
+
+    The commit of the last file change has the bits in the file, on any machine. It is the result, without permitted
+    differences. If the current code equals this commit, the parent is the result, and changed lines may differ.
     """
     path = str(FILE.relative_to(ROOT))
     commit = _git("log", "-1", "--format=%H", "--", path).decode().strip() or "HEAD"
@@ -219,8 +221,10 @@ def base() -> tuple[str, set[str]]:
 
 
 def tree_of(commit: str, folder: Path, core: str | None) -> Path:
-    """Write `offload` of a commit to a folder, with the compiled kernels of this tree where the sources are the same
-    (without them torch's kernels have the same bits), and return it.
+    """Extract `offload` from a commit to a folder. Return the folder.
+
+    The compiled kernels of this tree are copied if the sources are equal. Without them torch's kernels have the same
+    bits.
     """
     archive = folder / "archive.tar"
     archive.write_bytes(_git("archive", commit, "offload"))
@@ -289,8 +293,9 @@ def _which(found: str, wanted: str) -> str:
 
 
 def _parents(here: Bits, names: list[str], folder: Path) -> dict[str, str]:
-    """Return the hashes that the commit which wrote the file has on this machine, of those configurations that it can
-    train.
+    """Run the commit of the last file change on this machine, and return the hashes.
+
+    Only configurations known to the commit are included.
     """
     commit, allowed = base()
     tree = tree_of(commit, folder, here.core)

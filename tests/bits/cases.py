@@ -1,4 +1,4 @@
-"""The configurations of `make bits`: a table of what is trained, and how."""
+"""Configuration table for `make bits`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.optim.rule import UpdateRule
 ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
 MEZO = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
 DISK = "disk"
-"""In a placement: the temporary folder of the case."""
+"""In a placement: the case's temporary folder."""
 
 DEVICE = {"parameters": "device", "optimizer": "device"}
 CPU = {"parameters": "cpu", "optimizer": "cpu"}
@@ -21,38 +21,38 @@ STAYS = {"parameters": "device", "optimizer": "cpu"}
 TIERS = {"device": DEVICE, "cpu": CPU, "nvme": NVME}
 NONE, SPECULATIVE = {"max_grad_norm": None}, {"clip": "speculative", "max_grad_norm": 0.1}
 TABLE_BYTES = 4 * 4096 * 32
-"""Of the embedding of the models with a large vocabulary, fp32."""
+"""Embedding size in bytes for models with the large vocabulary, fp32."""
 FEW = {**CPU, "device_memory": TABLE_BYTES // 4}
-"""A device that holds a quarter of such an embedding."""
+"""Device memory for a quarter of the large embedding."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Five steps of one configuration."""
+    """Five steps with one configuration."""
 
     name: str
     model: str = "llama"
-    """A function of tests/bits/models.py."""
+    """Function name in tests/bits/models.py."""
     rule: UpdateRule = ADAMW
-    """The update rule."""
+    """Update rule."""
     place: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of Placement."""
+    """Keywords for Placement."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of Engine; with `trains` settings of the command line."""
+    """Keywords for Engine; with `trains` command-line settings."""
     rows: int = 4
-    """Rows of a batch, over all ranks."""
+    """Rows per batch, over all ranks."""
     length: int = 10
-    """Tokens of a row."""
+    """Tokens per row."""
     ranks: int = 1
-    """Processes: 1, 2 or 4."""
+    """Process count: 1, 2 or 4."""
     adapter: Mapping[str, Any] | None = None
-    """Keywords of PEFT's LoraConfig; None for no adapter."""
+    """Keywords for PEFT's LoraConfig. None: no adapter."""
     resumes: bool = False
-    """The third step is followed by a checkpoint, from which a new engine goes on."""
+    """A new engine resumes from a checkpoint after the third step."""
     own_loop: bool = False
-    """The caller's own loop: backward, norm, update."""
+    """Use `engine.backward`, norm and update in a caller's loop."""
     trains: bool = False
-    """A run of `Trainer` over a few kilobytes of text."""
+    """Run `Trainer` on a few kilobytes of text."""
     precision: str = "fp32"
     """fp32 or bf16."""
 
@@ -70,13 +70,13 @@ def _cases() -> list[Case]:
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
     def case(name: str, *parts: Mapping[str, Any], **more: Any) -> Case:
-        """Return a case of parts that are used by several; keywords that are none of its fields are settings."""
+        """Return a case from shared parts. Keywords outside the fields of `Case` become settings."""
         known = {key: value for part in (*parts, more) for key, value in part.items()}
         own = {key: known.pop(key) for key in list(known) if key in Case.__dataclass_fields__}
         return Case(name, **{"settings": known, **own})
 
     return [
-        # those of four ranks first, which fork; then those of two, for which both processes have to be free
+        # four-rank cases first, as they fork; then two-rank cases, as both processes must be free
         case("replicas-shared", two, shared, ranks=4, replicas=2),
         case("replicas-shared-bf16", two, bf16, shared, ranks=4, replicas=2, micro_batch_size=1, rows=8),
         case("ranks-four", two, ranks=4, micro_batch_size=1, rows=8),
@@ -100,7 +100,7 @@ def _cases() -> list[Case]:
         case("replicas-link-int4", two, bf16, replicas=2, link_gradients="int4", micro_batch_size=1),
         case("sequences-shared", two, length=12, sequence_parallel=2),
         case("sequences-shared-bf16", two, bf16, model="mixtral", length=12, sequence_parallel=2, micro_batch_size=2),
-        # tiers, precision, clipping, recompute
+        # tiers, precision, clipping, activation recomputation
         case("compiled", host, compile="auto"),
         case("lora-run", trains=True, settings={"lora.rank": 4, "lora.dropout": 0.1}),
         case("relora-run", trains=True, settings={"lora.rank": 4, **restarts}),
@@ -164,7 +164,7 @@ def _cases() -> list[Case]:
         case("mezo", host, rule=MEZO),
         case("mezo-nvme-bf16", disk, bf16, rule=MEZO, model="gpt2"),
         case("mezo-bf16-alone", host, bf16, rule=replace(MEZO, master="bf16"), micro_batch_size=2),
-        # going on from a checkpoint
+        # resume from a checkpoint
         case("resume", host, resumes=True),
         case("resume-nvme-bf16", disk, bf16, model="gpt2", resumes=True),
         case("resume-delay", host, resumes=True, delay=1),

@@ -1,4 +1,4 @@
-"""Tiny models and batches of the configurations of `make bits`, of transformers alone."""
+"""Tiny transformers models and batches for the configurations of `make bits`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers as t
 from torch import nn
 
 FAMILIES = ("llama", "wide_llama", "table", "gemma2", "gpt2", "mixtral", "qwen3_moe", "mamba", "bert", "t5")
-"""By which a machine is known. One more would make all sections of the file those of unknown machines."""
+"""Models hashed in plain PyTorch to identify a machine. A new entry makes all file sections unknown machines."""
 VOCABULARY, LARGE = 64, 4096
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -28,7 +28,7 @@ def llama(**settings: Any) -> nn.Module:
 
 
 def wide_llama() -> nn.Module:
-    """Matrices of the 4,096 elements from which on there are codes."""
+    """Return a model with matrices above 4096 elements, the minimum for quantized formats."""
     return llama(hidden_size=64, intermediate_size=90, num_key_value_heads=4, vocab_size=97)
 
 
@@ -41,7 +41,7 @@ def tied_table() -> nn.Module:
 
 
 def gemma2() -> nn.Module:
-    """Tied, with soft-capped attention and logits."""
+    """Tied weights, soft-capped attention and logits."""
     caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0}
     config = t.Gemma2Config(**_GROUPED | _SPECIAL, head_dim=8, **caps)
     config._attn_implementation = "eager"
@@ -49,7 +49,7 @@ def gemma2() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Tied, with dropout."""
+    """Tied weights and dropout."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
     return t.GPT2LMHeadModel(t.GPT2Config(**sizes | _SPECIAL))
 
@@ -79,7 +79,7 @@ def t5() -> nn.Module:
 
 
 class Centred(nn.Module):
-    """A block that computes with the mean over rows, so that no unit can cut a batch."""
+    """A block that uses the mean over rows, so no unit can split a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Centred(nn.Module):
 
 
 class CentredModel(nn.Module):
-    """A language model of such blocks."""
+    """A language model with `Centred` blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def centred() -> nn.Module:
 
 
 def build(name: str, adapter: Any = None, seed: int = 0) -> nn.Module:
-    """Return a model in train mode with random weights everywhere, beneath an adapter of PEFT where one is given."""
+    """Return a model in train mode with random weights, with a PEFT adapter if given."""
     torch.manual_seed(seed)
     model: nn.Module = globals()[name]()
     with torch.no_grad():
@@ -124,8 +124,9 @@ def build(name: str, adapter: Any = None, seed: int = 0) -> nn.Module:
 
 
 def tokens(name: str, seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return random tokens [rows, length], int64, with the same as labels, another number of them ignored in each of
-    four rows.
+    """Return random tokens [rows, length], int64, and the same tokens as labels.
+
+    The first `row % 4` labels of each row are ignored.
     """
     most = LARGE if "table" in name else VOCABULARY
     ids = torch.randint(3, most, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The net of bits itself: hashes are stable, a mutation changes them, the file keeps what was not measured again."""
+"""Tests for `make bits`: hashes are stable, a mutation changes them, and the file keeps unmeasured lines."""
 
 from __future__ import annotations
 

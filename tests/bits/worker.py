@@ -1,6 +1,6 @@
-"""A process that trains configurations of tests/bits/cases.py and returns hashes, for tests/bits/__main__.py.
+"""Worker process for tests/bits/__main__.py: trains configurations and returns hashes.
 
-python -m tests.bits.worker TREE: reads a line of JSON from stdin for each job, and writes one to stdout for each reply.
+python -m tests.bits.worker TREE: reads a JSON line per job from stdin, and writes a JSON line per reply to stdout.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ import xxhash
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 5, 3
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
-"""Of an element; all other dtypes have one."""
+"""Element size in bytes. Dtypes not listed have one byte."""
 _SMALL: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("offload.planning.disk._LARGEST_TILE",), 2048),
     (("offload.engine.units.cut_experts.RECORD_BYTES",), 1),
     (("offload.engine.units.saved_graph.SMALLEST_BYTES",), 1),
     (("offload.engine.units.forwards.BACKEND",), lambda graph, inputs: _compiler()(graph, inputs)),
 )
-"""Sizes below which tiny models would not be cut, and a compiler that takes no minutes: places, and the value there. Of
-several places the first that exists counts, so a commit that moves a name can be compared with its parent."""
+"""Limits small enough to cut tiny models, and a fast compiler backend: (paths, value).
+
+The first existing path is set, so a commit that renames a constant can be compared with its parent.
+"""
 
 
 def main() -> None:
-    replies, _ = os.fdopen(os.dup(1), "w"), os.dup2(2, 1)  # libraries print
+    replies, _ = os.fdopen(os.dup(1), "w"), os.dup2(2, 1)  # libraries print to stdout
     tree = Path(sys.argv[1])
 
     def reply(**what: Any) -> None:
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def _begin(tree: Path) -> dict[str, Any]:
-    """Import everything, `offload` from that tree; return the cases and what this machine is."""
+    """Import everything, with `offload` from `tree`. Return the cases and the machine properties."""
     if tree != ROOT:  # the editable install would find its own tree first
         sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
         sys.path.insert(0, str(tree))
@@ -68,7 +70,7 @@ def _begin(tree: Path) -> dict[str, Any]:
     if not Path(offload.__file__).is_relative_to(tree):
         raise RuntimeError(f"offload is imported from {offload.__file__}, not from {tree}: run `make setup`.")
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # its products in bf16 go by the instruction set  # type: ignore[assignment]
+    torch.backends.mkldnn.enabled = False  # bf16 products depend on the instruction set  # type: ignore[assignment]
     shrink()
     from offload.native.core import core
 
@@ -82,7 +84,7 @@ def _begin(tree: Path) -> dict[str, Any]:
 
 
 def shrink() -> None:
-    """Let tiny models be cut as large ones are. Raises RuntimeError for a name without a place."""
+    """Set the small limits, so tiny models are cut like large ones. Raises RuntimeError for a name without a path."""
     for places, value in _SMALL:
         for place in places:
             module, _, name = place.rpartition(".")
@@ -97,8 +99,9 @@ def shrink() -> None:
 
 
 def _compiler() -> Any:
-    """Return a backend of torch.compile that runs a graph as it is, and makes results larger by 2**-18, so that a block
-    that is not compiled shows in the bits.
+    """Return a torch.compile backend that runs the graph unchanged and scales float results by 1 + 2**-18.
+
+    A block without compilation then has different bits.
     """
     import torch
     from functorch.compile import make_boxed_func
@@ -117,8 +120,9 @@ def _compiler() -> Any:
 
 
 def plain() -> str:
-    """Return a hash of the losses and gradients that plain PyTorch computes on this machine, without the engine, for
-    families, precisions, and numbers of rows and tokens.
+    """Return a hash of losses and gradients in plain PyTorch on this machine.
+
+    The hash covers families, precisions, and numbers of rows and tokens.
     """
     import torch
 
@@ -141,7 +145,7 @@ def plain() -> str:
 
 
 class Hashes:
-    """The bits of one configuration: losses and norms of all steps, final weights, states in the checkpoint."""
+    """Hashes for one configuration: losses and norms of all steps, final weights, checkpoint states."""
 
     def __init__(self) -> None:
         self.steps, self.weights, self.states = xxhash.xxh32(), xxhash.xxh32(), xxhash.xxh32()
@@ -156,7 +160,7 @@ class Hashes:
             self.weights.update(value.contiguous().numpy())
 
     def checkpoint(self, folder: Path) -> None:
-        """Add each plane of each parameter, in the order of elements, however they are cut over files."""
+        """Add each plane of each parameter in element order, independent of the cut over files."""
         manifest = json.loads((folder / "manifest.json").read_text())
         for name, entry in sorted(manifest["parameters"].items()):
             for plane, told in sorted(entry["planes"].items()):
@@ -174,7 +178,7 @@ class Hashes:
 
 
 def run(name: str, rank: int = 0, port: int = 0, folder: str | None = None) -> str:
-    """Train a configuration, and return its hashes: of losses and norms, weights, and states; on rank 0."""
+    """Train a configuration. Return the hashes for steps, weights and states, valid on rank 0."""
     from tests.bits.cases import CASES
 
     case, child = CASES[name], None
@@ -209,7 +213,7 @@ def _environment(case: Any, rank: int, port: int, folder: str) -> Iterator[None]
 
 
 def _train(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
-    """Train over an engine. `shared`: a folder of all ranks."""
+    """Train with an engine. `shared`: a folder shared by all ranks."""
     import torch
 
     from offload import Engine, Placement
@@ -217,7 +221,7 @@ def _train(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
     from tests.bits.cases import DISK
 
     place = {key: str(own) if value == DISK else value for key, value in case.place.items()}
-    settings = {"clip": "deferred", **case.settings}  # auto goes by seconds
+    settings = {"clip": "deferred", **case.settings}  # "auto" depends on timing
     found = Hashes()
 
     def engine(seed: int = 0) -> Any:
@@ -259,7 +263,7 @@ def _train(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
 
 
 def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
-    """Train over `Trainer`."""
+    """Train with `Trainer`."""
     import torch
     import transformers as t
 
@@ -312,7 +316,7 @@ def _train_run(case: Any, rank: int, shared: Path, own: Path) -> Hashes:
 
 
 def _letters() -> Any:
-    """Return a tokenizer with a token for each byte."""
+    """Return a tokenizer with one token per byte."""
     import transformers as t
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

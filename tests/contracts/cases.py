@@ -1,4 +1,4 @@
-"""Features as rows of a table: a model, batches, and the settings of an engine. A new feature gets a row here."""
+"""Table of features: a model, batches, and engine settings. A new feature gets a row here."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.engine.test_streamed_experts import mixture
 
 @dataclass(frozen=True)
 class Case:
-    """A feature of the engine.
+    """An engine feature.
 
-    settings: keywords of `Engine`; they overrule the drawn ones (precision, clipping).
-    placement: keywords of `Placement`; they overrule the drawn ones.
-    batch: returns the batch of a seed and a number of rows.
-    reference: keywords of `train_both` for plain PyTorch with the same approximation, None where a test of the feature
-        has a reference of its own.
-    within: distance from plain PyTorch, as a share of the scale of a layer; None for equal bits.
-    saves: keywords of `save_checkpoint`.
+    settings: keywords for `Engine`. They override the cell's precision and clipping.
+    placement: keywords for `Placement`. They override the cell's placement.
+    batch: returns a batch for (seed, rows).
+    reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
+        separate reference.
+    within: distance from plain PyTorch, as a share of the layer's scale. None: equal bits.
+    saves: keywords for `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
     """
 
@@ -52,18 +52,18 @@ class Case:
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make limits small enough for a small model to reach them."""
+        """Make limits small enough for a small model."""
         for change in self.patches:
             monkeypatch.setattr(*change)
 
 
 def _t5_groups(precision: str) -> Mapping[str, Any]:
-    """Each layer sums gradients of the encoder's output; the family keeps one projection in fp32."""
+    """Each layer sums gradients of the encoder output. T5 keeps one projection in fp32."""
     return {"group": sum_by_layer, "kept": lambda name: name.endswith("DenseReluDense.wo.weight")}
 
 
 def _partly_frozen() -> nn.Module:
-    """Return a model in which the first units and a part of another are frozen."""
+    """Return a model with frozen first units and a partly frozen unit."""
     return freeze(llama(), "embed_tokens", "layers.0.", "q_proj")
 
 

@@ -1,4 +1,4 @@
-"""Promises that hold for every feature. A contract takes a cell of the table and raises AssertionError."""
+"""Contracts for every feature. A contract takes one table cell and raises AssertionError."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ CLIPS: dict[str, dict[str, Any]] = {
     "none": {"max_grad_norm": None},
 }
 _VERDICTS: dict[tuple[str, str], dict[str, list[str]]] = {}
-"""Passes that were judged equal to the plain ones, by case and precision."""
+"""Passes found equal to plain passes by the equivalence check, by case and precision."""
 ROWS = 4
 NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """Losses and norms of each step, weights and optimizer states (flat, by parameter) after the last."""
+    """Losses and norms of each step. Weights and optimizer states (flat, by parameter) after the last step."""
 
     numbers: list[float]
     weights: dict[str, Tensor]
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """A case at one place, precision and way of clipping."""
+    """A case with one placement, precision and clipping mode."""
 
     name: str
     place: str
@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keywords of `Engine` other than the placement."""
+        """Keywords for `Engine` without the placement."""
         clip = dict(CLIPS[self.clip])
         if self.clip == "speculative" and not self._speculates:
             clip["clip"] = "auto"
@@ -85,7 +85,7 @@ class Cell:
 
     @contextmanager
     def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
-        """Open an engine on a new model of the case. Engines of one case share verdicts on passes in one process."""
+        """Open an engine on a new model. Engines for one case share equivalence results in one process."""
         told, model = {**self.settings, **settings}, build(self.case.make)
         known = _VERDICTS.setdefault((self.name, told["precision"]), {}) if "comm" not in told else {}
         fill = filling(model) if "comm" in told else None
@@ -99,7 +99,7 @@ class Cell:
         return self.case.batch(seed, ROWS)
 
     def step(self, engine: Engine, seed: int) -> list[float]:
-        """Take a step on the batch of a seed; return loss and norm."""
+        """Take a step on the batch with this seed. Return the loss and the norm."""
         set_seed(100 + seed)
         result = engine.step(self.batch(seed), loss_fn=self.case.loss_fn)
         return [float(result.loss), float(result.grad_norm or 0)]
@@ -112,13 +112,13 @@ class Cell:
 
     @property
     def undisturbed(self) -> Run:
-        """Two steps with everything in the host's memory, taken once for all contracts of a case."""
+        """Two steps with all states in host memory, run once for all contracts of a case."""
         return _undisturbed(self.name, self.precision, self.clip)
 
 
 @cache
 def _undisturbed(name: str, precision: str, clip: str) -> Run:
-    place = "cpu" if own_device().type == "cpu" else "device"  # an accelerator's update has bits of its own
+    place = "cpu" if own_device().type == "cpu" else "device"  # an accelerator's update differs in bits
     with pytest.MonkeyPatch.context() as patch:
         CASES[name].patch(patch)
         cell = Cell(name, place, precision, clip, Path())
@@ -148,7 +148,7 @@ def assert_equal(found: Run, wanted: Run) -> None:
 
 
 def equals_reference(cell: Cell) -> None:
-    """Losses, norms and weights are those of plain PyTorch."""
+    """Losses, norms and weights equal plain PyTorch."""
     case = cell.case
     assert case.reference is not None
     settings = {**cell.settings, **case.reference(cell.precision)}
@@ -164,13 +164,13 @@ def equals_reference(cell: Cell) -> None:
 
 
 def place_changes_no_bit(cell: Cell) -> None:
-    """Tiers, timing and poisoned buffers change nothing."""
+    """Tiers, timing and poisoned buffers do not change results."""
     with cell.engine(debug=3, prefetch=0) as engine:
         assert_equal(cell.train(engine), cell.undisturbed)
 
 
 def resumes_as_if_never_stopped(cell: Cell) -> None:
-    """A checkpoint taken at one place goes on at another."""
+    """A run resumes from a checkpoint with another placement."""
     other = "cpu" if cell.place != "cpu" and own_device().type == "cpu" else cell.place
     with cell.engine() as engine:
         numbers = cell.step(engine, 0)
@@ -181,8 +181,9 @@ def resumes_as_if_never_stopped(cell: Cell) -> None:
 
 
 def ranks_are_one(cell: Cell) -> None:
-    """Two ranks with uneven shares of a batch are one process on the whole, but for the order of sums. They take turns
-    at reading the weights.
+    """Two ranks with uneven batch shares equal one process, except for summation order.
+
+    The ranks take turns in reading the weights.
     """
     rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
     settings = {"precision": "fp32", "max_grad_norm": 0.2, **rule}
@@ -195,7 +196,7 @@ def ranks_are_one(cell: Cell) -> None:
 
 
 def filling(model: nn.Module) -> Fill:
-    """Replace all weights by NaN. Return a function that fills them unit by unit, as one reads a model folder."""
+    """Replace all weights by NaN. Return a function that fills them unit by unit, like a model folder reader."""
     values = {parameter: parameter.detach().clone() for parameter in model.parameters()}
     for parameter in values:
         parameter.data.fill_(torch.nan)
@@ -209,7 +210,7 @@ def filling(model: nn.Module) -> Fill:
 
 
 def train_on_rank(num_ranks: int, name: str, place: str, folder: str, settings: Mapping[str, Any]) -> Run:
-    """A job of one of `num_ranks` ranks, which has the first 3 or the last row of each batch."""
+    """Job for one of `num_ranks` ranks: rank 0 has the first 3 rows of each batch, rank 1 the last row."""
     cell = Cell(name, place, "fp32", "deferred", Path(folder))
     with pytest.MonkeyPatch.context() as patch:
         cell.case.patch(patch)
@@ -229,7 +230,7 @@ def _shared(cell: Cell, engine: Engine, rank: int, rows: Sequence[int]) -> Run:
 
 
 def micro_batches_add_up(cell: Cell) -> None:
-    """A batch in parts is the whole batch, but for the order of sums."""
+    """Micro-batches equal the whole batch, except for summation order."""
     found = []
     rule = {} if "optimizer" in cell.case.settings else {"optimizer": PROPORTIONAL}
     for rows in (None, 3):
@@ -243,16 +244,16 @@ def micro_batches_add_up(cell: Cell) -> None:
 
 
 def bytes_are_as_planned(cell: Cell) -> None:
-    """Tiers hold what the plan lists, before and after a step, and peaks cover them; steps move equal bytes."""
+    """Tiers hold the planned bytes before and after a step, below the peaks. Equal steps move equal bytes."""
     with cell.engine(prefetch=0) as engine:
         parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
         cell.step(engine, 0)
         moved = []
-        for seed in range(1, 4):  # the first one still fetches for the recording
+        for seed in range(1, 4):  # seed 1 still fetches for the recording pass
             cell.step(engine, seed)
             counters = engine.counters
             moved.append((counters.h2d_bytes, counters.d2h_bytes))
-        if "experts" not in cell.case.placement:  # which experts come up is the router's choice
+        if "experts" not in cell.case.placement:  # the router selects the experts to copy
             assert moved[1] == moved[2]
         planned = {(each.tier, each.name): each.num_bytes for each in parts_of(engine).plan.allocations}
         for where, name, num_bytes in engine.allocations:
@@ -263,7 +264,7 @@ def bytes_are_as_planned(cell: Cell) -> None:
 
 
 def reads_are_true(cell: Cell) -> None:
-    """What a script reads of the model between steps is what the engine has, and reading changes nothing."""
+    """Weights read by a script between steps equal the engine's weights, and reads change nothing."""
     with cell.engine() as engine:
         model = parts_of(engine).model
         numbers: list[float] = []
@@ -280,7 +281,7 @@ def reads_are_true(cell: Cell) -> None:
 
 
 def leaves_nothing_after_failure(cell: Cell) -> None:
-    """A step that raises leaves the engine as it was; after its end no thread and no file is left."""
+    """A failed step leaves the engine unchanged. After close no thread and no file remains."""
 
     class Failure(Exception):
         pass
@@ -289,7 +290,7 @@ def leaves_nothing_after_failure(cell: Cell) -> None:
 
 
 def interrupt_tears_or_completes(cell: Cell) -> None:
-    """Ctrl-C in a step leaves the engine as it was before, or as it is after the step."""
+    """Ctrl-C during a step leaves the engine either before or after the step."""
     _disturbed(cell, KeyboardInterrupt)
 
 
@@ -299,7 +300,7 @@ def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
         own = model.forward
         numbers = cell.step(engine, 0)
 
-        @wraps(own)  # the signature says which tensors of a batch are inputs
+        @wraps(own)  # the signature names the input tensors of a batch
         def fail(*args: Any, **kwargs: Any) -> Any:
             own(*args, **kwargs)
             if kind is KeyboardInterrupt:
@@ -318,7 +319,7 @@ def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
 
 
 def evaluation_leaves_no_trace(cell: Cell) -> None:
-    """An evaluation between steps changes no bit and no generator, and gives the same loss twice."""
+    """Evaluations between steps change no bits and no generator state. Two evaluations give the same loss."""
     with cell.engine() as engine:
         numbers: list[float] = []
         for seed in range(NUM_STEPS):

@@ -1,4 +1,4 @@
-"""Each feature holds each contract: at one place in the quick run, at three more in the long one."""
+"""Each feature holds each contract: one setting in the quick run, three more in the slow run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.contracts.contracts import CLIPS, CONTRACTS, PLACES, Cell  # noqa: E4
 
 SETTINGS = list(product(PLACES, ("fp32", "bf16"), CLIPS))
 STRIDES = (7, 5, 11)
-"""Of a case, of a contract, and of a repetition; without a common divisor with the number of settings (24), so that
-neighbours differ in place, precision and clipping."""
+"""Strides per case, contract and repetition. They are coprime to the 24 settings, so neighbours differ in placement,
+precision and clipping.
+"""
 
 
 def cells() -> Iterator[Any]:
-    """Yield the cells of the table."""
     for (row, (name, case)), (column, contract) in product(enumerate(CASES.items()), enumerate(CONTRACTS)):
         for turn in range(4):
             place, precision, clip = SETTINGS[

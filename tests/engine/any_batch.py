@@ -1,4 +1,4 @@
-"""Models whose batches are more than [rows, tokens], tiny, and such batches."""
+"""Tiny models with batches other than [rows, tokens], and batches for them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PICTURE = {
     "patch_size": 4,
 }
 IMAGE, BEGIN, END = 5, 6, 7
-"""Tokens of an image, and around it."""
+"""Token ids: image patch, image begin, image end."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its batches by (seed, rows), its loss if that is not its own."""
+    """A model, a function (seed, rows) that returns a batch, and a loss function. None: the model returns the loss."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], dict[str, Any]]
@@ -73,7 +73,7 @@ def qwen2_vl() -> nn.Module:
 
 
 def patches(seed: int, rows: int) -> dict[str, Any]:
-    """Return rows with an image of 16 patches each, but for the first, which has two."""
+    """Return rows with one image of 16 patches each; the first row has two images."""
     tokens = ids(seed, rows, 18)
     for row, start in [(0, 10), *((row, 2) for row in range(rows))]:
         tokens[row, start], tokens[row, start + 1 : start + 5], tokens[row, start + 5] = BEGIN, IMAGE, END
@@ -110,7 +110,7 @@ def pictures_and_text(seed: int, rows: int) -> dict[str, Any]:
 
 
 def pictures_in_rows(seed: int, of_rows: Sequence[int]) -> dict[str, Any]:
-    """Return rows of which each has so many pictures."""
+    """Return a batch with `of_rows[i]` images in row i."""
     tokens = ids(seed, len(of_rows), 12)
     for row, number in enumerate(of_rows):
         tokens[row, 1 : 1 + 4 * number] = IMAGE
@@ -155,7 +155,7 @@ def masked_vit() -> nn.Module:
 
 
 def hidden_patches(seed: int, rows: int) -> dict[str, Any]:
-    """Return pictures of which each has another share of its patches hidden, so that the loss is no mean over rows."""
+    """Return images with a different share of hidden patches per row, so the loss is not a mean over rows."""
     hidden = torch.arange(4)[None] <= torch.arange(rows)[:, None] % 4
     return {"pixel_values": noise(seed, rows, 3, 8, 8), "bool_masked_pos": hidden}
 
@@ -201,15 +201,17 @@ def questions(seed: int, rows: int) -> dict[str, Any]:
 
 
 class Attends(Block):
-    """Adds what positions say to its tokens, [positions, width], and what time says, [rows, width]."""
+    """Adds position features [positions, width] and time features [rows, width] to the tokens."""
 
     def forward(self, h: Tensor, places: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(h + torch.sin(places)[None] + time[:, None])
 
 
 class Denoiser(nn.Module):
-    """As diffusers has it: tensors of the rows, ids of positions that all share, a guidance that may be none, shapes as
-    lists, and no loss."""
+    """A diffusers-style model without a loss.
+
+    Row tensors, position ids shared by all rows, an optional guidance (None: absent), and shapes as lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +254,7 @@ def distance(outputs: Any, batch: Any) -> Tensor:
 
 
 class Masked(Block):
-    """Mixes its tokens by a mask [tokens, tokens] that all rows share."""
+    """Mixes tokens with a mask [tokens, tokens] shared by all rows."""
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         scores = h @ h.transpose(1, 2) / WIDTH + mask
@@ -294,10 +296,10 @@ KINDS = {
 
 
 def on_device(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch where engines compute."""
+    """Return the batch on the engine's device."""
     return {key: value.to(own_device()) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def made(name: str, seed: int, rows: int = 4) -> dict[str, Any]:
-    """Return a batch of a kind, where engines compute."""
+    """Return a batch for one of `KINDS`, on the engine's device."""
     return on_device(KINDS[name].batch(seed, rows))

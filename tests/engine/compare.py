@@ -14,8 +14,9 @@ from tests.engine.inside import updating_device
 from tests.engine.reference import Batch, LossFunction, Reference
 
 PROPORTIONAL = AdamW(lr=0.05, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
-"""An update that is nearly lr * gradient. AdamW proper turns a gradient of 1e-9 into a full step, so weights could
-not be compared within a tolerance where only the order of a sum differs."""
+"""Update by nearly lr * gradient, for comparison within a tolerance. AdamW turns a gradient of 1e-9 into a full step,
+so a different summation order would change weights by a full step.
+"""
 
 
 def train_both(
@@ -32,10 +33,10 @@ def train_both(
     whole: bool = False,
     **settings: Any,
 ) -> tuple[Engine, Reference]:
-    """Train with both and compare after every step: bit for bit, or `within` a share of the layer's scale.
+    """Train both and compare after every step: bit for bit, or `within` a share of the layer's scale.
 
-    `plain`: what the reference trains instead of a copy of `model`. `whole`: the reference trains on whole batches,
-    whatever micro_batch_size says. `kept`, `group`, `shown`: see `Reference`.
+    `plain`: the model to train by the reference, instead of a `model` copy. `whole`: the reference trains on whole
+    batches and ignores micro_batch_size. `kept`, `group`, `shown`: see `Reference`.
     """
     known = {
         key: settings[key] for key in ("optimizer", "precision", "max_grad_norm", "micro_batch_size") if key in settings
@@ -48,7 +49,7 @@ def train_both(
     engine = Engine(model, **settings)
     reference.update_on(updating_device(engine))
     for number, batch in enumerate(batches):
-        set_seed(100 + number)  # dropout masks
+        set_seed(100 + number)  # the same dropout masks for both
         loss, norm = reference.step(batch, loss_fn, count)
         set_seed(100 + number)
         result = engine.step(batch, loss_fn=loss_fn)
@@ -66,8 +67,9 @@ def train_both(
 def step_by_step(
     plain: nn.Module, engine: Engine, batches: Sequence[Batch], max_grad_norm: float | None = None
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Begin each step from the engine's weights in both models; yield these, and the engine's after the step, while
-    `plain` has torch's gradients, clipped.
+    """Copy the engine weights to `plain` before each step, and yield the weights before and after the step.
+
+    At the yield, `plain` holds torch's gradients, clipped.
     """
     for batch in batches:
         before = weights(engine)
@@ -87,15 +89,14 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def assert_weights(engine: Engine, reference: Reference, within: float | None = None, when: str = "") -> None:
-    """Compare all master weights with the reference's."""
+    """Compare all master weights with the reference."""
     assert_same(weights(engine), reference.masters, within, when)
 
 
 def assert_same(
     found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], within: float | None = None, when: str = ""
 ) -> None:
-    """Compare named weights: bit for bit, or `within` a share of the largest weight of the layer that they belong
-    to."""
+    """Compare named weights: bit for bit, or `within` a share of the layer's largest weight."""
     assert list(found) == list(wanted)
     if within is None:
         different = [name for name in wanted if not same_bits(found[name], wanted[name])]
@@ -114,7 +115,7 @@ def assert_same(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors are equal to the bit, wherever they are: NaN equals NaN, and 0 is not -0."""
+    """Return True if two tensors have equal bits, on any device. NaN equals NaN, and 0 differs from -0."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 

@@ -1,4 +1,4 @@
-"""Tiny matrices gain nothing from a second thread."""
+"""Fixtures of the engine tests. One thread, since tiny matrices gain nothing from a second one."""
 
 import gc
 import importlib
@@ -21,29 +21,33 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def device_is_left_empty() -> Iterator[None]:
-    """An accelerator's allocator counts all of the process: what one file left there would be missing in the next, from
-    budgets of a few MiB. Which file that is depends on how long others take.
+    """Check after each file that device memory is empty.
+
+    An accelerator's allocator counts the whole process: memory left by one file would be missing from the budgets of a
+    few MiB in the next. The next file depends on test durations.
     """
     yield
     accelerator = own_accelerator()
     if accelerator is not None:
         gc.collect()
         torch.accelerator.synchronize()
-        torch.empty(1, device=accelerator.device)  # what other streams have used is freed by who asks next
+        torch.empty(1, device=accelerator.device)  # the next allocation frees blocks used by other streams
         accelerator.take_peak()
         assert accelerator.peak_bytes < 1 << 20
 
 
 @pytest.fixture
 def nothing_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accelerator's memory is a budget, and what steps leave of it takes units, which move less then. Not here."""
+    """Units do not stay on the device in memory that steps leave unused. Otherwise fewer bytes move."""
     monkeypatch.setattr(SpareMemory, "end_step", lambda self, peak_bytes: None)
 
 
 @pytest.fixture
 def nothing_collected() -> Iterator[None]:
-    """Python drops the Ctrl-C that comes in a callback of its collector, of which hypothesis has one. One that comes
-    in an import leaves half a module, and torch imports dynamo at first use.
+    """Disable garbage collection, and import dynamo early, so Ctrl-C always arrives.
+
+    Python drops a KeyboardInterrupt raised in a collector callback (hypothesis has one). An interrupt during an import
+    leaves a half-initialized module, and torch imports dynamo at first use.
     """
     importlib.import_module("torch._dynamo")
     gc.collect()

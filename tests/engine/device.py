@@ -1,4 +1,4 @@
-"""Where engines open by themselves, and plain PyTorch beside them: the CPU, or with `--device` something else."""
+"""Default device for engines and the plain PyTorch reference: the CPU, or the `--device` argument."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def own_device() -> torch.device:
-    """Return the device of an engine that is told none."""
+    """Return the default engine device."""
     return device_of(own_accelerator())
 
 
 def twin(model: _Module, device: torch.device | None = None) -> _Module:
-    """Return a copy on that device, or on one that is given, with the same ties. (`to` unties where a kind's tensors
-    cannot take the place of the CPU's.)
+    """Copy a model to a device (None: the default), with the same ties.
+
+    `Module.to` would untie weights if the device's tensors cannot replace CPU tensors.
     """
     device = device or own_device()
     copies: dict[int, Any] = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
@@ -32,7 +33,7 @@ def twin(model: _Module, device: torch.device | None = None) -> _Module:
 
 
 def set_seed(number: int) -> None:
-    """Seed what torch draws from: by `torch.manual_seed`, which takes milliseconds, only beside an accelerator."""
+    """Seed torch's generators. `torch.manual_seed` takes milliseconds, so CPU runs seed only the default generator."""
     if own_device().type == "cpu":
         torch.default_generator.manual_seed(number)
     else:
@@ -40,7 +41,7 @@ def set_seed(number: int) -> None:
 
 
 def cpu_only(reason: str) -> pytest.MarkDecorator:
-    """Return the mark of tests that say nothing of another device, and why."""
+    """Return a mark that skips tests on other devices, with the reason."""
     return pytest.mark.skipif(own_device().type != "cpu", reason=reason)
 
 

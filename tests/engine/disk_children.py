@@ -1,7 +1,6 @@
-"""What a fault of the disk does to an engine, for this process and for others: those that lose a right or a system call
-for good, and whole commands.
+"""Disk faults in child processes: a child loses a permission or a system call for good, or runs a whole command.
 
-`Nursery` starts one clean process that has imported everything and forks for each child, which takes milliseconds.
+`Nursery` starts one clean process with all imports, and forks each child in milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
 
 DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred", "recompute": "always"}
-KINDS: dict[str, dict[str, str]] = {  # each kind of state alone, so that what fails is of that kind
+KINDS: dict[str, dict[str, str]] = {  # one state type each, so a failure belongs to this type
     "parameters": {"parameters": "nvme"},
     "optimizer": {"optimizer": "nvme"},
     "gradients": {"gradients": "nvme"},
@@ -50,17 +49,17 @@ TILE = 2048
 NOBODY = 65534
 
 Wanted = Sequence[Sequence[Any]]
-"""Of every step of a run in memory: its loss, and a hash of the weights after it."""
+"""Per step of a run in memory: the loss, and a hash of the weights afterwards."""
 
 
 def make(folder: str | os.PathLike[str], placement: dict[str, str], **settings: Any) -> Engine:
-    """Return an engine over a few small blocks, in tiles that are small as well."""
+    """Return an engine over a few small blocks, with small tiles."""
     disk._LARGEST_TILE = TILE
     return Engine(build(deep), placement=Placement(**placement, nvme_dir=str(folder)), **{**DEFERRED, **settings})
 
 
 def digest(engine: Engine) -> str:
-    """Return a hash of all weights."""
+    """Return a SHA-256 hash of all weights."""
     found = hashlib.sha256()
     for _, value in engine.named_parameters():
         found.update(value.numpy().tobytes())
@@ -68,13 +67,13 @@ def digest(engine: Engine) -> str:
 
 
 def train(engine: Engine, wanted: Wanted, begin: int, end: int) -> None:
-    """Take steps whose losses must be the wanted ones."""
+    """Take steps and compare the losses with the wanted ones."""
     for seed in range(begin, end):
         assert engine.step(tokens(seed)).loss.item() == wanted[seed][0], f"the loss of step {seed}"
 
 
 def until_it_fails(engine: Engine, wanted: Wanted, begin: int) -> tuple[int, OffloadError]:
-    """Take steps until one raises; return its number and what it raised. No loss may be wrong."""
+    """Take steps until one raises. Return the step number and the error. All losses before must be right."""
     for seed in range(begin, begin + 3):
         try:
             train(engine, wanted, seed, seed + 1)
@@ -84,7 +83,7 @@ def until_it_fails(engine: Engine, wanted: Wanted, begin: int) -> tuple[int, Off
 
 
 def is_torn(engine: Engine, wanted: Wanted, num_steps: int) -> bool:
-    """Tell whether the engine has refused to go on; else its weights must be those after so many steps."""
+    """Return True for a torn engine. Otherwise the weights must equal those after `num_steps` steps."""
     try:
         assert digest(engine) == wanted[num_steps - 1][1], f"the weights after step {num_steps}"
     except TornError:
@@ -97,7 +96,7 @@ def is_torn(engine: Engine, wanted: Wanted, num_steps: int) -> bool:
 
 
 def names(error: BaseException, *words: object) -> None:
-    """Check what a message says."""
+    """Check for the words in the error message."""
     assert not [word for word in words if str(word) not in str(error)], str(error)
 
 
@@ -105,17 +104,17 @@ def names(error: BaseException, *words: object) -> None:
 
 
 def child_in_which_a_call_fails(folder: str, kind: str, call: str, wanted: Wanted) -> None:
-    """With threads for the disk; every call of that name fails from the third step on."""
+    """One system call fails from the third step on, with disk threads instead of io_uring."""
     forbid(IO_URING_SETUP, errno.EPERM)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # threads it is
+        warnings.simplefilter("ignore")  # the warning about disk threads
         engine = make(folder, KINDS[kind])
     train(engine, wanted, 0, 2)
-    assert digest(engine) == wanted[1][1]  # what may fail from here on is of another step
+    assert digest(engine) == wanted[1][1]  # settles the update, so later failures belong to the next step
     forbid(CALLS[platform.machine()][call], errno.EIO)
     seed, error = until_it_fails(engine, wanted, 2)
     names(error, "DiskError" if isinstance(error, TornError) else "failed", folder, "EIO", "bytes", "offset")
-    try:  # the fault stays: states that are on disk can be read by nobody, all others are whole
+    try:  # the fault stays: states on disk are unreadable, all others are whole
         torn = is_torn(engine, wanted, seed)
     except DiskError:
         torn = False
@@ -124,7 +123,7 @@ def child_in_which_a_call_fails(folder: str, kind: str, call: str, wanted: Wante
 
 
 def child_at_its_limit(folder: str, wanted: Wanted) -> None:
-    """The files of the run must not be written any more beyond 64 KiB."""
+    """After two steps the file size limit is 64 KiB."""
     engine = make(folder, BOTH)
     train(engine, wanted, 0, 2)
     assert digest(engine) == wanted[1][1]
@@ -136,7 +135,7 @@ def child_at_its_limit(folder: str, wanted: Wanted) -> None:
 
 
 def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
-    """The system refuses something that only makes it faster."""
+    """The system refuses an optional facility that only improves speed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if refused == "O_DIRECT":
@@ -155,7 +154,7 @@ def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
 
 
 def child_that_reads_files_through_the_cache(folder: str) -> None:
-    """O_DIRECT is refused to an engine over a model's own files."""
+    """Open an engine over model files while O_DIRECT is refused."""
     forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -167,14 +166,14 @@ def child_that_reads_files_through_the_cache(folder: str) -> None:
 
 
 def child_that_is_two(folder: str, wanted: Wanted) -> None:
-    """Two processes train at once; neither sees anything of the other."""
+    """Two processes train at once in one folder, independent of each other."""
     reader, writer = os.pipe()
     other = os.fork()
     engine = make(folder, ALL)
     if other == 0:
         os.write(writer, b"x")
     else:
-        os.read(reader, 1)  # both have theirs now
+        os.read(reader, 1)  # both have files now
         assert len(nameless(Path(folder), other)) == len(nameless(Path(folder))) == 2
         assert not list(Path(folder).iterdir())
     train(engine, wanted, 0, 6)
@@ -185,7 +184,7 @@ def child_that_is_two(folder: str, wanted: Wanted) -> None:
 
 
 def child_that_never_closes(folder: str, how: str) -> None:
-    """The program ends, by its last line or by an exception, or only the engine goes, in the middle of an update."""
+    """The program ends normally or by an exception, or drops the engine during an update."""
     engine = make(folder, ALL, throttle={"nvme_write": {"latency_seconds": 0.005}})
     engine.step(tokens(0))
     if how == "exception":
@@ -198,9 +197,9 @@ def child_that_never_closes(folder: str, how: str) -> None:
 
 
 def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
-    """What `python -m MODULE WORDS` does, for another user if need be."""
+    """Run `python -m MODULE WORDS`, as user `nobody` if `uid` is set."""
     import offload.doctor
-    import offload.training.trainer  # noqa: F401  nobody may not be allowed to read it
+    import offload.training.trainer  # noqa: F401  user nobody may lack the right to read the file
 
     if uid:
         become_nobody()
@@ -217,7 +216,7 @@ def become_nobody() -> None:
 
 
 def serve() -> None:
-    """Fork for each line of stdin: [function, arguments, folder for its output, working directory]."""
+    """Fork a child per line of stdin: [function, arguments, output folder, working directory]."""
     torch.set_num_threads(1)
     import tokenizers  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
@@ -226,9 +225,9 @@ def serve() -> None:
     import offload.train
     import offload.training.trainer  # noqa: F401
 
-    deep()  # imports what it needs
+    deep()  # for the imports
     gc.collect()
-    gc.freeze()  # what is here already is not looked through in each child, a second of its time
+    gc.freeze()  # saves a second per child: the collector skips existing objects
 
     for line in sys.stdin:
         name, arguments, output, cwd = json.loads(line)
@@ -238,19 +237,19 @@ def serve() -> None:
                 fd = os.open(Path(output, file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 os.dup2(fd, number)
             os.chdir(cwd)
-            signal.alarm(120)  # who hangs dies of it
+            signal.alarm(120)  # ends a hanging child
             globals()[name](*arguments)
-            return  # and out, as any program
+            return  # exits like any program
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-# -- the other side --------------------------------------------------------------------------------------------
+# -- in the parent ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Ended:
-    """How a child ended."""
+    """Exit code and output of a child."""
 
     code: int
     out: str
@@ -258,7 +257,7 @@ class Ended:
 
 
 class Nursery:
-    """Runs functions of this module, each in a process of its own, one after the other."""
+    """Runs functions of this module in forked children, one after another."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder = folder
@@ -268,10 +267,10 @@ class Nursery:
         self._is_running = False
 
     def start(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> int:
-        """Start a child and return its number."""
+        """Start a child and return the process id."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        if self._is_running:  # a test failed before it came to wait
+        if self._is_running:  # a failed test did not call wait
             self.wait()
         request = [child.__name__, arguments, str(self._folder), str(cwd)]
         print(json.dumps(request), file=self._server.stdin, flush=True)
@@ -279,14 +278,14 @@ class Nursery:
         return int(self._server.stdout.readline())
 
     def wait(self) -> Ended:
-        """Return how the last child ended."""
+        """Return the result of the last child."""
         assert self._server.stdout is not None
         code = int(self._server.stdout.readline())
         self._is_running = False
         return Ended(code, *((self._folder / name).read_text() for name in ("out", "err")))
 
     def run(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> str:
-        """Run a child that must end well and in silence; return what it printed."""
+        """Run a child, which must exit with 0 and an empty stderr. Return stdout."""
         self.start(child, *arguments, cwd=cwd)
         ended = self.wait()
         assert (ended.code, ended.err) == (0, ""), ended.err
@@ -300,5 +299,5 @@ class Nursery:
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(150)  # as long as a child may take
+        self._server.wait(150)  # longer than a child may take
         self._server.close()

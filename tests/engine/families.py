@@ -1,4 +1,4 @@
-"""The model families that are trained in these tests, tiny, and their batches."""
+"""Tiny Hugging Face models of the tested families, and batches for them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def qwen3() -> nn.Module:
 
 
 def gemma2() -> nn.Module:
-    """Tied, with soft-capped attention and logits."""
+    """Tied weights, soft-capped attention and logits."""
     config = t.Gemma2Config(**GROUPED | SPECIAL, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=2.0)
-    config._attn_implementation = "eager"  # the one that caps
+    config._attn_implementation = "eager"  # only eager attention caps
     return t.Gemma2ForCausalLM(config)
 
 
 def gpt2(**settings: Any) -> nn.Module:
-    """Tied, with dropout in every place that GPT-2 has."""
+    """Tied weights, and dropout everywhere in GPT-2."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
     return t.GPT2LMHeadModel(t.GPT2Config(**sizes | SPECIAL | settings))
 
@@ -64,13 +64,13 @@ def mixtral(**settings: Any) -> nn.Module:
 
 
 def qwen3_moe() -> nn.Module:
-    """Experts that are one parameter, [experts, out, in]."""
+    """Expert weights are one parameter [experts, out, in]."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**GROUPED, **experts, head_dim=8))
 
 
 def gpt_oss() -> nn.Module:
-    """Experts that are one parameter, [experts, in, out], and their biases."""
+    """Expert weights are one parameter [experts, in, out], with biases."""
     return t.GptOssForCausalLM(t.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2))
 
 
@@ -89,7 +89,7 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Tied three times: encoder, decoder and head."""
+    """One weight for encoder, decoder and head."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
     return t.T5ForConditionalGeneration(t.T5Config(**sizes, decoder_start_token_id=0))
 
@@ -99,7 +99,7 @@ UNSHIFTED: tuple[Callable[[], nn.Module], ...] = (bert, t5)
 
 
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Return a model in train mode whose every weight is random, those included that begin at zero or one."""
+    """Return a model in train mode with random weights. Weights initialized to zero or one get noise as well."""
     set_seed(seed)
     model = make().train()
     with torch.no_grad():
@@ -109,8 +109,9 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def tokens(seed: int = 0, rows: int = 4, length: int = 10, *, device: str | None = None) -> dict[str, torch.Tensor]:
-    """Return random tokens, where engines compute or on `device`; the labels are those tokens, with another number of
-    ignored ones in each of four rows.
+    """Return random tokens and labels on `device`. None: the engine's device.
+
+    The labels equal the tokens, except the first `row % 4` labels of each row, which are ignored.
     """
     place = device or own_device()
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))

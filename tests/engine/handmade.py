@@ -1,5 +1,4 @@
-"""Small models written by hand, each with one habit that streaming could trip over. All take `x`, tokens [batch,
-sequence]."""
+"""Small handwritten models, each with one property that can break streaming. All take `x`, tokens [batch, sequence]."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ WIDTH, WORDS = 16, 32
 
 
 class Log:
-    """Of a class: a list for each of its modules, of what a test wants to know of it. The list is the test's: the
-    engine, which puts back what a recompute has changed in a module, does not reach it.
+    """One list of test records per module, outside the module.
+
+    The engine restores the state of a module after activation recomputation. These lists keep their entries.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Log:
 
 
 class Block(nn.Module):
-    """Residual, normalised, with a hidden layer."""
+    """Residual block with a layer norm and a hidden layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks, head: what the other models vary."""
+    """Embedding, blocks and head: the base class of most models here."""
 
     def __init__(self, block: type[nn.Module] = Block, depth: int = 3) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ScalesItsInput(Block):
 
 
 class ReturnsItsInput(Block):
-    """Everything happens in place, and the result is the very tensor that came in."""
+    """Works in place and returns the input tensor itself."""
 
     def forward(self, h: Tensor) -> Tensor:
         h += self.down(torch.tanh(self.up(self.norm(h.clone()))))
@@ -80,14 +80,14 @@ class InPlaceBlocks(Stack):
 
 
 class Gated(Block):
-    """Keeps its result of the first operation for backward, not its input."""
+    """Saves the sigmoid result for backward, not the input."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(torch.sigmoid(h))
 
 
 class ChangesBetweenUnits(Stack):
-    """What a unit returned, and what the next one was given, changes in place afterwards."""
+    """Unit inputs and outputs change in place after the unit has run."""
 
     def __init__(self) -> None:
         super().__init__(Gated)
@@ -104,7 +104,7 @@ class ChangesBetweenUnits(Stack):
 
 
 class Recurrent(Stack):
-    """torch's LSTM keeps references to its weights beside the ones in `_parameters`."""
+    """torch's LSTM keeps references to the weights beside the entries in `_parameters`."""
 
     def __init__(self) -> None:
         super().__init__(depth=1)
@@ -115,7 +115,7 @@ class Recurrent(Stack):
 
 
 class UsedTwice(Stack):
-    """Every block runs twice, and its gradients add up."""
+    """Every block runs twice, and both gradients add up."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
@@ -126,7 +126,7 @@ class UsedTwice(Stack):
 
 
 class ListedTwice(Stack):
-    """The same computation, with each use of a block in the list."""
+    """Computes the same as `UsedTwice`: each use of a block is a list entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class ListsOfLists(Stack):
 
 
 class Namespace(nn.Module):
-    """A dict of modules that is a mere namespace around the list of blocks; the head is tied to the embedding."""
+    """A ModuleDict serves only as a namespace around the block list. The head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class TakesAScale(Block):
 
 
 class ParameterAsArgument(Stack):
-    """A parameter of the model itself goes into every block as an argument."""
+    """Every block receives a parameter of the model as an argument."""
 
     def __init__(self) -> None:
         super().__init__(TakesAScale)
@@ -197,7 +197,7 @@ class ParameterAsArgument(Stack):
 
 
 class ReadFromOutside(Stack):
-    """The embedding's weight is used as the head's, without its module."""
+    """The embedding weight serves as head weight, without a call of the embedding module."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
@@ -212,7 +212,7 @@ class HandsItsWeightOut(Block):
 
 
 class WeightAsResult(Stack):
-    """A unit returns a view of its own weight, which is read when the slot is long another unit's."""
+    """Each unit returns a view of one weight. The model reads the view after the slot belongs to another unit."""
 
     def __init__(self) -> None:
         super().__init__(HandsItsWeightOut)
@@ -226,8 +226,7 @@ class WeightAsResult(Stack):
 
 
 class ManyResults(Block):
-    """Nested results: a dict, an integer tensor, something that is no tensor, the same tensor twice, one that is
-    never used."""
+    """Nested results: a dict, an integer tensor, a non-tensor, the same tensor twice, and an unused tensor."""
 
     def forward(self, h: Tensor, state: dict[str, Tensor] | None, *, gain: float) -> dict[str, object]:  # type: ignore[override]
         h = super().forward(h) * gain
@@ -253,19 +252,19 @@ class TreesOfTensors(Stack):
         for block in self.blocks:
             out = block(h, state, gain=0.5)
             h, state, words = sum(out["pair"]), out["state"], words + out["words"] * out["depth"]
-            h = h / (1.0 + float(out["scale"].float().cpu().numpy()))  # numpy refuses what requires a gradient
+            h = h / (1.0 + float(out["scale"].float().cpu().numpy()))  # numpy refuses tensors that require a gradient
         return {"logits": self.head(h) + words.unsqueeze(-1) * 0.01}
 
 
 class ChangesItsArguments(Block):
-    """Puts tensors into containers among its arguments, at any depth, takes some out, and counts."""
+    """Adds tensors to container arguments at any depth, removes some, and counts the calls."""
 
     def forward(self, h: Tensor, losses: list[Tensor], state: dict[str, Any]) -> Tensor:  # type: ignore[override]
         h = super().forward(h) + 0.1 * state["memory"][0] + 0.1 * state["queue"][-1]
         losses.append(h.square().mean())
         state["memory"][0] = torch.sin(h)
         state["queue"].append(h.mean((0, 1)))
-        state["seen"].add(len(state["losses"]))  # which is the same list
+        state["seen"].add(len(state["losses"]))  # `state["losses"]` is `losses`
         state[len(losses)] = {"carried": state.pop("carried") + h.mean(), "first": [h]}
         state["carried"] = state[len(losses)]["carried"]
         return h
@@ -290,7 +289,7 @@ class ChangesContainers(Stack):
 
 
 class SkipsFromEarlyToLate(Stack):
-    """One unit's result is read by all the later ones, and by the loss."""
+    """All later units and the head read the first result."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = h = self.embedding(x)
@@ -300,7 +299,7 @@ class SkipsFromEarlyToLate(Stack):
 
 
 class DropsOut(Block):
-    """Drops half of its result."""
+    """Applies dropout with p=0.5 to the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +315,7 @@ class NoisyBlock(Block):
 
 
 class Noisy(Stack):
-    """Draws random numbers inside units and between them."""
+    """Samples random numbers inside units and between them."""
 
     def __init__(self) -> None:
         super().__init__(NoisyBlock)
@@ -329,7 +328,7 @@ class Noisy(Stack):
 
 
 class Single(nn.Module):
-    """One module with parameters, and nothing else; the input needs no gradient and is no integer."""
+    """One module with parameters and nothing else. The input is a float tensor without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +339,7 @@ class Single(nn.Module):
 
 
 class Bare(nn.Linear):
-    """The model is itself the module that has the weights."""
+    """The model is the only module with weights."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WORDS)
@@ -350,7 +349,7 @@ class Bare(nn.Linear):
 
 
 class TiedBlocks(Stack):
-    """All blocks share one matrix: a region with more users than one, besides the blocks' own."""
+    """All blocks share one matrix: this region has several users, besides the own region of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +358,7 @@ class TiedBlocks(Stack):
 
 
 class CheckpointsItself(Block):
-    """Recomputes a part of itself: it reads its weights during its own backward."""
+    """Recomputes the block in `torch.utils.checkpoint` and so reads the weights during backward."""
 
     def forward(self, h: Tensor) -> Tensor:
         return h + checkpoint(super().forward, h, use_reentrant=False)
@@ -371,7 +370,7 @@ class Checkpointed(Stack):
 
 
 class Normalised(nn.Module):
-    """Running statistics: buffers that every forward in train mode changes."""
+    """Batch norm: every forward in train mode changes buffers (the running statistics)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +386,7 @@ class RunningStatistics(Stack):
 
 
 class Prompt(nn.Module):
-    """Its forward takes nothing."""
+    """The forward takes no arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +423,7 @@ class PromptedBlocks(Prompted):
 
 
 class MovingPrompt(Prompt):
-    """It moves a buffer in every forward."""
+    """Every forward changes a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +441,7 @@ class PromptedAndMoving(Prompted):
 
 
 class Parametrized(nn.Module):
-    """A weight that a module without arguments makes of others."""
+    """A parametrization (a module without inputs) computes one weight from others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +462,7 @@ class WeightNorm(Parametrized):
 
 
 class SpectralNorm(Parametrized):
-    """The making moves buffers as well."""
+    """The parametrization changes buffers as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,11 +483,11 @@ WITHOUT_INPUTS: tuple[type[nn.Module], ...] = (
     SpectralNorm,
     Orthogonal,
 )
-"""Models with a module that has parameters and whose forward takes no tensor."""
+"""Models with a parameter-holding module that takes no tensor in forward."""
 
 
 class MultipliesSparsely(Block):
-    """Makes a sparse matrix of elements of a weight, as some adapters do."""
+    """Builds a sparse matrix from weight elements, as some adapters do."""
 
     def forward(self, h: Tensor) -> Tensor:
         number = torch.arange(24, device=h.device)
@@ -527,7 +526,7 @@ MODELS: tuple[type[nn.Module], ...] = (
 
 
 class Running(nn.Module):
-    """Shifts by a running mean, which decides its result; `persistent`: that is a part of the model's state."""
+    """Subtracts a running mean, so the result depends on a buffer. `persistent`: the buffer is in the state dict."""
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
@@ -547,7 +546,7 @@ class Shifting(Stack):
 
 
 def words(seed: int = 0, rows: int = 4, length: int = 6) -> dict[str, Tensor]:
-    """Return a batch of tokens, where engines compute, and the labels to predict, some of them ignored."""
+    """Return random tokens and labels on the engine's device. Two labels are ignored (-100)."""
     generator = torch.Generator().manual_seed(seed)
     batch = {key: torch.randint(0, WORDS, (rows, length), generator=generator) for key in ("x", "labels")}
     batch["labels"][0, :2] = -100
@@ -555,6 +554,6 @@ def words(seed: int = 0, rows: int = 4, length: int = 6) -> dict[str, Tensor]:
 
 
 def cross_entropy(outputs: Tensor | dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the labels that are not ignored, in fp32."""
+    """Return the mean cross-entropy in fp32 over the labels that are not ignored."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs
     return functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())

@@ -1,4 +1,4 @@
-"""The only place where these tests look into an engine: states that the contract does not show."""
+"""Access to private engine state, for all engine tests."""
 
 from __future__ import annotations
 
@@ -21,34 +21,30 @@ from tests.engine.device import own_device
 
 
 def parts_of(engine: Engine) -> EngineState:
-    """Return what an engine is made of."""
     return engine._state
 
 
 def steps_of(engine: Engine) -> Steps:
-    """Return what makes the steps of an engine."""
     return engine._steps
 
 
 def head_of(engine: Engine) -> ChunkedHead | None:
-    """Return the head that is used in chunks, of some kind of batch."""
+    """Return the chunked head for any batch signature. None: no chunked head."""
     return next((found.head for found in steps_of(engine).trial_runs._found.values() if found.head), None)
 
 
 def recovery_of(engine: Engine) -> Recovery:
-    """Return what an engine does about what failed."""
     return parts_of(engine).recovery
 
 
 def settle(engine: Engine) -> None:
-    """Let every update arrive."""
+    """Wait for all updates."""
     engine._settle("look inside")
 
 
 @dataclass
 class State:
-    """A copy of what is stored for one parameter, flat, and how often it was updated. others: what rules other than
-    AdamW have, by plane."""
+    """Optimizer state and update count for one parameter, copied flat. others: planes that AdamW lacks."""
 
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
@@ -57,7 +53,7 @@ class State:
 
 
 def states(engine: Engine) -> dict[str, State]:
-    """Return copies of the optimizer states by parameter name."""
+    """Copy the optimizer states, by parameter name."""
     found = {}
     store = parts_of(engine).store
     settle(engine)
@@ -72,7 +68,7 @@ def states(engine: Engine) -> dict[str, State]:
 
 
 def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
-    """Return a copy of a parameter's share of a plane, flat, wherever it rests; None where there is none."""
+    """Copy a parameter's part from a plane, flat, in any tier. None: the region lacks the plane."""
     cut = store.values.region(index).plane(name).cut
     pieces = [
         planes[name][cut(mine)].to("cpu", copy=True)
@@ -83,7 +79,7 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
 
 
 def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
-    """Return copies of what the rule keeps of a parameter beside the planes, by name."""
+    """Copy a parameter's factors (rule state outside the planes), by name."""
     index = [info.name for info in parts_of(engine).infos].index(name)
     ((_, state, position),) = parts_of(engine).store.values._homes[index]
     settle(engine)
@@ -91,7 +87,7 @@ def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
 
 
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:
-    """Return the files of `states` or `activations`, which have no names, as paths to open them by."""
+    """Return paths to the open files of `states` or `activations`, which are unlinked."""
     return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(parts_of(engine)._nvme, f"_{kind}")._files]
 
 
@@ -104,7 +100,7 @@ def resident_names(engine: Engine) -> list[str]:
 
 
 def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return what will hold every step's gradients by parameter, flat, as they are before the update."""
+    """Return a dict that receives the gradients of every step before the update, flat, by parameter name."""
     flow, kept = parts_of(engine).gradients, {}
     finish = flow.landing.finish
 
@@ -120,15 +116,17 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def updating_device(engine: Engine) -> torch.device:
-    """Return where the optimizer states are updated."""
+    """Return the optimizer update device."""
     state = parts_of(engine)
     return state.device.torch_device if state.plan.tiers[1] == "device" else torch.device("cpu")
 
 
 def step_peak(engine: Engine, step: Callable[[], Any]) -> int:
-    """Return the most device bytes that a step takes, the first one. An accelerator's allocator counts what a recording
-    and a measurement take as well: there it is the second step, without what is left over. What was freed while another
-    stream still used it does not count: how much that is depends on the load.
+    """Return the peak device memory in one step, in bytes.
+
+    On the CPU this is the first step. An accelerator's allocator also counts the recording pass and the measurement:
+    there it is the second step, without spare memory. Buffers freed while another stream uses them do not count,
+    because their size depends on the load.
     """
     step()
     if own_device().type == "cpu":
@@ -146,11 +144,11 @@ def step_peak(engine: Engine, step: Callable[[], Any]) -> int:
 
 
 def lane_threads(engine: Engine) -> list[threading.Thread]:
-    """Return the threads that the lanes of an engine have begun."""
+    """Return the threads started by the engine's lanes."""
     found = [getattr(lane, "_thread", None) for lane in parts_of(engine).lanes._all]
     return [thread for thread in found if thread is not None]
 
 
 def num_threads() -> int:
-    """Return how many threads of lanes there are."""
+    """Return the number of lane threads in this process."""
     return sum(thread.name.startswith("offload ") for thread in threading.enumerate())

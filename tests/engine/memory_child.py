@@ -1,8 +1,10 @@
-"""A process of its own that trains and tells its peak; run by test_memory. What is printed is one JSON object.
+"""Child process of test_memory: trains and prints the peak memory as one JSON object.
 
-python -m tests.engine.memory_child MODE FOLDER     filled: weights made unit by unit; loaded: a whole fp32
-model given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER; coded: a frozen base in
-nf4, made unit by unit; files: one that stays in FOLDER, where made has put it
+    python -m tests.engine.memory_child MODE FOLDER
+
+Modes: `filled` builds weights unit by unit. `loaded` hands a whole fp32 model to the engine, then runs 60 steps of a
+small model. `disk` offloads all states to NVMe in FOLDER. `coded` quantizes a frozen base to nf4 unit by unit. `made`
+saves a bf16 model to FOLDER, and `files` trains it with the frozen weights read from there.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SHAPE = {
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -58,7 +60,7 @@ def filled(folder: Path) -> dict[str, Any]:
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     section = ModelSection(path=str(folder / "config.json"), init="random")
-    build_model(section, seed=0)  # imports, and what transformers keeps for ever
+    build_model(section, seed=0)  # imports, and objects that transformers caches for the whole process
     before = resident_bytes("VmRSS")
     built = build_model(section, seed=0)
     largest, total = largest_and_total(built.model)
@@ -151,7 +153,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def growth() -> int:
-    """Bytes by which 50 steps of a small model grow the process."""
+    """Return the process growth in bytes over 50 small-model steps, after a warm-up."""
     import transformers
 
     shape = {
@@ -164,7 +166,7 @@ def growth() -> int:
     engine = Engine(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
     rows = {key: torch.randint(3, 256, (8, 64)) for key in ("input_ids", "labels")}
     gc.collect()
-    gc.disable()  # a leak that a collection would find is one all the same: it comes late
+    gc.disable()  # a reference cycle counts as a leak: the collector frees it too late
     measured = []
     for number in range(60):
         engine.step(rows)

@@ -1,5 +1,4 @@
-"""Ranks for the tests of the engine: a pool of processes that are started once and given one job after another, and
-processes of their own for tests in which one of them dies."""
+"""Ranks for the engine tests: a process pool for jobs, and separate processes for tests in which a rank dies."""
 
 from __future__ import annotations
 
@@ -21,28 +20,30 @@ from tests import accelerator, forks
 from tests.distributed.ranks import ROOT, Rank, free_port
 
 TIMEOUT_S = 3 * forks.PATIENCE_S
-"""For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""
+"""Timeout of a job in seconds. The watchdog of the ranks ends a hanging exchange earlier and names the rank (see
+ranks_child).
+"""
 
 
 class JobError(AssertionError):
-    """A job failed on some ranks: what each of them said."""
+    """A job failed on some ranks. The message has each error."""
 
 
 def run(size: int, job: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
-    """Call `job(**arguments)`, a function of a module, in `size` processes that have torchrun's variables; return the
-    results by rank.
+    """Call `job(**arguments)` in `size` processes with torchrun's variables. Return the results by rank.
 
-    The processes come from a pool that lives as long as the tests. Where a job fails, those that ran it are replaced.
+    `job` is a module-level function. The processes come from a pool that lives until the tests end. After a failed job
+    the pool replaces the processes.
 
     Raises:
-        JobError: on a rank the job raised, its process ended, or it had not returned after `timeout_s`.
+        JobError: on a rank the job raised, the process ended, or `timeout_s` seconds passed.
     """
     return _pool().run(size, job, timeout_s, arguments)
 
 
 @contextmanager
 def processes(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
-    """Start `python -m tests.engine.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
+    """Run `python -m tests.engine.ranks_child ARGUMENTS` on `size` ranks. All processes are killed on exit."""
     port = free_port()
     with ExitStack() as stack:
         started = []
@@ -54,7 +55,7 @@ def processes(folder: Path, size: int, *arguments: str, **environment: str) -> I
 
 
 class _Worker:
-    """A process of the pool."""
+    """A pool process."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.connection, theirs = Pipe()
@@ -62,14 +63,14 @@ class _Worker:
             self.rank = _start(["serve"], {}, path, number, stdin=theirs.fileno())
 
     def give(self, work: Any) -> None:
-        with suppress(OSError):  # that it is gone is seen when its reply is waited for
+        with suppress(OSError):  # `take` reports a dead process
             self.connection.send_bytes(pickle.dumps(work))
 
     def take(self, deadline: float) -> tuple[Any, str | None]:
-        """Return what the job returned, or what went wrong."""
+        """Return the result of the job, or an error text."""
         try:
             if not self.connection.poll(max(0.0, deadline - time.monotonic())):
-                self.rank.process.send_signal(signal.SIGUSR1)  # it shows where its threads are
+                self.rank.process.send_signal(signal.SIGUSR1)  # prints the stacks of all threads
                 time.sleep(0.5)
                 return None, f"has not returned in time:\n{self.rank.output[-4000:]}"
             return pickle.loads(self.connection.recv_bytes())
@@ -94,12 +95,12 @@ class _Pool:
             self._workers.append(_Worker(Path(self._folder.name) / f"worker-{self._num_started}", len(self._workers)))
         working, port, deadline = self._workers[:size], free_port(), time.monotonic() + timeout_s
         for rank, worker in enumerate(working):
-            delays = {accelerator.JITTER: os.environ.get(accelerator.JITTER, "")}  # now, not when it was started
+            delays = {accelerator.JITTER: os.environ.get(accelerator.JITTER, "")}  # not the value at process start
             worker.give((_torchrun(rank, size, port) | delays, job, arguments))
         replies = [worker.take(deadline) for worker in working]
         wrong = {rank: error for rank, (_, error) in enumerate(replies) if error is not None}
         if wrong:
-            for worker in working:  # a rank that has lost another is about to end
+            for worker in working:  # the other ranks are about to end
                 worker.end()
             del self._workers[:size]
             told = "\n".join(f"-- rank {rank} of {size} {error}" for rank, error in wrong.items())
@@ -142,12 +143,12 @@ def _start(arguments: Sequence[str], variables: Mapping[str, str], path: Path, r
 
 def _kill(rank: Rank) -> None:
     if rank.process.poll() is None:
-        rank.process.send_signal(signal.SIGKILL)  # a stopped one, too
+        rank.process.send_signal(signal.SIGKILL)  # SIGKILL also ends a stopped process
         rank.process.wait()
 
 
 def serve(connection: Connection) -> None:
-    """What a process of the pool does: job after job, until nobody gives it any."""
+    """Run jobs from the connection until the pool closes it."""
     import traceback
 
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What a rank does: the jobs of the pool, and processes of their own that end in some way.
+"""Jobs of the rank pool, and rank processes that end in different ways.
 
 python -m tests.engine.ranks_child serve | steps WAY STAGE FOLDER
 """
@@ -48,7 +48,7 @@ from tests.engine.test_parameters import freeze, mixed
 from tests.forks import PATIENCE_S
 
 JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
-"""For jobs: patient with a busy machine, and a rank for which others wait in vain is named well before the timeout."""
+"""Comm times for jobs: patient on a busy machine, but a stalled rank is reported well before the job timeout."""
 QUICK = Times(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
 
 SMOOTH = AdamW(
@@ -58,14 +58,16 @@ SMOOTH = AdamW(
     weight_decay=0.1,
     groups=[("up|q_proj|0.norm.weight", {"lr_scale": 0.5}), ("norm", {})],
 )
-"""An update that is as precise as its gradients, and still has a memory. AdamW proper divides by the gradient's own
-size, so that the rounding of a gradient near zero, which another order of a sum changes, becomes a full step. With eps
-far above all gradients the step is m / (sqrt(v) + 1), in which a change of a gradient grows by no more than lr; and
-sqrt(v), a norm of the gradients so far, changes by no more than they do. Two learning rates, and no decay of what has
-one dimension, cut regions into segments that end anywhere in a shard."""
+"""An update as precise as the gradients, with optimizer state.
+
+AdamW divides by the gradient magnitude: a rounding difference in a near-zero gradient (another summation order) becomes
+a full step. With eps far above all gradients the step is m / (sqrt(v) + 1), and a gradient change grows by at most lr.
+sqrt(v), a norm over past gradients, changes at most as much as the gradients. Two learning rates, and no weight decay
+for 1-D parameters, cut regions into segments with ends anywhere in a shard.
+"""
 
 
-# -- what is trained -------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------------------------
 
 ODD = {
     "hidden_size": 40,
@@ -76,8 +78,9 @@ ODD = {
     "vocab_size": 67,
     "max_position_embeddings": 32,
 }
-"""Nothing that 2, 3 or 4 ranks could share evenly. Shards end within parameters; of the small regions some ranks have
-padding alone."""
+"""Sizes not divisible by 2, 3 or 4 ranks. Shards end inside parameters, and some ranks hold only padding of small
+regions.
+"""
 
 
 def odd_llama(**settings: Any) -> nn.Module:
@@ -93,12 +96,12 @@ def tied_llama() -> nn.Module:
 
 
 def frozen_llama() -> nn.Module:
-    """Whole units are frozen, at the front, and parts of one."""
+    """Return a model with frozen units at the front and a partly frozen unit."""
     return freeze(odd_llama(), "embed_tokens", "layers.0.", "q_proj")
 
 
 class Routed(nn.Module):
-    """Three experts; a row's first token says which of them it takes. One that no row takes gets no gradient."""
+    """Three experts. The first token of a row selects the expert. Experts without rows get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +128,11 @@ class Mixture(Stack):
 
 
 def routed(seed: int, rows: int) -> dict[str, Tensor]:
-    """Return words of which nearly all rows take expert 0; one rank only has the last row, which takes expert 1 in
-    every second batch. Expert 2 is taken from the fourth on."""
+    """Return words whose rows nearly all select expert 0.
+
+    The last row, held by one rank, selects expert 1 in every second batch. From seed 3 on, the first row selects expert
+    2.
+    """
     batch = words(seed, rows)
     batch["x"][:, 0] = 0
     batch["x"][-1, 0] = seed % 2
@@ -137,9 +143,11 @@ def routed(seed: int, rows: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batches, of which `batch(seed, rows)` returns one of all ranks together. `within`: how far from
-    plain PyTorch results may be, as a share of the layer's scale; in bf16 another order of a sum may round to the next
-    value."""
+    """A model and its batches. `batch(seed, rows)` returns one batch for all ranks together.
+
+    `within`: allowed distance from plain PyTorch, as a share of the layer's scale. In bf16 another summation order may
+    round to the adjacent value.
+    """
 
     make: Callable[[], nn.Module] = odd_llama
     batch: Callable[[int, int], dict[str, Tensor]] = tokens
@@ -161,12 +169,12 @@ def plain_dropout() -> nn.Module:
 
 
 def wide_llama() -> nn.Module:
-    """Its largest matrices have the 4096 elements from which on moments are bytes."""
+    """Return a model with matrices above 4096 elements, the minimum for 8-bit moments."""
     return odd_llama(intermediate_size=107, num_hidden_layers=1)
 
 
 def first_row(seed: int, rows: int) -> dict[str, Tensor]:
-    """Rows of which only the first, the same for any number of them, has targets: gradients of all others are zero."""
+    """Return rows with targets in the first row only. The first row is the same for any number of rows."""
     batch = tokens(seed, 1)
     ids = torch.cat([batch["input_ids"], *(tokens(100 + row, 1)["input_ids"] for row in range(1, rows))])
     labels = torch.cat([batch["labels"], torch.full_like(ids[1:], -100)])
@@ -198,7 +206,7 @@ COUNTED = (
 
 
 def share(batch: Mapping[str, Tensor], rows: Sequence[int], rank: int) -> dict[str, Tensor]:
-    """Return a rank's rows of a batch, of which `rows` says how many each rank has."""
+    """Return a rank's rows. `rows`: the number of rows per rank."""
     begin = sum(rows[:rank])
     return {key: value[begin : begin + rows[rank]] for key, value in batch.items()}
 
@@ -208,10 +216,10 @@ def share(batch: Mapping[str, Tensor], rows: Sequence[int], rank: int) -> dict[s
 
 @dataclass
 class Found:
-    """What a run gave on one rank.
+    """Results from one run on one rank.
 
-    steps: loss, norm, tokens and whether it was skipped, of each; moved: `COUNTED` after each;
-    local: this rank's own losses; kinds: the kinds of fences that were made.
+    steps: (loss, norm, tokens, skipped) per step; moved: the `COUNTED` counters per step; local: losses on this rank;
+    kinds: the fence kinds created in the run.
     """
 
     steps: list[tuple[float, float, int | None, bool]] = field(default_factory=list)
@@ -226,13 +234,16 @@ class Found:
 
     @property
     def results(self) -> str:
-        """All numbers, of which NaN equals NaN."""
+        """All numbers as text, so NaN equals NaN."""
         return f"{self.steps} {self.evaluated}"
 
 
 def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
-    """Return an engine. placement: keyword arguments of a Placement; delays: a seed, from which each rank makes its
-    own; by_rank: settings of some ranks alone."""
+    """Return an engine on this rank.
+
+    placement: keyword arguments of Placement; delays: base seed for the delays on each rank; by_rank: settings per
+    rank.
+    """
     settings = {"precision": case.precision, "optimizer": SMOOTH} | settings
     settings |= settings.pop("by_rank", {}).get(comm.rank, {})
     placement = dict(settings.pop("placement", {}))
@@ -245,11 +256,11 @@ def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = Non
 
 
 def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
-    """Train on this rank's `rows[rank]` rows of every batch.
+    """Train on this rank's `rows[rank]` rows in every batch.
 
-    seeds: of the batches, of which each step takes one; skipping: leave a step out; evaluate: after that step;
-    is_counted: what moves, so that nothing that is left over of an accelerator's memory keeps units;
-    spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target.
+    seeds: batch seeds, one per step; skipping: the step to leave out; evaluate: the step before an evaluation;
+    is_counted: compare moved bytes, so spare accelerator memory keeps no units; spike: (step, rank, factor) for a
+    gradient; unlabelled: the rank without targets.
     """
     known, found = CASES[case], Found()
     seeds = settings.pop("seeds", range(num_steps))
@@ -288,7 +299,7 @@ def numbers(counters: Any) -> dict[str, int]:
 
 
 def without_targets(batch: Batch, rows: Sequence[int], rank: int) -> dict[str, Tensor]:
-    """Return a batch of which one rank's rows have no target."""
+    """Return a batch without targets in one rank's rows."""
     labels = batch["labels"].clone()
     labels[sum(rows[:rank]) : sum(rows[: rank + 1])] = -100
     return {**batch, "labels": labels}
@@ -296,14 +307,14 @@ def without_targets(batch: Batch, rows: Sequence[int], rank: int) -> dict[str, T
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Within, even tiny regions and activations go around the rings of the disk many times."""
+    """Make disk tiles small, so tiny regions and activations go around the disk rings many times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "_LARGEST_TILE", 2048)
         yield
 
 
 def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Train one after another, over one comm."""
+    """Train the runs one after another over one comm."""
     with open_comm(times=JOB) as comm, small_tiles():
         return [train(comm, **run) for run in runs]
 
@@ -311,8 +322,9 @@ def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
 def trained_on_simulated_devices(
     runs: Sequence[Mapping[str, Any]], broken: bool = False
 ) -> tuple[list[Found], list[bool]]:
-    """As `trained`; also return which of the simulated devices this rank has a context on, by whatever thread.
-    `broken`: those of lanes stay on the device on which a thread begins.
+    """Run `trained`. Also return, per simulated device, if any thread of this rank has a context there.
+
+    `broken`: lane threads stay on the initial device of a thread.
     """
     control = accelerator.load()
     with pytest.MonkeyPatch.context() as patch:
@@ -323,7 +335,7 @@ def trained_on_simulated_devices(
 
 
 def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """As `trained` on two ranks, of which each one's next copy to the device goes on when the other's has begun."""
+    """Run `trained` on two ranks, in lockstep: each H2D copy starts after the other rank's copy has begun."""
     submit, numbers = ThreadLane.submit, itertools.count()
     rank = int(os.environ["RANK"])
 
@@ -347,7 +359,7 @@ def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[
 
 
 def opened_by_itself(**run: Any) -> Found:
-    """The engine makes the process group, and ends it."""
+    """Train with a process group created and destroyed by the engine."""
     assert not dist.is_initialized()
     known = CASES[run["case"]]
     engine = Engine(build(known.make), optimizer=SMOOTH, precision=known.precision, zero_stage=run["zero_stage"])
@@ -364,7 +376,7 @@ def opened_by_itself(**run: Any) -> Found:
 
 
 def own_loop(case: str, num_steps: int, **settings: Any) -> Found:
-    """Two losses a step on each rank, which get gradients as they are; the ranks' rows are their own."""
+    """Train with two backward calls per step on each rank. Each rank has different rows."""
     known, found = CASES[case], Found()
     with open_comm(times=JOB) as comm, small_tiles():
         engine = opened(comm, known, **settings)
@@ -390,8 +402,10 @@ def own_loss(model: nn.Module, case: Case, seed: int) -> Tensor:
 
 
 def dropped_out(stages: Sequence[int], num_steps: int) -> list[Found]:
-    """Train on the same rows on every rank, from the same state of the global generator; note this rank's own losses,
-    and one of an evaluation."""
+    """Train on the same rows and from the same generator state on every rank.
+
+    Record the local losses and the loss of one evaluation.
+    """
     runs = []
     with open_comm(times=JOB) as comm:
         for stage in stages:
@@ -417,7 +431,9 @@ def dropped_out(stages: Sequence[int], num_steps: int) -> list[Found]:
 
 
 def stopped_by_inf(spike: tuple[int, int, float], **run: Any) -> tuple[tuple[str, str], Found]:
-    """One rank's gradients are not finite in one step; return the error that it raised, and a run that went on."""
+    """Train with one step where one rank's gradients are not finite. Return the error and the results of the other
+    steps.
+    """
     known, found, error = CASES["spiking"], Found(), ("", "")
     with open_comm(times=JOB) as comm:
         engine = opened(comm, known, clip="deferred", zero_stage=run["zero_stage"])
@@ -437,8 +453,10 @@ def stopped_by_inf(spike: tuple[int, int, float], **run: Any) -> tuple[tuple[str
 
 
 def refused(way: str, zero_stage: int = 3) -> tuple[str, str]:
-    """Rank 1 goes another way; return the error that this rank got. What is refused on all ranks ends none of them:
-    afterwards they train."""
+    """Let rank 1 differ by `way`, and return the error on this rank.
+
+    All ranks refuse the call together. Afterwards they train.
+    """
     with open_comm(times=JOB) as comm:
         other = comm.rank == 1
         settings: dict[str, Any] = {"zero_stage": zero_stage}
@@ -485,7 +503,7 @@ OTHER_BATCHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 
 
 def unlabelled_everywhere() -> tuple[str, str]:
-    """No rank has a target; return the error, after which they train on."""
+    """Step without targets on any rank. Return the error. A further step works."""
     with open_comm(times=JOB) as comm:
         engine, batch = opened(comm, CASES["plain"]), tokens(1)
         engine.step(tokens(0))
@@ -497,7 +515,7 @@ def unlabelled_everywhere() -> tuple[str, str]:
 
 
 def frozen_later(**settings: Any) -> bool:
-    """Return whether parameters that were frozen after the engine was made are like those frozen before."""
+    """Compare freezing after the engine is built with freezing before. Return True for equal results."""
     found = []
     with open_comm(times=JOB) as comm:
         for make in (frozen_llama, odd_llama):
@@ -512,7 +530,10 @@ def frozen_later(**settings: Any) -> bool:
 
 
 def two_engines() -> tuple[str, str]:
-    """Return the error of a second engine over the comm of one that is open, which trains on; closed, it makes room."""
+    """Return the error of a second engine over the comm of an open one.
+
+    The first engine still trains, and a new engine opens after `close`.
+    """
     with open_comm(times=JOB) as comm:
         engine = opened(comm, CASES["plain"])
         with pytest.raises(OffloadError) as caught:
@@ -524,7 +545,7 @@ def two_engines() -> tuple[str, str]:
 
 
 def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
-    """Return the error of an engine that may not fit; the others of the machine count against its budget as well."""
+    """Return the error of an engine over budget. All ranks of a machine share the host budget."""
     settings["placement"] = {**settings.get("placement", {}), **budget}
     with open_comm(times=JOB) as comm, small_tiles():
         try:
@@ -537,16 +558,15 @@ def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tupl
 # -- races -----------------------------------------------------------------------------------------------------------
 
 Wait = tuple[str, ...]
-"""The name of a function of test_races that takes a wait away, and its arguments."""
+"""A function of test_races that removes a wait, by name, and the arguments."""
 
 
 def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
-    """As `trained`, without a wait if one is named; what goes wrong is a result, too. Stops at the first run that
-    does."""
+    """Run `trained` without one wait. Errors are results as well, and end the list."""
     from tests.engine import test_races
 
     found, made, kinds = [], Fence.__init__, set()
-    # A wait that is gone may leave one rank behind: the others then give up soon.
+    # Without the wait one rank may stall: the short stall time ends the others soon.
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, small_tiles():
         patch.setattr(Fence, "__init__", lambda self, kind: (kinds.add(kind), made(self, kind))[1])
         if wait:
@@ -555,9 +575,9 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
         for run in runs:
             try:
                 found.append(train(comm, **run))
-            except RankLostError:  # the others have another result
+            except RankLostError:  # the other ranks have another result
                 raise
-            except OffloadError as error:  # such as a gradient that is not finite, which all ranks raise
+            except OffloadError as error:  # such as a gradient that is not finite; all ranks raise
                 found.append(Found(error=(type(error).__name__, str(error))))
             found[-1].kinds = set(kinds)
             if found[-1].error:
@@ -569,10 +589,10 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
 
 
 def steps(way: str, stage: int, folder: str) -> None:
-    """Train for ever on disk; from the fourth step on, in the middle of it, rank 1 goes its `way`, if it has one."""
+    """Train on disk without end. Rank 1 fails, closes or waits in the fourth step, as `way` says."""
     comm = {"comm": open_comm(times=QUICK)} if os.environ.get("QUICK") else {}
     placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
-    if way == "bare exception":  # in the thread that exchanges, too
+    if way == "bare exception":  # raises in the exchange thread as well
         placement = Placement()
     engine = Engine(build(odd_llama), zero_stage=stage, placement=placement, **comm)
     lost = threading.Event()
@@ -595,7 +615,7 @@ def steps(way: str, stage: int, folder: str) -> None:
         try:
             engine.step(tokens(number), loss_fn=loss_fn)
         except ConfigError:
-            lost.wait()  # so that this rank has heard of the other's end when it ends itself
+            lost.wait()  # so this rank ends only after the report of the other rank's end
             raise
 
 
@@ -604,7 +624,7 @@ def leave(way: Any) -> None:
         raise ValueError("these data are bad")
     if way == "exit":
         sys.exit(3)
-    while way == "waits":  # with its Python lock free: it is heard
+    while way == "waits":  # the GIL is free, so heartbeats go on
         time.sleep(0.1)
 
 

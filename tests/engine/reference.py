@@ -1,5 +1,4 @@
-"""Plain PyTorch, as the numerics contract states it: every parameter resident, one graph, gradients through
-`kernels.adamw`."""
+"""Reference for the numerics contract: plain PyTorch, resident parameters, one graph, updates by `kernels.adamw`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 
 class Norm(float):
-    """A norm to compare with one of which a device has summed the parts, in an order of its own: equal within 1e-7."""
+    """Gradient norm that equals another within 1e-7. A device sums the parts in a different order."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and math.isclose(self, other, rel_tol=1e-7)
@@ -34,17 +33,19 @@ class Norm(float):
 
 
 def comparable(norm: float) -> float:
-    """Return a norm to compare with one whose parts were cut otherwise, or summed by other means."""
+    """Return the norm to compare with a norm from other parts or another kernel: exact on the CPU, else a `Norm`."""
     return norm if own_device().type == "cpu" else Norm(norm)
 
 
 class Reference:
-    """Trains a copy of `model` by a rule: it computes on the accelerator, where there is one, and updates on the CPU.
+    """Trains a copy of `model` by an update rule. It computes on the accelerator, if present, and updates on the CPU.
 
-    In bf16 the copy computes in bf16 (where `kept(name)` says so, in fp32) under fp32 masters. A gradient in bf16 is
-    summed in fp32 over micro-batches and over the uses of a tied weight, and rounded once: so the copy is untied,
-    each use has a weight of its own, and all of them follow one master. `shown(master)`: the weights, fp32, that the
-    copy has in place of a master's; the gradient of these goes to the master as it is.
+    With precision bf16 the copy computes in bf16 under fp32 masters; parameters with `kept(name)` stay in fp32. bf16
+    gradients are summed in fp32 over micro-batches and over all uses of a tied weight, and rounded once. For this the
+    copy is untied: each use has a separate weight, and all of them follow one master.
+
+    `shown(master)` returns the fp32 weights to compute with in place of the master. The master gets their gradient
+    unchanged.
     """
 
     def __init__(
@@ -91,8 +92,7 @@ class Reference:
     def step(
         self, batch: Batch, loss_fn: LossFunction | None = None, count: Callable[[Batch], int] | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Train on a batch; return the loss and the norm of the gradients. `count` gives the weight of a
-        micro-batch."""
+        """Train on a batch. Return the loss and the gradient norm. `count` returns a micro-batch's weight."""
         total = torch.zeros(())
         for loss in self.losses(batch, loss_fn, count or count_shifted):
             loss.backward()
@@ -106,7 +106,7 @@ class Reference:
         batch = {
             key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
         }
-        if self.rows is None:  # of any form
+        if self.rows is None:  # batches in any form
             inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
             outputs = self.model(**inputs)
             yield outputs.loss if loss_fn is None else loss_fn(outputs, batch)
@@ -116,7 +116,7 @@ class Reference:
         for start in range(0, total, rows):
             part = {key: value[start : start + rows] for key, value in batch.items()}
             if rows < total and not count(part):
-                continue  # a mean over no targets is NaN
+                continue  # a mean over zero targets is NaN
             if loss_fn is None:
                 loss = self.model(**part).loss
             else:
@@ -124,9 +124,9 @@ class Reference:
             yield loss if rows >= total else loss * (count(part) / count(batch))
 
     def collect(self) -> None:
-        """Add what the last backward left in `.grad`, in fp32."""
+        """Add the `.grad` tensors from the last backward to the sums, in fp32."""
         for name, uses in self.named.items():
-            found = [p.grad.cpu().float() for p in reversed(uses) if p.grad is not None]  # in the order of the backward
+            found = [p.grad.cpu().float() for p in reversed(uses) if p.grad is not None]  # in backward order
             for p in uses:
                 p.grad = None
             if found:
@@ -134,16 +134,16 @@ class Reference:
                 self._sums[name] = self._sums[name] + total if name in self._sums else total.contiguous()
 
     def update_on(self, device: torch.device) -> None:
-        """From now on update on a device: an accelerator's own kernel is within 2 ulp of the CPU's, not its bits."""
+        """Move the states to a device. An accelerator kernel is within 2 ulp of the CPU kernel, not bit-equal."""
         for name, states in self.states.items():
             self.states[name] = {plane: values.to(device) for plane, values in states.items()}
             self.masters[name] = self.states[name]["weights"]
 
     def update(self) -> float:
-        """Clip and update from the gradients collected so far; return their norm."""
+        """Clip and update with the collected gradients. Return the norm."""
         sums, self._sums = self._sums, {}
         squares = (kernels.sum_squares(sums[name]) for name in self.named if name in sums)
-        norm = math.sqrt(reduce(add, squares, 0.0))  # sum(), since Python 3.12, is compensated
+        norm = math.sqrt(reduce(add, squares, 0.0))  # sum() is compensated since Python 3.12
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         for name, gradient in sums.items():
             if name in self.split:
@@ -160,7 +160,7 @@ class Reference:
         return comparable(norm)
 
     def _choices(self) -> Iterator[tuple[str, Choice]]:
-        """What the rule does with each parameter."""
+        """Yield the optimizer choice for each parameter."""
         modules = list(self.model.modules())
         tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
         in_blocks = {id(p) for module in modules if _is_list(module) for p in module.parameters()}
@@ -170,23 +170,23 @@ class Reference:
             yield name, self.rule.choose(Trained(name, tuple(uses[0].shape), *place))
 
     def _show(self, name: str) -> None:
-        """Give the model the master weights, in the dtype in which it computes."""
+        """Copy the master weights to the model in the compute dtype."""
         for p in self.named[name]:
             master = self.shown(self.masters[name].cpu())
             p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
 
 
 def _is_list(module: nn.Module) -> bool:
-    """True for a list of blocks: a Sequential is one where each of its modules has parameters."""
+    """Return True for a ModuleList, and for a Sequential whose modules all have parameters."""
     is_chain = isinstance(module, nn.Sequential) and len(module) > 1
     return isinstance(module, nn.ModuleList) or (is_chain and all(any(True for _ in m.parameters()) for m in module))
 
 
 def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Give every place of a tied weight a parameter of its own; return them by the first name, in torch's order."""
+    """Give every use of a tied weight a separate parameter. Return the parameters by first name, in torch's order."""
     names = {id(p): name for name, p in model.named_parameters()}
     uses: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
-    alive = list(model.parameters())  # so that ids stay those of `names`
+    alive = list(model.parameters())  # keep the objects alive, so no id in `names` is reused
     seen: set[int] = set()
     for module in list(model.modules()):
         for key, child in list(module._modules.items()):
@@ -206,24 +206,27 @@ def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that is used twice, which has the same parameters."""
+    """Return a copy of a module used twice. Both share the parameters."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters()})
 
 
 def sum_by_layer(model: nn.Module) -> None:
-    """Let every element of a list of modules sum the gradients of each of its inputs before handing them on, as a
-    streamed unit does."""
+    """Make every module of a ModuleList sum the gradients of each input before passing them on, as a streamed unit
+    does.
+    """
 
     def has_graph(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.requires_grad
 
     def own(value: Any) -> Any:
-        """The module may write into a container, so one without such inputs stays the caller's."""
+        """Return the value with aliased inputs. A container without such tensors stays the same object, as the module
+        may write to it.
+        """
         is_input = any(map(has_graph, tree_leaves(value)))
         return tree_map(lambda t: t.view_as(t) if has_graph(t) else t, value) if is_input else value
 
     def alias(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Each input becomes one node of the graph in front of all the module's uses of it."""
+        """Make one graph node per input, in front of all uses in the module."""
         return tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
 
     for parent in model.modules():
@@ -233,18 +236,19 @@ def sum_by_layer(model: nn.Module) -> None:
 
 
 def count_shifted(batch: Batch) -> int:
-    """Targets of a causal model, whose first label in a row is none."""
+    """Count causal targets: the first label in each row is no target."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def count_labels(batch: Batch) -> int:
-    """Targets of a model that does not shift."""
+    """Count the targets without label shift."""
     return int((batch["labels"] != -100).sum())
 
 
 def fake_quantised(weights: torch.Tensor, precision: str = "fp32") -> torch.Tensor:
-    """Return what a matrix stands for in int8 with a scale for 128 neighbours, in plain PyTorch, rounded to what the
-    device computes in; fp32.
+    """Quantize a matrix to int8 with one scale per 128 elements and return the dequantized values, in plain PyTorch.
+
+    The values are rounded to the compute precision and returned in fp32.
     """
     if weights.dim() < 2 or weights.numel() < 4096:
         return weights

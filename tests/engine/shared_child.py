@@ -1,4 +1,4 @@
-"""What ranks do that share sequences: the jobs of tests/engine/test_shared_sequences.py."""
+"""Rank jobs for tests/engine/test_shared_sequences.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.ranks_child import JOB, small_tiles
 
 Batch = Mapping[str, torch.Tensor]
 SMOOTH = AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1)
-"""An update that is as precise as its gradients: see tests/engine/ranks_child.py."""
+"""An update as precise as the gradients. See tests/engine/ranks_child.py."""
 
 
 def still_gpt2() -> nn.Module:
@@ -31,7 +31,7 @@ def with_router_loss() -> nn.Module:
 
 
 class Blurred(nn.Module):
-    """A block that adds to each token half of the one before."""
+    """Adds the previous token, halved, to each token before the block."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -48,13 +48,15 @@ def blurred_gpt2() -> nn.Module:
 
 
 MIXING = {"a router's loss": with_router_loss, "linear attention": mamba, "a shift of tokens": blurred_gpt2}
-"""What ranks cannot share."""
+"""Models with operations across tokens that ranks cannot share."""
 
 
 @dataclass
 class Shared:
-    """What a run gave on one rank: loss, norm and targets of each step; the loss of an evaluation after the last, the
-    weights, the elements that attention exchanged in the last step, and the message of an error.
+    """Results from one run on one rank.
+
+    steps: (loss, norm, targets) per step; evaluated: loss after the last step; exchanged: elements exchanged by
+    attention in the last step; error: the error message, empty without one.
     """
 
     steps: list[tuple[float, float, int | None]] = field(default_factory=list)
@@ -65,8 +67,9 @@ class Shared:
 
 
 def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], **settings: Any) -> Shared:
-    """Train on one batch after another, of which all ranks of a group are given the same rows, and evaluate the last.
-    `alike`: False gives each rank a batch of its own.
+    """Train on all batches but the last, and evaluate the last.
+
+    All ranks in a group get the same rows. `alike=False`: ranks in one group get different batches.
     """
     placement, size, alike = settings.pop("placement", {}), settings["sequence_parallel"], settings.pop("alike", True)
     found = Shared()
@@ -97,6 +100,6 @@ def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], *
 
 
 def trained(runs: Sequence[Mapping[str, Any]]) -> list[Shared]:
-    """Train one after another, over one comm."""
+    """Train the runs one after another over one comm."""
     with open_comm(times=JOB) as comm, small_tiles():
         return [train(comm, **run) for run in runs]

@@ -1,4 +1,4 @@
-"""What the states of a model must cost, computed from shapes alone, and what an engine says that it holds."""
+"""Required state sizes, computed from shapes alone, and sizes reported by an engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from offload import Engine
 from tests.engine.reference import Batch, LossFunction
 
 ALIGNMENT, SHARD = 128, 2048
-"""Elements: where a parameter may begin, and of what a region is a multiple."""
+"""In elements: parameter alignment in a region, and divisor for the region size."""
 
 
 def elements(*modules: nn.Module) -> int:
-    """Return the elements of one region that holds all the modules' parameters."""
+    """Return the size of one region for all the modules' parameters, in elements."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return up(sum(up(p.numel(), ALIGNMENT) for p in parameters.values()), SHARD)
 
@@ -22,12 +22,12 @@ def up(size: int, multiple: int) -> int:
 
 
 def tier_bytes(engine: Engine, tier: str) -> dict[str, int]:
-    """Return what a tier holds, by name."""
+    """Return the allocated bytes in a tier, by allocation name."""
     return {name: size for where, name, size in engine.allocations if where == tier}
 
 
 def held_in_step(engine: Engine, batch: Batch, loss_of: LossFunction) -> dict[str, int]:
-    """Take a step; return what the device holds between its forward and its backward."""
+    """Take a step. Return the device allocations in bytes, by name, between forward and backward."""
     held: dict[str, int] = {}
 
     def loss_fn(outputs: Tensor, rows: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The order of fetches, and settings in which lanes are busy that other tests share."""
+"""Fetch order, and shared settings with busy lanes for other tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def deep() -> nn.Module:
 
 @pytest.mark.slow
 def test_another_order_departs_and_is_learned_anew() -> None:
-    """Batches of two shapes in turn, an evaluation in between: each kind of pass has its own order."""
+    """Batches with two shapes alternate, with evaluations in between. Each pass type has a separate order."""
 
     def run(**settings: Any) -> list[float]:
         engine = Engine(build(deep), **settings)

@@ -1,4 +1,4 @@
-"""The model called by the user: `engine.model`, `engine.backward`, `engine.update`."""
+"""Training loops of the caller: `engine.model`, `engine.backward`, `engine.update`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pair(make: Maker, **settings: Any) -> tuple[Engine, Reference]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "precision"), [(llama, "fp32"), (qwen3, "bf16"), (mixtral, "fp32")])
 def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str) -> None:
-    """In fp32, whatever the precision, and rounded once."""
+    """The sum is in fp32 for any precision, and rounded once."""
     engine, reference = pair(make, precision=precision)
     for step in range(3):
         losses = []
@@ -70,7 +70,7 @@ def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str)
 
 
 def recordings(engine: Engine) -> list[Any]:
-    """Return a list that grows with every call that is recorded, or watched."""
+    """Return a list with an entry per recorded or watched call."""
     found: list[Any] = []
     trial_runs = steps_of(engine).trial_runs
     record, settled = trial_runs._record, trial_runs._settled
@@ -86,7 +86,7 @@ def recordings(engine: Engine) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_number_that_is_another_in_every_call_is_recorded_a_few_times() -> None:
-    """How many logits to keep follows the lengths of a batch."""
+    """`logits_to_keep` follows the batch length."""
     engine, reference = pair(llama)
     found = recordings(engine)
     inputs = {"input_ids": tokens(0)["input_ids"]}
@@ -110,7 +110,7 @@ def test_a_number_that_is_another_in_every_call_is_recorded_a_few_times() -> Non
 
 
 def test_what_was_recorded_of_a_call_is_forgotten_with_the_rest(tmp_path: Path) -> None:
-    """In other modes, and by a checkpoint, after which a run is one that has just begun."""
+    """A mode change or a loaded checkpoint drops the recordings, as in a new run."""
     engine = Engine(build(Ways))
     found = recordings(engine)
 
@@ -128,7 +128,7 @@ def test_what_was_recorded_of_a_call_is_forgotten_with_the_rest(tmp_path: Path) 
 
 
 class Ways(Stack):
-    """One of its ways reads a weight from outside of its unit."""
+    """With way 2 or True, the model reads the head weight outside the head."""
 
     def forward(self, x: Tensor, way: int | bool = 0) -> Tensor:
         h = super().forward(x)
@@ -153,8 +153,7 @@ def test_a_number_that_chooses_a_way_is_recorded(ways: tuple[int, ...], by_name:
 
 
 def test_a_submodule_called_by_itself_starts_a_step_too() -> None:
-    """Parameters whose gradient is None after all backward calls are left as they were; no gradient is applied a
-    second time."""
+    """Parameters without a gradient after all backward calls stay unchanged. No gradient is applied twice."""
     engine = Engine(build(Stack))
     engine.backward(cross_entropy(engine.model(words()["x"]), words()))
     engine.update()
@@ -182,7 +181,7 @@ def test_logits_under_no_grad_are_those_of_the_model() -> None:
 
 def test_a_forward_without_backward_changes_nothing() -> None:
     engine, reference = pair(llama)
-    engine.model(**tokens(7)).loss  # noqa: B018 - the loss is dropped, and with it the step
+    engine.model(**tokens(7)).loss  # noqa: B018 - dropping the loss drops the step
     loss = engine.model(**tokens(0)).loss
     engine.backward(loss)
     engine.update()
@@ -193,7 +192,7 @@ def test_a_forward_without_backward_changes_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
-    """A cycle of a result and its graph would keep every unit's activations."""
+    """A reference cycle between a result and the graph would keep all activations."""
     engine = Engine(build(llama), recompute=recompute)
     engine.step(tokens())
     counts = []
@@ -204,7 +203,7 @@ def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
             engine.step(tokens(seed))
             engine.backward(engine.model(**tokens(seed)).loss)
             engine.update()
-            engine.model(**tokens(seed))  # without a backward, which would free what the graph has saved
+            engine.model(**tokens(seed))  # without backward, which would free the saved tensors
             counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
@@ -221,7 +220,7 @@ def test_a_gradient_without_a_graph_is_refused() -> None:
 
 
 def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
-    """A check of the checker: untied copies of one weight follow one master."""
+    """Check of the reference: untied copies of one weight follow one master."""
     reference = Reference(build(Namespace), precision="bf16")
     assert len(reference.named["transformer.wte.weight"]) == 2
     reference.step(words(), cross_entropy)
@@ -243,7 +242,10 @@ def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
 def test_a_step_after_an_own_loop_is_what_it_would_be_without(
     settings: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
-    """As fast, in as much memory, with the same bits: an own loop's sums are its own. The forward alone makes room."""
+    """The step after an own loop takes the same time, memory and bits, although the loop sums separately.
+
+    The forward alone allocates gradient buffers, and the next step frees them.
+    """
     tiers = dict.fromkeys(("parameters", "optimizer", "gradients"), place) if place != "cpu" else {}
     if place == "device":
         tiers.pop("gradients")
@@ -256,7 +258,7 @@ def test_a_step_after_an_own_loop_is_what_it_would_be_without(
         engine.step(tokens(0))
     mixed = engines[1]
     held = sorted(mixed.allocations)
-    with warnings.catch_warnings(action="ignore"):  # that gradients wait in memory
+    with warnings.catch_warnings(action="ignore"):  # the warning about gradients in memory
         mixed.model(**tokens(1))
     assert sorted(mixed.allocations) != held
     found = []
@@ -274,7 +276,7 @@ SCALE = contextvars.ContextVar("SCALE", default=1.0)
 
 
 class Surrounded(Block):
-    """Depends on what surrounds its forward: a context variable, and the device on which it makes a tensor."""
+    """Depends on a context variable and on the default device."""
 
     devices = Log()
 
@@ -284,7 +286,7 @@ class Surrounded(Block):
 
 
 def test_a_recompute_has_the_context_variables_and_the_default_device_of_its_forward() -> None:
-    """Those of the backward are others where it is called elsewhere, or, on a GPU, run by a thread of autograd's."""
+    """Backward may have other values: if called elsewhere, or on a GPU in a thread of autograd."""
     found, batch = [], words()
     for stays in (True, False):
         engine = Engine(build(lambda: Stack(Surrounded)))
@@ -302,7 +304,7 @@ def test_a_recompute_has_the_context_variables_and_the_default_device_of_its_for
 
 
 class Switched(Stack):
-    """A call of another kind reads a unit's weight from outside."""
+    """With `outside`, the model reads a unit's weight outside the unit."""
 
     def forward(self, x: Tensor, outside: bool = False) -> Tensor:
         h = super().forward(x)
@@ -365,7 +367,7 @@ def test_a_unit_that_is_found_to_stay_on_the_device_within_a_step_keeps_its_grad
 
 @pytest.mark.parametrize("make", [Stack, InPlaceBlocks, ScalingBlocks])
 def test_a_forward_that_has_no_backward_leaves_nothing(make: Maker) -> None:
-    """Also where units change their inputs in place, which are outputs of theirs then."""
+    """Also for units with in-place changes of inputs, since the inputs are outputs of other units."""
     engine, batch = Engine(build(make)), words()
     for _ in range(3):
         loss = cross_entropy(engine.model(batch["x"]), batch)
@@ -376,7 +378,7 @@ def test_a_forward_that_has_no_backward_leaves_nothing(make: Maker) -> None:
 
 
 class Watching(Stack):
-    """Notes what goes into its blocks."""
+    """Records weak references to the block inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, self.inputs = self.embedding(x), []
@@ -400,7 +402,7 @@ def test_inputs_that_wait_on_the_host_do_not_stay_on_the_device_as_well() -> Non
     ("change", "recompute"), [("update", "always"), ("step", "never"), ("load_checkpoint", "always")]
 )
 def test_a_backward_over_a_forward_with_other_weights_is_refused(recompute: str, change: str, tmp_path: Path) -> None:
-    """As by plain PyTorch, where the update has changed what the graph saved."""
+    """Plain PyTorch also refuses if the update has changed saved tensors."""
     engine = Engine(build(llama), recompute=recompute)
     engine.save_checkpoint(tmp_path / "saved")
     first, second = (engine.model(**tokens(seed)).loss for seed in (0, 1))
@@ -421,7 +423,7 @@ def test_a_backward_over_a_forward_with_other_weights_is_refused(recompute: str,
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
-    """Its backward is usually called outside."""
+    """Backward usually runs outside the autocast context."""
     model = build(llama)
     reference, engine = Reference(model), Engine(model, recompute=recompute)
     for step in range(2):
@@ -438,7 +440,7 @@ def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_may_go_through_its_own_backward(precision: str) -> None:
-    """As in scripts that know nothing of the engine: what differs is that nobody has told the loss."""
+    """Scripts without knowledge of the engine call `loss.backward()`, so the engine never receives the loss."""
     engine, reference = pair(llama, precision=precision)
     for step in range(3):
         for number in range(2):
@@ -462,7 +464,7 @@ def test_a_loss_may_go_through_its_own_backward(precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2], ids=["", "tied"])
 def test_the_norm_may_be_asked_for_before_the_update(make: Maker) -> None:
-    """And is what the update clips by, to whatever is asked for in that step."""
+    """The update clips by this norm, with the limit of that step."""
     limits = [None, 0.05, 0, None]
     engine, reference = pair(make, max_grad_norm=0.1)
     for step, limit in enumerate(limits):
@@ -490,12 +492,12 @@ def test_the_norm_may_be_asked_for_before_the_update(make: Maker) -> None:
     loss = engine.model(**batch).loss
     with pytest.raises(ConfigError, match="after those of its step were measured"):
         loss.backward()
-    engine.backward(engine.model(**batch).loss)  # the step was given up, and this is another
+    engine.backward(engine.model(**batch).loss)  # the failed step was abandoned; this is a new one
     engine.update()
 
 
 def test_what_is_read_from_outside_is_found_in_a_call_without_gradients_too() -> None:
-    """As a reference's log probabilities are made of the head's weights before anything is trained."""
+    """A reference model computes log probabilities from the head weights before training starts."""
 
     class Outside(nn.Module):
         def __init__(self) -> None:
@@ -517,15 +519,14 @@ def test_what_is_read_from_outside_is_found_in_a_call_without_gradients_too() ->
 
 
 def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
-    """Make the same steps by `engine.backward` and by the losses' own; return what came of them, and what is
-    refused."""
+    """Take equal steps by `engine.backward` and by `loss.backward`. Return the results and the refusals."""
     found: list[Any] = []
     refused: list[str] = []
     for own in (False, True):
         engine = Engine(build(llama), zero_stage=zero_stage)
         for step in range(2):
             batch = share(tokens(step), (2, 2), engine.rank)
-            if own:  # gradients that are dropped, after their norm as well
+            if own:  # drop gradients, also after the norm was computed
                 for number in range(2):
                     engine.model(**share(tokens(7 + number), (2, 2), engine.rank)).loss.backward()
                     if number:
@@ -560,7 +561,7 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
-    """On the norm and the update; and refuse to clip to different norms."""
+    """Ranks agree on the norm and the update, and refuse different clip limits."""
     told = ranks.run(2, plain_backward, zero_stage=zero_stage)
     (found, refused), (other, also_refused) = told
     assert found == other
@@ -577,7 +578,7 @@ def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     "settings", [{}, {"delay": 1}, {"max_grad_norm": None, "placement": Placement(device_memory="2MiB")}]
 )
 def test_gradients_are_dropped_as_if_they_had_not_been(settings: dict[str, Any]) -> None:
-    """Before and after their norm was asked for; an update that is under way goes on."""
+    """`zero_grad` works before and after a norm request. A running update continues."""
     engine, other = (Engine(build(llama), **settings) for _ in range(2))
     engine.zero_grad()
     for step in range(3):
@@ -653,7 +654,7 @@ def test_a_gradient_that_is_not_whole_in_one_place_is_refused() -> None:
 
 
 class Given(Stack):
-    """Is given its embeddings, which a loop may look up, change and differentiate."""
+    """Takes embeddings as input, so a loop can look up, change and differentiate them."""
 
     def forward(self, h: Tensor) -> Tensor:
         for block in self.blocks:
@@ -664,7 +665,7 @@ class Given(Stack):
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("by", ["grad", "backward"])
 def test_gradients_of_inputs_alone_leave_those_of_weights(recompute: str, by: str) -> None:
-    """As adversarial examples and saliency are made: before the step's first backward, and between two."""
+    """Adversarial examples and saliency maps need this, before the first backward and between two of a step."""
     model = build(Given)
     reference = Reference(model)
     engine = Engine(model, recompute=recompute)
@@ -725,7 +726,7 @@ def test_a_cache_that_a_call_fills_is_read_by_the_next() -> None:
     """A text in two segments, with gradients through the keys and values of the first."""
     engine, reference = pair(llama)
     takes_cache = "cache" in inspect.signature(engine.model.forward).parameters
-    key = "cache" if takes_cache else "past_key_values"  # what transformers called it before 5.24
+    key = "cache" if takes_cache else "past_key_values"  # the name before transformers 5.24
     for step in range(2):
         for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
             first = model(**tokens(step), use_cache=True)
@@ -738,7 +739,7 @@ def test_a_cache_that_a_call_fills_is_read_by_the_next() -> None:
 
 
 class Prompted(Stack):
-    """With something that is added to the embeddings, before a frozen block."""
+    """Adds a prompt to the embeddings, in front of a frozen block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -753,7 +754,7 @@ class Prompted(Stack):
 
 
 def test_what_was_learned_without_a_gradient_does_not_hold_for_uses_with_one() -> None:
-    """A step in which nothing before the first trained block takes a gradient, between two calls in which it does."""
+    """Nothing before the first trainable block gets a gradient in the step between two calls with a gradient."""
     model = build(Prompted)
     plain, engine = twin(model), Engine(model)
     prompt = nn.Parameter(torch.full((WIDTH,), 0.1, device=own_device()))

@@ -1,4 +1,4 @@
-"""Who has a model: two engines never hold the same weights, nobody saves NaN, changes behind an engine are named."""
+"""Model ownership: two engines never share weights, nobody saves NaN, and errors name changes made behind an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(engine: Engine, seed: int = 0) -> float:
 
 
 class Wrapper(nn.Module):
-    """As an adapter library wraps a model."""
+    """Wraps a model like an adapter library."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_a_model_whose_weights_are_gone_is_refused(make: Callable[[Any], nn.Modu
 
 
 def test_an_engine_that_was_dropped_is_named() -> None:
-    """Its weights cannot be had any more, since nobody can close it."""
+    """The weights are lost, as no reference remains for a `close` call."""
     model = build(Stack)
     engine = Engine(model)
     step(engine)
@@ -127,7 +127,7 @@ def test_a_part_that_outlived_its_model_is_named() -> None:
 
 
 def test_no_code_of_python_runs_where_a_model_goes(tmp_path: Path) -> None:
-    """A Ctrl-C that came in a callback of a weak reference would be lost, and every run ends with some."""
+    """Python loses a Ctrl-C inside a weak-reference callback, and every run ends with some callbacks."""
     engine = Engine(build(Stack), placement=Placement(parameters="nvme", optimizer="nvme", nvme_dir=str(tmp_path)))
     step(engine)
     engine.close()
@@ -136,7 +136,7 @@ def test_no_code_of_python_runs_where_a_model_goes(tmp_path: Path) -> None:
     def note(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and frame.f_code.co_name in ("remove", "_remove"):
             container = frame.f_locals["selfref"]()
-            if container is not threading._dangling:  # type: ignore[attr-defined]  # Python's own, of threads that ran
+            if container is not threading._dangling:  # type: ignore[attr-defined]  # Python's own set of ended threads
                 called.append(container)
 
     gc.collect()
@@ -151,7 +151,7 @@ def test_no_code_of_python_runs_where_a_model_goes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_may_be_shared(tmp_path: Path) -> None:
-    """The same AdamW, the same Placement and the same folder on disk, in two engines side by side."""
+    """Two engines share one AdamW, one Placement and one disk folder."""
     optimizer = AdamW(groups=(("norm", {"lr_scale": 0.5}),))
     placement = Placement("nvme", "nvme", nvme_dir=str(tmp_path))
     one, other = (Engine(build(Stack), optimizer, placement) for _ in range(2))
@@ -207,7 +207,8 @@ def test_a_setting_that_is_refused_leaves_the_model_alone() -> None:
     step(Engine(model))
 
 
-# -- what would copy a model without its weights ----------------------------------------------------------------------
+# -- copies of a model without the weights
+# ------------------------------------------------------------------------------
 
 
 def test_an_engine_can_be_neither_copied_nor_pickled() -> None:
@@ -281,11 +282,11 @@ def test_every_call_that_runs_the_model_names_a_change(call: Callable[[Engine, P
     with_an_adapter(engine.model)
     with pytest.raises(ConfigError, match=r"q_proj\b.*" + ANEW):
         call(engine, tmp_path)
-    engine.save_checkpoint(tmp_path / "states")  # which has nothing to do with the modules
+    engine.save_checkpoint(tmp_path / "states")  # independent of the modules
 
 
 def test_a_model_that_was_changed_and_given_back_trains_on_with_the_change() -> None:
-    """Weights go to the modules that they were taken from, wherever these are by now."""
+    """Weights return to their source modules, even if these have moved."""
     changed, plain = build(llama), build(llama)
     engine = Engine(changed)
     torch.manual_seed(1)
@@ -373,7 +374,7 @@ ACTIVATION = nn.GELU()
 
 
 class SharesAnActivation(Stack):
-    """As models of transformers do, which take theirs from one table."""
+    """transformers models share activation modules from one table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ def test_modules_without_weights_may_be_shared_by_models() -> None:
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters_are_refused(kind: str) -> None:
-    """They are the model's own parameters', which go."""
+    """The hooks belong to the model's own parameters, which the engine replaces."""
     model = build(Stack)
     getattr(model.blocks[1].up.weight, kind)(lambda gradient: None)
     with pytest.raises(ConfigError, match=r"blocks\.1\.up\.weight has a hook"):

@@ -1,4 +1,4 @@
-"""What is special about some parameters: frozen, without a gradient, tied, kept in fp32."""
+"""Special parameters: frozen, without a gradient, tied, kept in fp32."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FROZEN = {
 
 @pytest.mark.parametrize(("dtype", "frozen_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_frozen_parameters_have_neither_moments_nor_gradients(dtype: torch.dtype, frozen_bytes: int) -> None:
-    """In bf16 a frozen weight costs what it had: hi and lo where it came in fp32, hi where it came in bf16."""
+    """In bf16, a frozen fp32 weight costs 4 bytes (hi and lo), and a frozen bf16 weight 2 bytes (hi)."""
     model = freeze(build(Stack).to(dtype), "blocks")
     trained = elements(model.embedding) + elements(model.head)
     frozen = sum(elements(block) for block in model.blocks)
@@ -89,7 +89,10 @@ def test_a_frozen_unit_between_two_steps_of_evaluation() -> None:
     ids=FROZEN,
 )
 def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """As plain torch does it: what has no gradient keeps weights, moments and count. The first step is frozen, too."""
+    """Equal to plain PyTorch: parameters without a gradient keep weights, moments and step count.
+
+    The first step is partly frozen as well.
+    """
     known = {key: settings[key] for key in ("max_grad_norm", "precision") if key in settings}
     reference = Reference(build(llama), **known)
     engine = Engine(build(llama), **settings)
@@ -137,7 +140,7 @@ def test_what_was_frozen_when_the_engine_was_made_cannot_be_thawed() -> None:
 
 
 class Experts(nn.Module):
-    """Each expert is a module of its own; the batch decides which one runs."""
+    """Each expert is a separate module. The batch selects the experts to run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +220,7 @@ def test_a_tied_weight_may_be_frozen() -> None:
 
 
 class MixedBlock(Block):
-    """Its norm computes in fp32, whatever the rest does."""
+    """The norm computes in fp32 at any precision."""
 
     def forward(self, h: Tensor) -> Tensor:
         normed = self.norm(h.float()).to(self.up.weight.dtype)
@@ -261,7 +264,7 @@ def test_a_bf16_model_under_fp32_becomes_wide() -> None:
 
 
 class Packed(nn.Module):
-    """As a quantised layer: an integer weight beside a float scale."""
+    """Quantized layer: an integer weight and a float scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +281,7 @@ def test_integer_weights_are_refused_by_name() -> None:
 
 
 class Anew(nn.Linear):
-    """Makes its weight anew whenever modules are listed, as PEFT's LoRA over nn.MultiheadAttention does."""
+    """Replaces the weight at every module listing, like PEFT's LoRA over nn.MultiheadAttention."""
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         self.weight = nn.Parameter(self.weight.data)
@@ -321,7 +324,7 @@ def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> 
     wanted = [slots.cargo_of(unit.regions) for unit in units]
     assert len(set(wanted)) > 2
     pairs = list(zip(units, wanted, strict=True))
-    for _ in range(40):  # lists that come and go, so that their addresses are used again
+    for _ in range(40):  # temporary lists, so addresses are reused
         random.shuffle(pairs)
         assert all(slots.cargo_of(list(unit.regions)) == number for unit, number in pairs)
     engine.close()

@@ -1,4 +1,4 @@
-"""Engines on a device that copies from pinned memory: nothing stays registered, however an engine ends."""
+"""Engines on a device with pinned-memory copies: nothing stays registered, however an engine ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tests.tiers.driver import OUT_OF_MEMORY, PlayedDevice, PlayedDriver
 
 
 class OwnDriver:
-    """Notes what is registered with the driver that there is, and refuses what is beyond `limit_bytes` as CUDA's does
-    where memory may not be locked.
+    """Records registrations with the real driver, and refuses more than `limit_bytes`.
+
+    CUDA's driver refuses like this without the right to lock memory.
     """
 
     def __init__(self, kind: type[Accelerator], patch: pytest.MonkeyPatch) -> None:
@@ -39,14 +40,14 @@ class OwnDriver:
         def forget(accelerator: Accelerator, address: int) -> int:
             error = unregister(accelerator, address)
             if not error:
-                self.ranges.pop(address, None)  # or it is of an engine that was there before
+                self.ranges.pop(address, None)  # other ranges belong to an earlier engine
             return error
 
         patch.setattr(kind, "register", note)
         patch.setattr(kind, "unregister", forget)
 
     def launch(self) -> None:
-        """Raise what the driver has left for whoever launches something next."""
+        """Raise a pending driver error, which the next launch would get."""
         torch.ones(1, device=own_device())
 
 
@@ -55,7 +56,7 @@ Driver = PlayedDriver | OwnDriver
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Of the engines that are made from now on: the device's own, or one that is played on the CPU."""
+    """Driver for engines built from now on: the accelerator's driver, or a simulated one on the CPU."""
     accelerator = own_accelerator()
     if accelerator is not None:
         return OwnDriver(type(accelerator), monkeypatch)
@@ -66,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def own_loop(engine: Engine) -> None:
-    """Two backward passes, whose gradients are summed in a plane of another dtype."""
+    """Run two backward passes. Their gradients are summed in a plane of another dtype."""
     for seed in range(2):
         engine.backward(engine.model(**tokens(seed)).loss)
     engine.update()

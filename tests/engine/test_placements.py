@@ -1,4 +1,4 @@
-"""Where the states are does not change a bit; how many bytes are held and moved follows from the shapes."""
+"""The placement of states changes no bits. The shapes determine the bytes stored and moved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_auto_takes_the_device_where_it_has_room(budget: str | None, tier: str) 
 
 
 class Sizes:
-    """Elements of the regions of a Llama, from its shapes."""
+    """Region sizes of a Llama in elements, computed from the shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.embedding, self.head = elements(model.model.embed_tokens), elements(model.lm_head)
@@ -47,8 +47,10 @@ class Sizes:
 def test_a_step_moves_each_unit_twice_and_its_gradient_once(
     precision: str, width: int, max_grad_norm: float | None
 ) -> None:
-    """The last unit of the forward is the first of the backward, and still there; that of the embedding reads no
-    weights; what is small stays, and goes up after its update."""
+    """The last forward unit is first in backward and still on the device.
+
+    The embedding backward reads no weights. Small units stay on the device, and are copied there after their update.
+    """
     model = build(llama)
     sizes = Sizes(model)
     engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm, recompute="always", prefetch=0)
@@ -82,8 +84,10 @@ HOST_BYTES = {("fp32", 1.0): 16, ("fp32", None): 12, ("bf16", 1.0): 14, ("bf16",
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "max_grad_norm"), HOST_BYTES)
 def test_host_bytes_a_parameter(precision: str, max_grad_norm: float | None) -> None:
-    """12, and the gradients where they wait for the norm: 2 bytes more in bf16, 4 in fp32. One staging buffer where
-    they do not wait, and on an accelerator two, of which one fills while the other is read."""
+    """12 bytes, plus waiting gradients: 2 bytes in bf16, 4 in fp32.
+
+    Without waiting there is one staging buffer; on an accelerator two, to fill one during the other's read.
+    """
     model = build(llama)
     sizes = Sizes(model)
     engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm)

@@ -1,4 +1,4 @@
-"""What an engine prepares on `meta`, for machines that are described, against what one has that allocates."""
+"""Allocations prepared on `meta` for a specified machine equal a real engine's allocations."""
 
 from __future__ import annotations
 

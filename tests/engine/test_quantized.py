@@ -1,5 +1,6 @@
-"""Bases whose files are in few bits: training an adapter over one is PEFT's over what they are dequantised to, to the
-bit, and what rests and moves are the bytes of the files.
+"""Quantized base models: an adapter trains bit for bit like PEFT's over the dequantized weights.
+
+The engine stores and moves only the quantized bytes of the files.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def adapted(folder: Path) -> BuiltModel:
-    """The model of a folder beneath a LoRA."""
+    """Return the model from a folder with a LoRA adapter."""
     section = LoraSection(rank=4, target_modules=["q_proj", "o_proj"])
     base = build_model(ModelSection(path=str(folder)), seed=0)
     return Adaptation.of(section, "causal").over(base, seed=7)
 
 
 def plain_of(folder: Path) -> BuiltModel:
-    """The same over what the weights are dequantised to."""
+    """Return the same model over dequantized weights."""
     return adapted(folder.with_name(f"{folder.name}-plain"))
 
 
@@ -156,7 +157,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def on_ranks(folder: Path, stage: int, place: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Return the weights after two steps over codes, and over what they stand for."""
+    """Return the weights after two steps over the quantized base, and over the dequantized base."""
     found = []
     with open_comm(times=JOB) as comm:
         for built in adapted(folder), plain_of(folder):

@@ -1,8 +1,8 @@
-"""The race rule, checked by breaking it: every kind of wait is taken away once, and then a result must be wrong.
+"""Tests of the race rule: each type of wait is removed once, and a result must then be wrong.
 
-Lanes wait at random and freed buffers are poisoned (`debug`), so that a reader or a writer that comes too early shows.
-Waits that no step of an engine is seen to need are checked on the parts that make them, with a lane that is held up.
-Waits for compute, which is done on a CPU when it returns, are those of tests/accelerator/test_engine.py.
+Lanes wait at random and freed buffers are poisoned (`debug`), so an early reader or writer shows in the result. Waits
+without visible effect in engine steps are tested on the parts with the waits, with a blocked lane. On a CPU, compute is
+finished on return: tests/accelerator/test_engine.py covers the waits for compute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLIPPED: dict[str, Any] = {"max_grad_norm": 0.2}
 
 
 def without(kind: str, wait: str) -> Change:
-    """Take away what a reader, or the next writer, of one kind of buffer waits for."""
+    """Remove the waits of a reader, or of the next writer, for one type of buffer."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = getattr(Fence, wait)
@@ -55,7 +55,7 @@ def without(kind: str, wait: str) -> Change:
 
 
 def reused_at_once(kind: str, link: str | None = None) -> Change:
-    """Hand out a stretch of a ring without regard to who still uses it, or to those of one link."""
+    """Hand out a ring slice during use. `link`: ignore only the users on this link."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = Ring.take
@@ -72,7 +72,7 @@ def reused_at_once(kind: str, link: str | None = None) -> Change:
 
 
 def from_the_disk(change: Change) -> Change:
-    """Let all weights come from the disk, as those of a model that is larger than the ring of updates."""
+    """Read all weights from disk, as for a model larger than the update ring."""
 
     def changed(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Record, "_at_hand", lambda *_: None)
@@ -82,7 +82,7 @@ def from_the_disk(change: Change) -> Change:
 
 
 def used_before_it_was_read(kind: str) -> Change:
-    """Do not wait for what the disk reads into a ring."""
+    """Do not wait for disk reads into a ring."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = Channel.read
@@ -97,7 +97,7 @@ def used_before_it_was_read(kind: str) -> Change:
 
 
 def begun_at_once(lane: str) -> Change:
-    """Let a lane begin what it is given without regard to what it reads."""
+    """Start work on a lane before the data to read are ready."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = ThreadLane.submit
@@ -111,7 +111,7 @@ def begun_at_once(lane: str) -> Change:
 
 
 def written_at_once(kind: str) -> Change:
-    """Write what lies in a ring to the disk before it was changed, or has come down."""
+    """Write a ring slice to disk before the update or the D2H copy into the slice is done."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = Channel.write
@@ -125,7 +125,7 @@ def written_at_once(kind: str) -> Change:
 
 
 def fetched_before_the_place_is_free(patch: pytest.MonkeyPatch) -> None:
-    """Issue what comes after a use when the use begins."""
+    """Issue the fetches after a use already at the start of the use."""
     enter, leave = Executor.enter, Executor.leave
 
     def early(self: Executor, regions: Any, backward: bool) -> None:
@@ -137,14 +137,14 @@ def fetched_before_the_place_is_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_before_the_sums(patch: pytest.MonkeyPatch) -> None:
-    """Do not wait for what lands before the norm is taken."""
+    """Do not wait for arriving gradients before the norm."""
     for kind in (Lanes, StreamLanes):
         patch.setattr(kind, "wait", lambda self, tickets, fills=(): None)
     patch.setattr(Lanes, "compute_after", _WAIT)
 
 
 def recomputed_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the inputs of a recompute."""
+    """Do not wait for the inputs of an activation recomputation."""
     patch.setattr(SavedInputs, "wait", lambda self, returning: returning.tensors)
 
 
@@ -153,7 +153,7 @@ def deeper() -> nn.Module:
 
 
 class Scaled(Stack):
-    """Multiplies by a vector of its own, first of all."""
+    """Multiplies the embeddings by a parameter of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Scaled(Stack):
 
 
 def only_the_scale_learns() -> nn.Module:
-    """Everything else is frozen and stays on the device, so that a step begins without any other fetch."""
+    """Return a model with resident frozen weights, so a step begins without other fetches."""
     model = Scaled()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name == "scale"
@@ -179,7 +179,7 @@ STATES = {"parameters": "nvme", "optimizer": "nvme"}
 GRADIENTS = {"gradients": "nvme"}
 ACTIVATIONS: dict[str, Any] = CLIPPED | {"on_disk": {"activations": "nvme"}}
 STREAMED: dict[str, Any] = CLIPPED | {"update": "device"}
-LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more tiles each than the ring has
+LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more activation tiles than the ring holds
 
 CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "compute reads a slot before its fetch": (without("slot", "before_read"), CLIPPED),
@@ -290,14 +290,14 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even tiny regions and activations go around the rings of the disk many times."""
+    """Make rings small, so tiny regions and activations go around them many times."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(device_updates, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(disk, "_MOST_ACTIVATION_RING", 1 << 16)
 
 
 def train(own_loop: bool = False, make: Callable[[], nn.Module] = deep, rows: int = 4, **settings: Any) -> list[Any]:
-    """Return norms, and weights in the middle and at the end."""
+    """Train three steps. Return the norms, and the weights after two of them."""
     engine = Engine(build(make), **settings)
     loss_fn = cross_entropy if make is only_the_scale_learns else None
     found: list[Any] = []
@@ -323,11 +323,11 @@ def is_same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 _SERIAL: dict[str, list[Any]] = {}
 _SOUND: set[str] = set()
-"""Settings that were seen to give, with all waits, what they give in memory one thing after another."""
+"""Settings with results equal to serial in-memory results while all waits are in place."""
 
 
 def serial(settings: Mapping[str, Any]) -> list[Any]:
-    """What these settings give in memory, one thing after another; the same for many of them."""
+    """Return the serial in-memory results for the settings, cached."""
     here = {key: value for key, value in settings.items() if key != "on_disk"} | {"prefetch": 0}
     key = repr(sorted(here.items()))
     if key not in _SERIAL:
@@ -341,7 +341,7 @@ QUICK = (
     "an update reads staging before it is filled",
     "the norm is taken before the sums",
 )
-"""The others take seconds each to come about."""
+"""Each of the other changes takes seconds to show a wrong result."""
 
 
 @pytest.mark.parametrize(
@@ -356,29 +356,29 @@ def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypa
     if (key := repr(sorted(CHANGES[name][1].items()))) not in _SOUND:
         assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
         _SOUND.add(key)
-    monkeypatch.setattr(Judge, "_compare", lambda *_, **__: "")  # which would find some of this: a plainer way
+    monkeypatch.setattr(Judge, "_compare", lambda *_, **__: "")  # else some faults are detected
     change(monkeypatch)
-    for seed in range(100):  # a busy machine starts compute late, and hides the race in many a run
+    for seed in range(100):  # a busy machine starts compute late and hides the race in many runs
         try:
             if not is_same(train(**settings, debug=seed), wanted):
                 return
-        except Exception:  # NaN, or a state that cannot be
+        except Exception:  # NaN, or an impossible state
             return
     pytest.fail("a hundred runs went well without it: the delays do not show this wait")
 
 
-# -- waits of one part for another ----------------------------------------------------------------------------------
+# -- waits between parts --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """Has lanes with threads, has made steps, and has nothing on its way."""
+    """An idle engine with lane threads, after two steps."""
     yield from stepped(Placement(activations="cpu"))
 
 
 @pytest.fixture
 def streaming() -> Iterator[Engine]:
-    """The same, with updates on the device."""
+    """An idle engine with updates on the device, after two steps."""
     yield from stepped(Placement(), update="device")
 
 
@@ -392,7 +392,7 @@ def stepped(placement: Placement, **more: Any) -> Iterator[Engine]:
 
 
 def of_one_tile(engine: Engine) -> tuple[Any, Any]:
-    """Return a unit with one region, which is one tile, and the state of that."""
+    """Return a unit with one region of one tile, and the state of the region."""
     unit = next(unit for unit in parts_of(engine).units if unit.name.endswith("embed_tokens"))
     (region,) = unit.regions
     state = parts_of(engine).store[region]
@@ -401,7 +401,7 @@ def of_one_tile(engine: Engine) -> tuple[Any, Any]:
 
 
 def land(engine: Engine, state: Any, value: float) -> None:
-    """Let gradients of one value land in a new step."""
+    """Start a step, and let constant gradients arrive for a region."""
     flow, region = parts_of(engine).gradients, state.region
     flow.begin_step()
     flow.measures.touched[region.index] = [True] * len(region.parameters)
@@ -409,13 +409,13 @@ def land(engine: Engine, state: Any, value: float) -> None:
 
 
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
-    """Submit an update, from gradients on disk where none are given."""
+    """Submit an update. `gradients=None`: the gradients are on disk."""
     landed = Landed(state.region, gradients, Fence("gradients on disk"))
     parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
 
 
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
-    """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
+    """Start the fetch of a unit. Return the slot memory of the first parameter in the region."""
     slots = parts_of(engine).slots
     slots.fetch(slots.cargo_of(unit.regions), 0)
     return slots.place(unit.regions)[state.region][state.span(0)]
@@ -423,19 +423,22 @@ def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has everything on disk, has made steps, and has nothing on its way."""
+    """An idle engine with all states on disk, after two steps."""
     yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
 
 
 @pytest.fixture
 def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
-    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
+    """An idle engine with only gradients on disk.
+
+    With other states there, the lane would order the update's write before the gradients' write.
+    """
     yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
 
 
 @pytest.fixture
 def one(request: pytest.FixtureRequest) -> Engine:
-    """The engine that a test names."""
+    """The engine fixture named by the test parameter."""
     engine: Engine = request.getfixturevalue(request.param)
     return engine
 
@@ -445,8 +448,7 @@ _chance_s = 0.02
 
 @pytest.fixture(autouse=True)
 def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all waits it is wrong if ever something comes too early; without one it has to, which a busy machine takes
-    longer for."""
+    """Set the time for a premature access: short with all waits, long without one, for busy machines."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     monkeypatch.setitem(globals(), "_chance_s", 0.5 if parameters.get("broken") else 0.02)
 
@@ -454,12 +456,12 @@ def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def settle(engine: Engine) -> None:
     for lane in parts_of(engine).lanes._all:
         lane.drain()
-    parts_of(engine).lanes.finish()  # what an accelerator's put into their streams
+    parts_of(engine).lanes.finish()  # also drains the streams of an accelerator
 
 
 @contextmanager
 def held_up(lane: Any) -> Iterator[None]:
-    """Within, and a little longer, a lane is busy with something else."""
+    """Block a lane inside the context and a little longer."""
     gate = threading.Event()
     lane.submit(gate.wait)
     yield
@@ -469,8 +471,9 @@ def held_up(lane: Any) -> Iterator[None]:
 
 
 def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
-    """Run a test with all waits and as `broken`, by which it is seen to see what is missing: one wait
-    of a kind of fence, or what the test takes away itself.
+    """Run a test with all waits, and again as `broken`, to prove the test detects a missing wait.
+
+    `kind`, `wait`: the fence type and the wait to remove. Empty: the test itself removes a wait.
     """
     values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken")]
     return pytest.mark.parametrize("broken", values, indirect=True)
@@ -478,7 +481,7 @@ def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
 
 @pytest.fixture
 def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Tell what a test is to see; in time for its own work, with nothing of its engine on the way."""
+    """Return True for the broken run. The wait is removed while the engine is idle."""
     if request.param and request.param[0]:
         without(*request.param)(monkeypatch)
     return bool(request.param)
@@ -555,7 +558,7 @@ def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane:
     assert bool((back == 1).all()) == (not broken)
 
 
-# -- the same of the disk --------------------------------------------------------------------------------------
+# -- the same for the disk --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -563,14 +566,14 @@ def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane:
 def test_an_update_is_written_once_the_fetch_has_read_its_record(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two waits see to it: the update's for the copy that goes up, and its write's for the read."""
+    """Two waits: the update waits for the H2D copy, and the write waits for the read."""
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     (region,), index = unit.regions, state.region.parameters[0]
     before = parts.store.values.read(index)
     fill = Fence.before_fill
     if broken:
         monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
-    parts.store.reset()  # else it goes up from the ring of updates
+    parts.store.reset()  # else the copy comes from the update ring
     with held_up(parts.lanes.fetch_read):
         shown = brought_up(on_disk, unit, state)
         update(on_disk, state, torch.ones(region.numel))
@@ -580,7 +583,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
 
 
 def read_early(engine: Engine, state: Any) -> None:
-    """Begin to read a region's states for its next update."""
+    """Start to read a region's states for the next update."""
     updates = parts_of(engine).updates
     updates.tiles.early.follow([state.region])
     updates.tiles.early.begin()
@@ -605,7 +608,7 @@ def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken
 def test_weights_go_up_from_the_ring_once_they_were_updated(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two waits see to it: that for the weights, and that for their place."""
+    """Two waits: one for the weights, and one for their ring slice."""
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     wait = Fence.before_read
     if broken:

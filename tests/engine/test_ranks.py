@@ -1,7 +1,6 @@
-"""ZeRO over ranks: what one process gives on the whole batch, and the same bits at every stage, on every tier, in any
-timing.
+"""ZeRO over ranks equals one process on the whole batch, with equal bits for all stages, tiers and timings.
 
-What each group is to catch, by a break that was, or is to be, tried, is in its docstring after "Break:".
+"Break:" in a docstring names the code mutations the test must detect.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tests.matrix import cover
 
 STAGES = (0, 1, 2, 3)
 ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
-"""How many rows each rank has. In the last, with micro-batches of one row, rank 0 has three of them and rank 1 one."""
+"""Rows per rank. In the last entry, with micro-batches of one row, rank 0 has three rows and rank 1 one row."""
 MODES: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": None},
     "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
@@ -56,7 +55,7 @@ def settings_of(rows: str, mode: str) -> dict[str, Any]:
 
 
 def train(size: int, *runs: Mapping[str, Any]) -> list[Found]:
-    """Train one run after another on `size` ranks; return what rank 0 found, once all have the same."""
+    """Train the runs on `size` ranks, and check for equal results on all ranks. Return rank 0's results."""
     by_rank = run(size, trained, runs=runs)
     for one in by_rank[1:]:
         for other, first in zip(one, by_rank[0], strict=True):
@@ -65,14 +64,14 @@ def train(size: int, *runs: Mapping[str, Any]) -> list[Found]:
 
 
 def assert_equal(found: Found, wanted: Found, when: str = "") -> None:
-    """The same bits of every loss, norm, count and weight."""
+    """Check for equal bits in all losses, norms, counts and weights."""
     assert found.results == wanted.results, when
     assert_same(found.weights, wanted.weights, when=when)
 
 
 @cache
 def plain(case: str, num_rows: int, num_steps: int, mode: str, unlabelled: tuple[Any, ...] = ()) -> Found:
-    """What plain PyTorch gives on the whole batch, in this process, with an evaluation after the second step."""
+    """Train plain PyTorch on the whole batch, with an evaluation after the second step."""
     known, found = CASES[case], Found()
     model = build(known.make)
     precision, max_grad_norm = known.precision, MODES[mode]["max_grad_norm"]
@@ -101,7 +100,7 @@ def evaluated(reference: Reference, case: str, num_rows: int) -> float:
 
 
 def assert_near(found: Found, wanted: Found, within: float) -> None:
-    """The numbers of every step, and the weights on the scale of their layer."""
+    """Compare the numbers per step, and the weights on the layer's scale."""
     assert [(one[2], one[3]) for one in found.steps] == [(one[2], one[3]) for one in wanted.steps]
     for step, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
         assert one[0] == pytest.approx(other[0], rel=within), f"loss of step {step}"
@@ -116,7 +115,7 @@ def assert_near(found: Found, wanted: Found, within: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
-    """Break: do not close it with the engine."""
+    """Break: leave the group open after the engine closes."""
     rows = (2, 2)
     found = run(2, opened_by_itself, case="plain", rows=rows, num_steps=2, zero_stage=stage)
     (wanted,) = train(2, {"case": "plain", "rows": rows, "num_steps": 2, "zero_stage": stage})
@@ -127,13 +126,13 @@ def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_weights_at_the_start_are_those_of_rank_0(stage: int) -> None:
-    """Break: let every rank take its own shard, or all, from its own model."""
+    """Break: let every rank take weights from the local model."""
     common = {"case": "plain", "rows": (2, 2, 2), "num_steps": 2, "zero_stage": stage}
     same, other = train(3, common, {**common, "by_rank": {1: {"model_seed": 5}, 2: {"model_seed": 6}}})
     assert_equal(other, same)
 
 
-# -- the same bits, whatever does not change numbers -----------------------------------------------------------------
+# -- the same bits, for any setting without effect on numbers ---------------------------------------------------------
 
 PLACEMENTS: dict[str, dict[str, str]] = {
     "device": {"parameters": "device", "optimizer": "device"},
@@ -163,21 +162,21 @@ COVER = [one for seed in range(3) for one in cover(AXES, 1, seed)]
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [pytest.param(one, id=", ".join(one.values())) for one in COVER])
 def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path: Path) -> None:
-    """Each value meets others in three cases. The other run is stage 0 in memory, one thing after another; and
-    both are near plain PyTorch.
+    """Each value of an axis meets other values in three cases.
 
-    Break: fetch a shard with its neighbour's offset on disk; skip an expert's update where this rank did not use it;
-    round gradients before they are summed; add a tied weight's uses on each rank after the reduction in one stage; let
-    the order of collectives follow the number of micro-batches.
+    The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch.
+    Break: fetch a shard at the neighbour's disk offset; skip the update of an expert unused on this rank; round
+    gradients before the sum; add tied weight gradients per rank after the reduction in one stage; let the collective
+    order follow the number of micro-batches.
     """
     case, size, mode = chosen["case"], int(chosen["size"]), chosen["mode"]
     placement = PLACEMENTS[chosen["placement"]]
     if placement.get("optimizer") == "device" and mode == "speculative":
-        mode = "deferred"  # there nothing hides behind anything
+        mode = "deferred"  # no overlap to hide an update there
     rows = ROWS[chosen["rows"]][:size]
     common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, **settings_of(chosen["rows"], mode)}
     variant = {"placement": placement, "zero_stage": int(chosen["stage"]), "folder": str(tmp_path)}
-    # An accelerator's own update has bits of its own.
+    # An accelerator's own update differs in bits.
     where = placement if placement.get("optimizer") == "device" and own_device().type != "cpu" else {}
     serial, found = train(
         size,
@@ -193,7 +192,10 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("spiked", "clip"), [(3, "deferred"), (UNCLIPPED_STEPS, "speculative")])
 def test_ranks_decide_alike_how_a_run_clips(spiked: int, clip: str) -> None:
-    """By a gradient that one rank alone has. Break: count by the norm of this rank's gradients."""
+    """Ranks agree on the clipping mode, with a large gradient on one rank.
+
+    Break: decide by this rank's gradient norm.
+    """
     common = {"case": "spiking", "rows": (1, 2), "num_steps": UNCLIPPED_STEPS + 2, "spike": (spiked, 1, 1e6)}
     common |= {"max_grad_norm": 100.0, "throttle": {"update": "4MiB"}}
     auto, *fixed = train(2, common, *({**common, "clip": each} for each in ("deferred", "speculative")))
@@ -202,15 +204,15 @@ def test_ranks_decide_alike_how_a_run_clips(spiked: int, clip: str) -> None:
     assert any((auto.weights[name] != value).any() for name, value in other.weights.items()), "it says something"
 
 
-# -- what ranks may do differently -----------------------------------------------------------------------------------
+# -- differences between ranks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
-    """One that no rank used keeps its bits, though weights decay; see `routed`.
+    """A parameter unused on all ranks keeps its bits, despite weight decay. See `routed`.
 
-    Break: decide by what this rank touched.
+    Break: decide by this rank's gradients.
     """
     rows = ROWS["even"][:size]
     common = {"case": "experts", "rows": rows, **MODES["deferred"]}
@@ -233,9 +235,9 @@ UNLABELLED = {"whole": ("plain", None), "in chunks": ("plain", 3000), "loss_fn":
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", UNLABELLED.values(), ids=UNLABELLED)
 def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank: int) -> None:
-    """Its loss would be a division by zero, and a chunk without targets is not even run.
+    """The mean loss would be 0/0, and chunks without targets do not run.
 
-    Break: weight its NaN with 0; leave its head, and with it the head's collectives, out.
+    Break: multiply the NaN by weight 0; skip the head, and the head collectives, on the rank without targets.
     """
     (case, chunk), rows = how, (2, 2)
     common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, "unlabelled": rank, "head_chunk_bytes": chunk}
@@ -247,7 +249,7 @@ def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank:
 
 @pytest.mark.slow
 def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
-    """Break: look at this rank's labels alone."""
+    """Break: check this rank's labels only."""
     errors = run(2, unlabelled_everywhere)
     assert errors[0] == errors[1]
     assert errors[0][0] == "ConfigError"
@@ -257,12 +259,12 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "stage"), [((4, 1), 0), ((1, 3), 3)])
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
-    """The rank of one row has room for its whole logits, or for twice the columns.
+    """On the rank with one row, a chunk holds all logits, or more columns than on the other rank.
 
-    Break: reduce the head's gradients after every chunk.
+    Break: reduce the head gradients after every chunk.
     """
     common = {"case": "plain", "rows": rows, "num_steps": 3, "evaluate": 1, "zero_stage": stage, **MODES["deferred"]}
-    for chunk in (10 * 67 * 4, 3000):  # ten columns of a row of logits: all
+    for chunk in (10 * 67 * 4, 3000):  # the first holds all logits of one row: ten tokens, 67 words
         (found,) = train(2, {**common, "head_chunk_bytes": chunk, "delays": 4})
         assert_near(found, plain("plain", sum(rows), 3, "deferred"), 2e-6)
 
@@ -270,10 +272,9 @@ def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], st
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batches(stage: int) -> None:
-    """It is called again for each of them, three times on rank 0 and once on rank 1: a rank that has none left is
-    still needed for the others' weights.
+    """Rank 0 calls the model three times and rank 1 once. Rank 1 must still gather weights for rank 0.
 
-    Break: leave it out.
+    Break: leave rank 1 out.
     """
     common = {"case": "mixes rows", "rows": (3, 1), "num_steps": 3, "micro_batch_size": 1}
     found = train(2, {**common, "zero_stage": 0}, {**common, "zero_stage": stage, "delays": 5})
@@ -283,9 +284,9 @@ def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batch
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
-    """All ranks have the same rows and began with the same generator: only their masks can differ.
+    """All ranks have the same rows and the same generator state, so only dropout masks differ.
 
-    Break: leave the rank out of the masks' seed; draw a mask from a generator that timing moves.
+    Break: seed the masks without the rank; use a generator that timing advances.
     """
     one = run(3, dropped_out, stages=(stage,), num_steps=2)
     two = run(3, dropped_out, stages=(0, stage), num_steps=2)
@@ -304,9 +305,9 @@ def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "factor"), [(0, float("inf")), (3, float("nan"))])
 def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
-    """As if it had not been: the weights are those of a run without this batch.
+    """The weights equal a run without the skipped batch.
 
-    Break: judge by this rank's gradients; count the skipped step.
+    Break: decide by this rank's gradients; count the skipped step.
     """
     common = {"case": "spiking", "rows": (1, 2, 1), "zero_stage": stage, "on_nonfinite": "skip"}
     skipped, left_out = train(
@@ -322,7 +323,7 @@ def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: f
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) -> None:
-    """Break: raise on this rank alone."""
+    """Break: raise on this rank only."""
     settings = {"rows": (1, 2), "num_steps": 3, "zero_stage": stage}
     told = run(2, stopped_by_inf, spike=(1, 1, float("inf")), **settings)
     errors = [error for error, _ in told]
@@ -338,7 +339,7 @@ def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) 
 
 
 def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
-    """The gradients of all ranks' losses, summed in rank order, and the mean of the losses."""
+    """Sum the gradients of all ranks in rank order, and average the losses."""
     known, found = CASES[case], Found()
     reference = Reference(build(known.make), SMOOTH, known.precision, kept=known.kept)
     for step in range(num_steps):
@@ -357,8 +358,9 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "size"), [("tied", 2), ("two dtypes", 2), ("experts", 3)])
 def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:
-    """Break: divide by the number of ranks; return this rank's mean of losses; reduce at every backward what is to be
-    rounded once."""
+    """Break: divide by the number of ranks; return this rank's mean loss; reduce at every backward, with several
+    roundings.
+    """
     wanted = plain_own_loop(case, size, 3)
     places: Mapping[int, Mapping[str, Any]] = {
         0: {},

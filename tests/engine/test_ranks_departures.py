@@ -1,4 +1,4 @@
-"""A batch that makes one rank call its units in a way that was recorded on none: all of them record again, together."""
+"""A batch makes one rank call units in an unrecorded order. All ranks then record again together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.engine.ranks_child import JOB
 from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted
 from tests.engine.test_departures import Gate, Sometimes, mistral, rare
 
-pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
+pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and test_ranks_faults.py
 
 
 def text(seed: int, rank: int, length: int, padded: int = 0, rows: int = 2) -> dict[str, Tensor]:
-    """Return rows of tokens; with `padded` so many of the last one are padding."""
+    """Return token rows. `padded`: number of padding tokens at the end of the last row."""
     ids = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(10 * seed + rank))
     mask, labels = torch.ones_like(ids), ids.clone()
     if padded:
@@ -33,7 +33,7 @@ def text(seed: int, rank: int, length: int, padded: int = 0, rows: int = 2) -> d
 
 @dataclass(frozen=True)
 class Departing:
-    """A model, and the batch of (step, rank)."""
+    """A model, and a function (step, rank) for the batch."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], dict[str, Tensor]]
@@ -56,14 +56,14 @@ NUM_STEPS = 3
 
 @dataclass
 class Found:
-    """Loss, norm and tokens of every step, and the loss of an evaluation on its batch before it."""
+    """Loss, norm and tokens per step, and the evaluation loss on the batch before the step."""
 
     steps: list[tuple[float, float, int | None]] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 
 
 def departing(names: Sequence[str], stages: Sequence[int], evaluates: bool = False) -> list[Found]:
-    """Train in micro-batches of one row, one case after another."""
+    """Train in one-row micro-batches, case by case."""
     with open_comm(times=JOB) as comm:
         return [_train(comm, CASES[name], stage, evaluates) for name in names for stage in stages]
 
@@ -81,7 +81,7 @@ def _train(comm: Comm, case: Departing, stage: int, evaluates: bool) -> Found:
 
 
 def other_ways() -> list[float]:
-    """One rank is alone in what is new to it: a loss of its own code, a mode of its modules, an own loop's argument."""
+    """One rank alone has a new loss function, module mode or model argument."""
 
     def first(outputs: Tensor, batch: Batch) -> Tensor:
         return cross_entropy(outputs, batch)
@@ -106,7 +106,7 @@ def other_ways() -> list[float]:
 
 
 def plain(name: str) -> Found:
-    """What torch gives: each rank's mean, weighted by its targets, one micro-batch after another."""
+    """Train torch for one step: each micro-batch's mean, weighted by its targets."""
     case, found = CASES[name], Found()
     model = build(case.make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
@@ -125,13 +125,12 @@ def plain(name: str) -> Found:
             total += loss.item() * count / sum(counts)
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
         found.steps.append((total, norm, sum(counts)))
-        break  # further steps depend on the update, which other tests compare
+        break  # the second step depends on the update, covered by other tests
     return found
 
 
 def test_one_rank_departs_and_all_record_again() -> None:
-    """Break: let the rank that departs decide by itself; record on the rows of a rank that does not depart; never give
-    up cutting."""
+    """Break: let the departing rank decide alone; record on another rank's rows; never give up micro-batches."""
     names = list(CASES)
     by_rank = run(2, departing, names=names, stages=(3,))
     assert by_rank[0] == by_rank[1]

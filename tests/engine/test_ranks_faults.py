@@ -1,7 +1,7 @@
-"""Ranks that die, stop, leave or are told something else: all others end, or refuse, with the reason, and none hangs.
+"""Ranks die, stop, leave or get other arguments. All others end, or refuse, with the reason. No rank hangs.
 
-Break: take an exchange out of the watch's sight (no unit in the message); catch the loss of a rank as if it were an
-error of the step; compare what ranks are given only where it is used.
+Break: hide an exchange from the watchdog (no unit in the message); handle a lost rank like an error of the step;
+compare the arguments of ranks only at the point of use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.engine.ranks import processes, run
 from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
 
 IN_A_UNIT = r"[a-z][a-z -]+ of (unit )?[\w.]*(embed_tokens|layers\.\d|norm|lm_head)"
-"""The operation and the unit of an exchange, as they are named."""
+"""Pattern for the operation and the unit in the message."""
 
 
 def lost(rank: Rank) -> str:
-    """Return the message of a rank that ended with one."""
+    """Return the error message of a rank that ended with code 1."""
     assert rank.end() == 1, rank.output
     told = [line for line in rank.output.splitlines() if "RankLostError:" in line or line.startswith("Error:")]
     assert told, rank.output
@@ -30,20 +30,19 @@ def lost(rank: Rank) -> str:
 
 
 def in_the_middle(started: list[Rank]) -> None:
-    """All ranks are in their fourth step, past its forward."""
+    """Wait until all ranks are past the fourth forward."""
     for rank in started:
         rank.wait_for("steady")
 
 
 def only_logs(folder: Path) -> bool:
-    """Return whether a folder has nothing of the nvme tier, beside what the ranks have said."""
+    """Return True for a folder with rank logs only, without NVMe tier files."""
     return {path.name[:5] for path in folder.iterdir()} == {"rank-"}
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: Path) -> None:
-    """With the times that there are by default. Rank 1 is between forward and backward, where the others wait for
-    it."""
+    """With the default times. Rank 1 is between forward and backward, and the others wait for it."""
     with processes(tmp_path, 3, "steps", "waits", "3", str(tmp_path)) as started:
         in_the_middle(started)
         time.sleep(0.5)
@@ -55,7 +54,7 @@ def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: P
     assert only_logs(tmp_path)
 
 
-@pytest.mark.slow  # in the quick run: tests/distributed/test_watch.py
+@pytest.mark.slow  # the quick run has tests/distributed/test_watch.py
 def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path) -> None:
     with processes(tmp_path, 2, "steps", "waits", "2", str(tmp_path), QUICK="1") as started:
         in_the_middle(started)
@@ -82,9 +81,9 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
 def test_a_rank_that_fails_in_a_step_ends_all_others(
     tmp_path: Path, way: str, stage: int, code: int, message: str
 ) -> None:
-    """In its loss function, or in an update, after which the others wait for its weights.
+    """In the loss function, or in an update. The others then wait for the failed rank's weights.
 
-    Break: leave an exchange out whose weights failed; let the rank that fails fetch once more.
+    Break: skip exchanges for failed weights; let the failing rank fetch once more.
     """
     with processes(tmp_path, 2, "steps", way, str(stage), str(tmp_path)) as (waiting, leaving):
         assert leaving.end() == code, leaving.output
@@ -96,8 +95,10 @@ def test_a_rank_that_fails_in_a_step_ends_all_others(
 
 @pytest.mark.slow
 def test_a_rank_that_closes_its_engine_early_ends_all_others(tmp_path: Path) -> None:
-    """After three steps, where the others go on: it is refused on both, and as nobody catches that both end with 1,
-    whoever is first."""
+    """Rank 1 closes after three steps, while the others continue.
+
+    Both ranks refuse. The error is not caught, so both end with code 1, in any order.
+    """
     with processes(tmp_path, 2, "steps", "closes", "3", str(tmp_path)) as started:
         assert [rank.end() for rank in started] == [1, 1], [rank.output for rank in started]
         for rank in started:
@@ -105,7 +106,7 @@ def test_a_rank_that_closes_its_engine_early_ends_all_others(tmp_path: Path) -> 
     assert only_logs(tmp_path)
 
 
-# -- told something else ---------------------------------------------------------------------------------------------
+# -- different arguments ---------------------------------------------------------------------------------------------
 
 NAMED = {
     "lr": r"lr.*0\.06",
@@ -121,13 +122,13 @@ NAMED = {
     "evaluates": r"evaluat",
     "updates": r"own loop|backward|engine\.model",
 }
-"""What rank 1 has otherwise, and what of it the message must say."""
+"""The difference on rank 1, and a pattern for the error message."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", NAMED)
 def test_what_one_rank_has_otherwise_is_refused_on_all_with_one_message(way: str) -> None:
-    """No rank ends by it: they train on afterwards."""
+    """All ranks survive and train on."""
     assert {*OTHER_SETTINGS, *OTHER_BATCHES} < {*NAMED}
     errors = run(2, refused, way=way)
     assert errors[0] == errors[1], "the same words everywhere"
@@ -139,7 +140,7 @@ def test_what_one_rank_has_otherwise_is_refused_on_all_with_one_message(way: str
 
 @pytest.mark.slow
 def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> None:
-    """Rank 1 has stage 2, and the others 0: these exchange alike, and would go on for long."""
+    """Rank 1 has stage 2 and the others stage 0. Their exchanges are alike, so the mismatch would stay hidden."""
     errors = run(3, refused, way="stage", zero_stage=0)
     assert len(set(errors)) == 1
     assert re.search(r"rank 1\b", errors[0][1])
@@ -147,7 +148,7 @@ def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> Non
 
 @pytest.mark.slow
 def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
-    """Their lanes would exchange side by side, in whatever order."""
+    """Both engines' lanes would exchange in arbitrary order."""
     for kind, message in run(2, two_engines):
         assert kind == "ConfigError"
         assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message

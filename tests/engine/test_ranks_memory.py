@@ -1,8 +1,8 @@
-"""What each rank holds and exchanges: ZeRO's formulas, to the padding, and to the byte.
+"""Memory and traffic per rank equal ZeRO's formulas, including padding, to the byte.
 
-Break, for the bytes: hold a whole plane in place of a shard; pad a shard in place of a region; keep the gradients of
-stage 1 cut or those of stage 2 whole. For the elements: gather frozen weights in stages 1 and 2; reduce what is frozen;
-count what a rank sends in place of what all have; count what came up ahead for the step in which it came.
+Break, for bytes: hold a whole plane instead of a shard; pad shards instead of regions; shard gradients in stage 1, or
+keep them whole in stage 2. For elements: gather frozen weights in stages 1 and 2; reduce frozen regions; count the
+elements sent by one rank instead of all; count a prefetch for the step before its use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from tests.engine.sizes import ALIGNMENT, SHARD, up
 
 STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
-"""Bytes a parameter of weights, gradients and optimizer states: in bf16 the low half of a master is one of the latter,
-in fp32 the weights are the master."""
+"""Bytes per parameter: weights, gradients, optimizer states.
+
+In bf16 a master's low half counts as optimizer state. In fp32 the weights are the masters.
+"""
 TIERS: dict[str, dict[str, str]] = {
     "cpu": {},
     "device": {"parameters": "device", "optimizer": "device"},
@@ -33,20 +35,22 @@ PAIRS = (
     (("bf16", "cpu"), ("fp32", "device"), ("fp32", "nvme")),
 )
 
-pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
+pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and test_ranks_faults.py
 OPTIMIZER = ("low", "exp avg", "exp avg sq")
 
 
 def zero_bytes(num_elements: int, size: int, stage: int, weights: int, gradients: int, optimizer: int) -> int:
-    """Return the bytes of model states a rank (ZeRO, arXiv:1910.02054, sections 3.1 and 5.1 to 5.3): with 2, 2 and K
-    it is the paper's (2 + 2 + K) P, 4 P + K P / N, 2 P + (2 + K) P / N and (4 + K) P / N."""
+    """Return the model state bytes per rank (ZeRO, arXiv:1910.02054, sections 3.1 and 5.1 to 5.3).
+
+    With 2, 2 and K bytes: (2 + 2 + K) P, 4 P + K P / N, 2 P + (2 + K) P / N and (4 + K) P / N for stages 0 to 3.
+    """
     cut = {1: optimizer, 2: optimizer + gradients, 3: optimizer + gradients + weights}.get(stage, 0)
     whole = weights + gradients + optimizer - cut
     return whole * num_elements + cut * num_elements // size
 
 
 class Elements:
-    """Of the regions of a Llama, each a multiple of what `size` ranks share, from its shapes."""
+    """Region sizes of a Llama in elements, from the shapes. Each is padded to a multiple for `size` ranks."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
         self._size = size
@@ -62,9 +66,11 @@ class Elements:
 
     @property
     def fetched(self) -> int:
-        """Of a step without lookahead: every unit before its forward and before its backward, but for the head, which
-        is still there, and the embedding, whose backward reads no weights; what stays on the device once. All is
-        trained."""
+        """Elements fetched in a step without prefetch, if all parameters train.
+
+        Every unit is fetched before forward and before backward. Exceptions: the head stays in the slot, the embedding
+        backward reads no weights, and resident units are copied once.
+        """
         return 2 * sum(self.trained) - self.trained[0] - self.trained[-1] + self.norm
 
 
@@ -74,8 +80,7 @@ def train(size: int, **settings: Any) -> list[Found]:
 
 
 def held(found: Found) -> dict[str, int]:
-    """Return the bytes of each kind of state, on all tiers together; weights on the device that are a copy of those
-    below are none."""
+    """Return the bytes per state name, over all tiers. Device copies of offloaded weights do not count."""
     totals: dict[str, int] = {}
     for _, name, size in found.allocations:
         totals[name] = totals.get(name, 0) + size
@@ -87,7 +92,7 @@ def held(found: Found) -> dict[str, int]:
     [(size, precision, tier) for size in (2, 3) for precision, tier in PAIRS[size % 2]],
 )
 def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_path: Path) -> None:
-    """Of every kind, on every rank, in every stage."""
+    """For every state, rank and stage."""
     weights, gradients, optimizer = WIDTHS[precision]
     num_elements = Elements(build(odd_llama), size).all_trained
     common = {"case": "plain", "rows": (1,) * size, "num_steps": 2, "precision": precision}
@@ -116,12 +121,12 @@ def test_replicas_share_out_what_is_not_weights(precision: str, tier: str, tmp_p
 
 
 def test_zero_bytes_are_the_papers() -> None:
-    """A check of the checker: 7.5 billion parameters, 64 ranks, K = 12, in GB (figure 1 of the paper)."""
+    """Check the formula: 7.5 billion parameters, 64 ranks, K = 12, in GB (figure 1 of the paper)."""
     found = [zero_bytes(7_500_000_000, 64, stage, 2, 2, 12) / 1e9 for stage in STAGES]
     assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
 
-# -- what is exchanged -----------------------------------------------------------------------------------------------
+# -- exchanges -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,8 +140,11 @@ def test_zero_bytes_are_the_papers() -> None:
     ],
 )
 def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
-    """Twice the parameters in stages 0 to 2, thrice in stage 3, less what is still in a slot when it is needed again
-    (arXiv:1910.02054, section 7); on the host's link each rank moves its shards alone in stage 3."""
+    """Twice the parameters in stages 0 to 2, three times in stage 3 (arXiv:1910.02054, section 7).
+
+    Weights still in a slot at the next use are not gathered again. In stage 3 the host link of a rank moves only the
+    shards.
+    """
     sizes = Elements(build(odd_llama), size)
     trained_numel, fetched = sizes.all_trained, sizes.fetched
     rows = (2 if settings else 1, *(1,) * (size - 1))
@@ -160,7 +168,7 @@ def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any])
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_regions_are_not_reduced(stage: int) -> None:
-    """Nor gathered after an update that they do not have; but in stage 3 they are fetched like all others."""
+    """Frozen regions are not gathered in stages 0 to 2. In stage 3 they are fetched like all others."""
     sizes = Elements(build(frozen_llama), 2)
     for found in train(2, make=frozen_llama, zero_stage=stage):
         for moved in found.moved[1:]:
@@ -180,9 +188,9 @@ BUDGETS = {"host_memory": ({}, "cpu"), "nvme_memory": (TIERS["nvme"], "nvme")}
 
 @pytest.mark.parametrize(("key", "stage"), [("host_memory", 1), ("nvme_memory", 3)])
 def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path: Path) -> None:
-    """What all of them need is enough, and a byte less is not, on any of them.
+    """The sum over all ranks fits, and one byte less is refused on every rank.
 
-    Break: give every rank the whole budget; or round a share up.
+    Break: give every rank the whole budget; round a share up.
     """
     placement, tier = BUDGETS[key]
     settings = {"placement": placement, "zero_stage": stage, "folder": str(tmp_path)}
@@ -195,17 +203,17 @@ def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path:
 
 
 SLIGHTLY = {"h2d": {"latency_seconds": 1e-4}}
-"""So that the lane has a thread."""
+"""Latency, so the lane has a thread."""
 
 
 # -- bandwidth -------------------------------------------------------------------------------------------------------
 
 
 def test_the_links_of_all_ranks_add_up(tmp_path: Path) -> None:
-    """Two ranks bring the weights up at the same time, and half of them each: every copy of a rank waits here until the
-    other rank is at its copy of that number.
+    """Two ranks copy half of the weights each, at the same time.
 
-    Break: bring whole weights up on every rank, or one rank's shard after the other's.
+    Every copy waits for the copy with the same number on the other rank.
+    Break: copy whole weights on every rank, or the shards of the ranks one after another.
     """
     runs = [{"case": "plain", "rows": (1, 1), "num_steps": 3, "zero_stage": 3, "prefetch": 2, "throttle": SLIGHTLY}]
     one, other = run(2, trained_in_lockstep, folder=str(tmp_path), runs=runs)

@@ -1,5 +1,6 @@
-"""The race rule over ranks: whatever is late on whichever rank, the bits are the same; and every kind of wait of the
-exchanges is taken away once, and then a result must be wrong."""
+"""The race rule over ranks: delays on any rank change no bit. Each type of wait in exchanges is removed once, and a
+result must then be wrong.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +33,25 @@ CHANGES: dict[str, tuple[Wait, dict[str, Any]]] = {
         ("reused_at_once", "gradient buffer"),
         FREE | {"zero_stage": 2},
     ),
-    # Kinds of the exchanges themselves: ("without", KIND, "before_read" or "before_fill"), and settings in which a
-    # buffer of that kind is used again within a step. A kind that no run makes fails, with a list of those that it
-    # makes.
+    # For exchange fences: ("without", KIND, "before_read" or "before_fill"), with settings that reuse a buffer of
+    # this kind within a step. The test fails for a kind without fences in the run, and lists the kinds in use.
 }
-"""What is taken away, by a function of test_races and its arguments, and the settings in which that shows."""
+"""Removed wait (a function of test_races and its arguments), and settings to reveal the removal."""
 
 
 DEEP: dict[str, Any] = {"case": "plain", "make": deep_llama, "rows": ROWS[:2], "num_steps": 4}
-"""So many units that slots and buffers are used again while others are on their way."""
+"""Enough units to reuse slots and buffers while other copies run."""
 
 
 def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> list[list[Found]]:
-    """Return what each rank found with each seed of delays."""
+    """Run with each delay seed. Return the results by rank and seed."""
     return run(2, raced, runs=[{**DEEP, "prefetch": "auto", **settings, "delays": seed} for seed in seeds], wait=wait)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_without_this_wait_a_result_is_wrong(name: str) -> None:
-    """Five seeds, one of which at least shows it: by a wrong bit on any rank, a NaN, or ranks that lose each other."""
+    """At least one seed in five must show a wrong bit on a rank, a NaN, or lost ranks."""
     wait, settings = CHANGES[name]
     assert hasattr(test_races, wait[0]), "a misspelt change would look like a failure that it causes"
     (wanted,) = train(2, {**DEEP, **settings, "prefetch": 0})
@@ -64,7 +64,7 @@ def test_without_this_wait_a_result_is_wrong(name: str) -> None:
         broken = race(settings, (0, 1, 2, 3, 4), wait)
     except JobError as error:
         failure = str(error)
-    if failure:  # ranks that lost each other, or a state that cannot be
+    if failure:  # ranks lost each other, or an impossible state
         assert re.search("RankLostError|AssertionError|NonFiniteError|EnforceNotMet|ConfigError|nan", failure), failure
         return
     assert any(is_wrong(one, wanted) for by_rank in broken for one in by_rank), (

@@ -1,4 +1,4 @@
-"""Checkpoints over ranks: by name and slice, so that any number of ranks reads what any other wrote."""
+"""Checkpoints over ranks: stored by name and slice, and readable with any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy,
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, opened, share
 
-pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
+pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and test_ranks_faults.py
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
 
 def read_all(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return every plane of a checkpoint, as bytes."""
+    """Return every plane of a checkpoint as bytes."""
     found = {}
     with Reader(folder) as reader:
         for name, entry in reader.contents.items():
@@ -38,7 +38,7 @@ def read_all(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def save(case: str, rows: Sequence[int], path: str, resume: str = "", **settings: Any) -> dict[str, Any]:
-    """Train two steps, or resume instead, and save all states; return the meta that was loaded."""
+    """Train two steps, or resume instead, and save. Return the loaded metadata."""
     known, meta = CASES[case], {}
     with open_comm() as comm:
         engine = opened(comm, known, **settings)
@@ -52,7 +52,7 @@ def save(case: str, rows: Sequence[int], path: str, resume: str = "", **settings
 
 
 def refused(path: str) -> tuple[str, str]:
-    """Save where one rank cannot write; return the error, after which training goes on."""
+    """Save with a write error on rank 1, and train a step. Return the error."""
 
     def broken(self: Writer, *_: Any) -> None:
         raise DiskError(f"the write of {self.path} failed: no space left", 28, self.path)
@@ -74,7 +74,7 @@ def refused(path: str) -> tuple[str, str]:
 
 
 def refused_later(path: str) -> tuple[str, str]:
-    """Save while training goes on, where one rank's disk fails meanwhile; return the error of the end of the save."""
+    """Save during training, with a disk error on rank 1. Return the error from `finish`."""
 
     async def full(*_: Any) -> str:
         raise OSError(28, "no space left")
@@ -99,7 +99,7 @@ def refused_later(path: str) -> tuple[str, str]:
 
 
 def parted(path: str) -> tuple[str, str]:
-    """Rank 0 ends a save while the others go on with a step; return the error."""
+    """Rank 0 finishes a save while the others step. Return the error."""
     with open_comm() as comm:
         engine, batch = opened(comm, CASES["plain"]), share(CASES["plain"].batch(0, 4), (2, 2), comm.rank)
         saving = engine.begin_checkpoint(path)
@@ -111,8 +111,9 @@ def parted(path: str) -> tuple[str, str]:
 
 
 def moved_apart(path: str) -> list[dict[str, Any]]:
-    """Each rank's running values are of its own rows; return a step, and the buffers, of the run that goes on and of
-    the one that never stopped."""
+    """Train with running values from different rows per rank. Return a step and the buffers, for the original and the
+    resumed run.
+    """
     found = []
     with open_comm() as comm:
         for is_resumed in (False, True):
@@ -131,7 +132,7 @@ def moved_apart(path: str) -> list[dict[str, Any]]:
 
 
 def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]]]:
-    """Return the norm and the weights of an own loop of two backwards, after a step and after its checkpoint."""
+    """Run an own loop after a step, and after loading the checkpoint. Return norms and weights."""
     found = []
     with open_comm() as comm:
         for is_resumed in (False, True):
@@ -152,10 +153,10 @@ def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]
 
 @pytest.mark.parametrize(("case", "stage"), [("tied", 0), ("two dtypes", 1), ("tied", 3)])
 def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_path: Path) -> None:
-    """Saved by two on disk, resumed and saved again by three in memory and by one: the same bits of all states.
+    """Two ranks save on disk. Three ranks in memory, and one rank, resume and save again: all states keep their bits.
 
-    Break: write the whole of what is replicated, or this rank's range of another plane; leave the others' ranges of
-    weights as they are.
+    Break: write replicated states whole, or the rank's range of another plane; leave the weight ranges of other ranks
+    unread.
     """
     first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
     common: dict[str, Any] = {"case": case, "zero_stage": stage}
@@ -187,7 +188,7 @@ def test_a_rank_that_ends_a_save_while_others_take_a_step_is_told_so(tmp_path: P
 
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
-    """Break: give all ranks those of rank 0."""
+    """Break: give all ranks the buffers of rank 0."""
     by_rank = run(2, moved_apart, path=str(tmp_path / "saved"))
     for whole, resumed in by_rank:
         assert resumed == whole
@@ -198,6 +199,6 @@ def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -
 
 
 def test_a_step_before_it_does_not_decide_how_an_own_loop_adds_up(tmp_path: Path) -> None:
-    """A unit in many places keeps its sum on the device in a step; in an own loop ranks sum up each pass."""
+    """A unit with several uses sums gradients on the device in a step. In an own loop ranks sum after each pass."""
     for whole, resumed in run(2, own_loop_after_a_step, path=str(tmp_path / "saved")):
         assert resumed == whole

@@ -1,4 +1,4 @@
-"""What a script reads of a model while an engine has its weights: what is true, or an error. Never NaN."""
+"""A script reads a model while an engine holds the weights. It gets true values or an error, never NaN."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tied() -> nn.Module:
 
 
 class Trained:
-    """An engine of which something was trained, and a plain model with the weights that it has by then."""
+    """An engine after two steps, and a plain model with equal weights."""
 
     def __init__(self, tier: str, precision: str, folder: Path, make: Callable[[], nn.Module] = tied) -> None:
         dirs = {"nvme_dir": str(folder)} if tier == "nvme" else {}
@@ -59,7 +59,7 @@ class Trained:
         plain = build(make)
         masters = dict(self.engine.named_parameters())
         for name, p in plain.named_parameters():
-            # The high half of a master is rounded to nearest as well, but halves away from zero.
+            # The high half of a master is rounded to nearest as well, but ties round away from zero.
             p.data = (kernels.split(masters[name])[0] if precision == "bf16" else masters[name]).clone()
         self.plain = twin(plain)
 
@@ -70,12 +70,12 @@ class Trained:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     made = Trained(*request.param, tmp_path_factory.mktemp("nvme"))
     yield made
-    made.engine.step(tokens(2))  # whatever was tried, it goes on
+    made.engine.step(tokens(2))  # training continues after any read
     made.engine.close()
 
 
 def outcome(read: Callable[[Any], Any], what: Any) -> Any:
-    """Return what a function gives, or what kind of error it is (torch refuses some of this of any tensor)."""
+    """Return the result, or the error class. torch refuses some reads on any tensor."""
     try:
         return read(what)
     except OffloadError:
@@ -213,7 +213,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def failures(uses: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
-    """Try all of them, and return what went wrong: hundreds of tests of a millisecond would take a minute."""
+    """Run all functions and return the errors. Hundreds of tests with a millisecond each would take a minute."""
     wrong: dict[str, str] = {}
     for name, use in uses.items():
         try:
@@ -242,7 +242,7 @@ def written(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Wrapper(nn.Module):
-    """As an adapter library wraps a model."""
+    """Wraps a model like an adapter library."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def test_what_reads_memory_by_itself_fails(trained: Trained) -> None:
     parameter = trained.model.get_parameter(MIDDLE)
     by_name = pytest.raises(ConfigError, match=MIDDLE + r".*engine\.named_parameters\(\).*engine\.export")
     assert not failures({key: lambda read=read: refuses(by_name, read, parameter) for key, read in ADDRESSES.items()})
-    by_torch = pytest.raises((RuntimeError, BufferError))  # no code of a tensor's own is asked
+    by_torch = pytest.raises((RuntimeError, BufferError))  # these reads bypass the tensor's Python code
     assert not failures({key: lambda read=read: refuses(by_torch, read, parameter) for key, read in RAW.items()})
 
 
@@ -444,7 +444,7 @@ def test_changes_of_a_model_are_refused(trained: Trained) -> None:
 
 @cpu_only("of an engine elsewhere")
 def test_a_part_is_not_called_with_other_weights(trained: Trained) -> None:
-    """Gradients of them would be lost in silence."""
+    """Gradients of the other weights would be lost silently."""
     mlp = trained.model.model.layers[1]
     other = {"mlp.up_proj.weight": trained.plain.get_parameter(MIDDLE)}
     hidden = torch.ones(1, 3, 32, dtype=trained.model.dtype)
@@ -476,7 +476,7 @@ def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
 
 
 def test_a_penalty_in_the_loss_function_is_exact() -> None:
-    """As before: the recording pass sees it, and what it reads stays on the device."""
+    """The recording pass sees the read, and the weight stays on the device."""
     model, kept = build(Stack), twin(build(Stack))
 
     def loss_of(net: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
@@ -499,7 +499,7 @@ def test_a_penalty_in_the_loss_function_is_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "max_grad_norm"), [("device", None), ("nvme", 1.0)])
 def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path: Path) -> None:
-    """Before anything was trained, within an own loop's step, after it; and the training is as without them."""
+    """Reads before training, during an own loop's step and afterwards do not change the training."""
     dirs = {"nvme_dir": str(tmp_path)} if tier == "nvme" else {}
     runs = []
     for reads in (False, True):
@@ -532,7 +532,7 @@ def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path
 
 
 def test_an_update_of_another_weight_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own update is done by then: what is read would be of a step that never was."""
+    """The update of the weight itself is done, but the step as a whole has failed."""
     engine = Engine(build(tied), throttle={"update": {"bandwidth": "100GiB"}})
     engine.step(tokens())
     lanes, may_fail = parts_of(engine).lanes, threading.Event()
@@ -568,7 +568,7 @@ def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["backward", "recompute", "forward"])
 def test_reads_come_after_a_part_has_failed(what: str) -> None:
-    """A layer by itself: nothing of the engine's is around it that would give up what is half done."""
+    """A layer called alone has no engine call around it to clean up a partial pass."""
     engine = Engine(build(tied), recompute="always")
     layer, weight = engine.model.model.layers[1], engine.model.get_parameter(MIDDLE)
     before = weight.detach().clone()
@@ -578,7 +578,7 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
         return layer(hidden, position_embeddings=places).sum()
 
     def fail() -> None:
-        if what == "backward":  # a second gradient, where no step has made room for sums
+        if what == "backward":  # a second gradient, without a step that allocates room for sums
             call().backward()
             call().backward()
         elif what == "recompute":
@@ -603,7 +603,7 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
 
 
 def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() -> None:
-    """Within the model's own code, of the second unit that the caller's loss.backward() computes again."""
+    """The interrupt comes in model code, in the second unit recomputed by the caller's loss.backward()."""
 
     class Interrupting(nn.Module):
         def forward(self, _: torch.Tensor) -> torch.Tensor:
@@ -632,7 +632,7 @@ def test_a_backward_that_is_refused_before_it_begins_costs_nothing() -> None:
 
 
 def test_a_text_is_generated_from_weights_that_are_read_outside() -> None:
-    """Without gradients nothing was recorded."""
+    """A pass without gradients has no recording."""
 
     class Outside(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -688,7 +688,7 @@ REPLACED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("which", REPLACED)
 def test_what_was_replaced_is_no_part_of_a_state(which: str) -> None:
-    """A file of weights that nothing trains would look like any other."""
+    """A file would contain weights that nothing trains."""
     engine = Engine(build(tied))
     replace, what = REPLACED[which]
     part = engine.model.model.layers[0]
@@ -711,7 +711,7 @@ def test_what_stays_and_was_replaced_is_no_part_of_a_state() -> None:
         engine.model.state_dict()
 
 
-# -- engines that are gone --------------------------------------------------------------------------------------------
+# -- closed and dropped engines --------------------------------------------------------------------------------------
 
 
 def first(model: nn.Module) -> nn.Parameter:
@@ -749,10 +749,10 @@ def test_nothing_is_read_of_weights_that_are_gone(end: str) -> None:
         Engine(model).close()
     else:
         Engine(model)
-        del questions["forward"], questions["forward of a part"]  # a model that nobody trains any more still runs
+        del questions["forward"], questions["forward of a part"]  # a model without an engine still runs
         gc.collect()
     if end != "closed":
-        del questions["what stays"]  # it is on the device still, or was never taken
+        del questions["what stays"]  # the weight is still on the device, or was never moved
     expected = pytest.raises(ConfigError, match="restore=True" if end == "closed" else ".")
     with torch.no_grad():
         assert not failures({key: lambda ask=ask: refuses(expected, ask, model) for key, ask in questions.items()})
@@ -803,7 +803,7 @@ def test_a_torn_engine_is_read_by_nobody() -> None:
 
 
 def read_on_rank_0(stage: int, precision: str) -> Any:
-    """Read on one rank alone, which must not wait for the others; then train on, all together."""
+    """Read on rank 0 alone, without waiting for the others. Then train on all ranks."""
     engine = Engine(build(gemma2), zero_stage=stage, precision=precision)
     engine.step(tokens())
     said = ""

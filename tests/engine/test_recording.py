@@ -1,4 +1,4 @@
-"""What the recording pass refuses: tensors that would lose their gradient, in silence, once units stream."""
+"""Refusals by the recording pass: tensors that would silently lose their gradient when units stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def collected(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("loss_fn", [None, collected], ids=["own", "given"])
 def test_what_transformers_collects_inside_units_has_its_gradients(recompute: str, loss_fn: Any) -> None:
-    """A router's loss, over the whole batch. Without them the gate's gradient is a twentieth of the true one."""
+    """Gradients of the router loss, over the whole batch. Without them the gate gradient is 20 times too small."""
     model = build(lambda: mixtral(output_router_logits=True, output_hidden_states=True))
     batches = [{**tokens(seed), "attention_mask": torch.ones_like(tokens()["input_ids"])} for seed in range(2)]
     parts = Engine(copy.deepcopy(model), optimizer=PROPORTIONAL, recompute=recompute, micro_batch_size=2)
@@ -59,7 +59,7 @@ class LeaksIntoTheLoss(Stack):
 
 
 class LeaksIntoTheNextUnit(Stack):
-    """Each block reads what the one before it left in an attribute."""
+    """Each block reads an attribute left by the previous block."""
 
     def __init__(self) -> None:
         super().__init__(Leaks)
@@ -77,7 +77,7 @@ class LeaksIntoTheNextUnit(Stack):
 
 
 class Container:
-    """Not a tree of tensors, so nothing sees through it."""
+    """Not a pytree of tensors, so the engine cannot see inside."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -104,7 +104,7 @@ class SharesAContainer(Stack):
 
 
 class CollectsByHook(Stack):
-    """A forward hook on a module inside a block collects its output, as transformers' recorders do."""
+    """A forward hook inside a block collects an output, like transformers' recorders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_tensors_that_leave_a_unit_by_a_side_door_are_refused(model: Callable[[]
 
 
 class LeaksDetached(Stack):
-    """Statistics that were detached cannot lose a gradient."""
+    """Detached statistics cannot lose a gradient."""
 
     def __init__(self) -> None:
         super().__init__(Leaks)
@@ -193,7 +193,7 @@ def test_detached_tensors_may_leave_a_unit() -> None:
 
 
 class Inner(nn.Module):
-    """A list of modules below a block is a part of that block."""
+    """A module list inside a block belongs to the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_units_of_a_transformers_model() -> None:
 
 
 class CallsOtherBlocks(Stack):
-    """One block runs another from inside its own forward."""
+    """One block runs another in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Shifted(Stack):
 
 @pytest.mark.parametrize("rule", [SGD(lr=0.0), LOMO(lr=0.0)], ids=["sgd", "lomo"])
 def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: UpdateRule) -> None:
-    """Neither the recording pass nor a backward that is made for the norm alone adds to them, or calls hooks."""
+    """The recording pass, and a backward for the norm alone, neither add gradients nor call hooks."""
     shift, heat = nn.Parameter(torch.zeros(1, 1, WORDS)), nn.Parameter(torch.ones(()))
     called: list[Tensor] = []
     heat.register_post_accumulate_grad_hook(called.append)
@@ -263,7 +263,7 @@ def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: 
 
 @pytest.mark.slow
 def test_functions_that_models_compile_stay_compiled() -> None:
-    """Under a mode of torch, as recordings are, dynamo would give them up for as long as the process lives."""
+    """Under a torch mode, like a recording, dynamo would give the functions up for the life of the process."""
     num_runs = 0
 
     def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
@@ -300,7 +300,7 @@ def replaces(weight: Tensor) -> None:
 
 
 def clamps(weight: Tensor) -> None:
-    """Changes nothing yet."""
+    """Changes no value: the bounds are outside the weight range."""
     weight.data.clamp_(-9, 9)
 
 
@@ -326,7 +326,7 @@ class WritesFromAbove(Stack):
 def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
     write: Callable[[Tensor], None], is_own: bool
 ) -> None:
-    """The next fetch, or the next update, would bring others, and nothing would say so."""
+    """The next fetch or update would silently overwrite the written values."""
     owner = WritesOwn if is_own else WritesFromAbove
     model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
     owner.write = staticmethod(write)
@@ -341,7 +341,7 @@ def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
 @pytest.mark.filterwarnings("ignore:unit blocks.1 is read from outside")
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_write_that_changes_nothing_is_told_and_the_bits_are_those_of_the_model(is_own: bool) -> None:
-    """Gemma 3n clamps weights in each forward, within bounds that they do not reach."""
+    """Gemma 3n clamps weights in each forward, within bounds beyond all values."""
     (WritesOwn if is_own else WritesFromAbove).write = staticmethod(clamps)
     model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
     with pytest.warns(UserWarning, match="writes to weights of unit blocks"):

@@ -1,6 +1,6 @@
-"""Several copies of a model over ranks: what one process gives, and the same bits whatever rests where.
+"""Model replicas over ranks equal one process, with equal bits for all placements.
 
-What each test is to catch is in its docstring after "Break:".
+"Break:" in a docstring names the code mutations the test must detect.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ AXES = {
     "mode": tuple(MODES),
 }
 COVER = [one for seed in range(2) for one in cover(AXES, 1, seed)]
-"""Each value twice beside others; pairs of what has nothing to do with replicas are those of `test_ranks`."""
+"""Each value occurs twice among others. `test_ranks` covers the pairs without replicas."""
 
 
 def in_replicas(replicas: str, stage: str) -> tuple[int, int, dict[str, Any]]:
-    """Return how many replicas there are, of how many ranks each, and the settings."""
+    """Return the number of replicas, the ranks per replica, and the settings."""
     sizes, _, states = replicas.partition(", ")
     num, each = map(int, sizes.split(" of "))
     shared = {"zero_stage": 3, "replica_states": "shared"} if states else {}
@@ -62,15 +62,15 @@ def in_replicas(replicas: str, stage: str) -> tuple[int, int, dict[str, Any]]:
 def test_tiers_stages_and_timing_change_no_bit(
     case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
 ) -> None:
-    """The other run is stage 0 in memory, one thing after another; and both are near plain PyTorch.
+    """The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch.
 
-    Break: leave gradients that this rank does not have as they lay in the buffer; measure the shard, and not the piece;
-    sum from another replica on; give new weights to the other replicas before the update; fetch what this rank updates
-    for what it holds.
+    Break: leave other ranks' gradients in the buffer; use the shard instead of the piece for the norm; start the
+    sum at another replica; send new weights to other replicas before the update; fetch the update piece instead of the
+    shard.
     """
     num, each, how = in_replicas(replicas, stage)
     if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
-        mode = "deferred"  # there nothing hides behind anything
+        mode = "deferred"  # no overlap to hide an update there
     shares = ROWS[rows][: num * each]
     common = {"case": case, "rows": shares, "num_steps": 3, "evaluate": 1, "replicas": num, **settings_of(rows, mode)}
     variant = {"placement": PLACEMENTS[placement], "folder": str(tmp_path), **how}
@@ -85,7 +85,7 @@ def test_tiers_stages_and_timing_change_no_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "size"), [("tied", 4), ("two dtypes", 2)])
 def test_own_loops_sum_gradients_over_replicas_once(case: str, size: int) -> None:
-    """Break: sum what a pass adds, and again at the end."""
+    """Break: reduce after each pass, and again at the end."""
     wanted = plain_own_loop(case, size, 3)
     for stage, states in ((0, "whole"), (3, "whole"), *([(3, "shared")] if size == 4 else [])):
         found = run(size, own_loop, case=case, num_steps=3, zero_stage=stage, replicas=2, replica_states=states)
@@ -97,11 +97,11 @@ def test_own_loops_sum_gradients_over_replicas_once(case: str, size: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "states"), [(0, "whole"), (3, "whole"), (3, "shared")])
 def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> None:
-    """Break: cut updates in ranges of all ranks; where replicas share states out, in those of one."""
+    """Break: cut updates into ranges over all ranks; with shared states, over one replica."""
     common = {"case": "plain", "num_steps": 3, "optimizer": Muon(lr=0.01), "zero_stage": stage}
     (found,) = train_on_ranks(4, {**common, "rows": (2, 2, 2, 2), "replicas": 2, "replica_states": states})
     (wanted,) = train_on_ranks(1, {**common, "rows": (8,)})
-    assert_near(found, wanted, 2e-2)  # a matrix product in bf16 decides its step
+    assert_near(found, wanted, 2e-2)  # the step depends on a matrix product in bf16
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_rule_by_matrix_has_its_matrices_whole(stage: int, states: str) -> Non
 def test_each_state_is_saved_once_and_read_by_any_number_of_ranks_and_replicas(
     stage: int, states: str, tmp_path: Path
 ) -> None:
-    """Break: write the shard, and not the piece: each state as often as there are replicas."""
+    """Break: write the shard instead of the piece, so each state is saved once per replica."""
     common: dict[str, Any] = {"case": "two dtypes", "zero_stage": stage}
     run(4, save, **common, rows=(1, 1, 1, 1), path=str(tmp_path / "first"), replicas=2, replica_states=states)
     wanted, sizes = read_all(tmp_path / "first"), set()
@@ -133,7 +133,7 @@ def refused(**settings: Any) -> str:
 
 
 def test_states_are_shared_out_where_a_replica_is_cut() -> None:
-    """What is refused says what does the same."""
+    """The error names an alternative with the same effect."""
     for settings, texts in (
         ({"replicas": 2}, ("each of 2 replicas is a rank", "--offload.replicas 1 and --offload.zero_stage 2")),
         ({"zero_stage": 2}, ("offload.zero_stage is 2", "--offload.zero_stage 3")),
@@ -147,7 +147,7 @@ def test_states_are_shared_out_where_a_replica_is_cut() -> None:
 
 
 def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """As `trained`, on ranks that are told that so many machines have equally many of them."""
+    """Run `trained` on ranks grouped into `num_machines` equal machines."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     local = size // num_machines
     os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
@@ -166,10 +166,11 @@ def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) ->
 @pytest.mark.slow
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_auto_is_a_replica_a_machine_and_sends_less_than_states_over_all_ranks() -> None:
-    """A replica sends each of its gradients once, and once each sum of them (2 of the 3 volumes of ZeRO stage 3,
-    arXiv:1910.02054, section 7), by one rank; without replicas every rank sends to every far one.
+    """`auto` means one replica per machine.
 
-    Break: count what goes to ranks of the same machine; take auto for one.
+    One rank per piece sends each gradient once and each sum once: 2 of the 3 volumes of ZeRO stage 3 (arXiv:1910.02054,
+    section 7). Without replicas every rank sends to every remote rank.
+    Break: count traffic within a machine; treat auto as one replica.
     """
     common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True}
     runs = [common, {**common, "replicas": 2}, common, {**common, "replicas": 1}]

@@ -1,4 +1,4 @@
-"""Layers that are larger than the device's share, in blocks of rows: they train as whole ones do."""
+"""Layers larger than the device budget train in row blocks, with the results of whole layers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def tied(**settings: Any) -> nn.Module:
 
 
 def untrained() -> nn.Module:
-    """A vocabulary whose weights are frozen."""
+    """Return a model with frozen vocabulary weights."""
     model = tied()
     model.lm_head.weight.requires_grad_(False)
     return model
 
 
 def batches(number: int, rows: int = 2, length: int = 8) -> list[dict[str, torch.Tensor]]:
-    """Tokens of the whole vocabulary, some of them twice, and some without a target."""
+    """Return tokens from the whole vocabulary, with repeated tokens and ignored labels."""
     made = []
     for seed in range(number):
         noise = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def batches(number: int, rows: int = 2, length: int = 8) -> list[dict[str, torch
 
 
 def small(**places: Any) -> Placement:
-    """A device that holds a quarter of the largest layer."""
+    """Return a placement with device memory for a quarter of the largest layer."""
     return Placement(**{"parameters": "cpu", "optimizer": "cpu", "device_memory": LAYER_BYTES // 4} | places)
 
 
@@ -152,12 +152,12 @@ def test_a_loss_of_log_probabilities_over_blocks() -> None:
 
 
 def wide() -> nn.Module:
-    """An MLP larger than the device, whose last layer has few rows, and attention that is not."""
+    """Return a model with an MLP larger than the device, few rows in the last layer, and small attention."""
     return llama(intermediate_size=VOCABULARY, num_hidden_layers=1)
 
 
 class Biased(nn.Module):
-    """Scores by a linear layer with a bias, in a block with a norm."""
+    """Computes the scores by a linear layer with bias, in a block with a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Biased(nn.Module):
 def test_a_linear_layer_in_a_block_that_is_larger_than_the_device(
     make: Callable[[], nn.Module], settings: dict[str, Any], places: dict[str, Any], names: list[str], tmp_path: Path
 ) -> None:
-    """The block is taken apart into its modules."""
+    """The engine splits the block into modules."""
     folder = tmp_path if "parameters" in places else None
     placement = small(nvme_dir=folder, **places)
     texts = [{key: value % 64 for key, value in batch.items()} for batch in batches(2, 1, 3)]
@@ -233,7 +233,7 @@ def test_a_checkpoint_an_export_and_a_loop_know_of_no_cut(tmp_path: Path) -> Non
 
 
 class ByProduct(nn.Module):
-    """Scores with a table that it reads as a matrix."""
+    """Computes the scores by a matrix product with the embedding table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_a_weight_that_is_read_otherwise_is_refused() -> None:
 
 
 class Recurrent(nn.Module):
-    """A layer with a `bias` that is a bool."""
+    """A module whose `bias` is a bool."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Update rules: planes of their own over all tiers, and clipping of those that cannot correct."""
+"""Update rules: separate planes on all tiers, and clipping for rules without a correction."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def placed(place: str, folder: Path) -> Placement:
 
 @dataclass(frozen=True)
 class Counting(UpdateRule):
-    """Gradient descent that counts the updates of each weight."""
+    """Gradient descent with an update counter per weight."""
 
     lr: float = 0.1
     betas: tuple[float, float] = (0.0, 0.0)
@@ -69,7 +69,7 @@ class Counting(UpdateRule):
 
 @dataclass(frozen=True)
 class Blocks(Counting):
-    """What only blocks, elements and parameters tell apart: for each weight a byte, and for each 128 the largest."""
+    """A rule that depends on blocks, elements and parameters: a code byte per weight, and a maximum per 128 weights."""
 
     by_parameter = True
     moments = (Plane("code", torch.int8), Plane("largest", torch.float32, block=128))
@@ -94,7 +94,7 @@ class Blocks(Counting):
 
 @pytest.fixture
 def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most parameters of small models have bytes."""
+    """Lower the size limit, so most parameters of small models get 8-bit states."""
     monkeypatch.setattr(states, "LEAST_NUMEL", 1000)
 
 
@@ -122,7 +122,7 @@ RULES: dict[str, UpdateRule] = {
 
 
 WAYS = list(zip(RULES, cycle(PLACES), cycle(["fp32", "bf16"]), cycle([0.2, 0.2, None, None]), strict=False))
-"""Each rule at one place, in one precision."""
+"""Each rule with one placement and one precision."""
 
 
 def assert_planes(engine: Engine, reference: Reference) -> None:
@@ -140,9 +140,7 @@ def assert_planes(engine: Engine, reference: Reference) -> None:
 def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     rule: str, place: str, precision: str, max_grad_norm: float | None, tmp_path: Path, small_bytes: None
 ) -> None:
-    """Weights and all that is kept beside them, bit for bit, whatever the tier and its tiles: a tile of 2048 elements
-    ends within parameters.
-    """
+    """Weights and optimizer states are bit-equal on any tier. Tiles of 2048 elements end inside parameters."""
     if rule == "muon" and place == "device" and own_device().type != "cpu":
         pytest.skip("AdamW for the rest: an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")
     settings = {"optimizer": RULES[rule], "precision": precision, "max_grad_norm": max_grad_norm}
@@ -152,7 +150,7 @@ def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     assert_planes(engine, reference)
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
-    where = placed(place, tmp_path) if place == "device" else Placement()  # an accelerator's kernel has bits of its own
+    where = placed(place, tmp_path) if place == "device" else Placement()  # an accelerator's kernel differs in bits
     resumed = Engine(build(llama, seed=9), placement=where, **settings)
     resumed.load_checkpoint(tmp_path / "saved")
     assert resumed.step(tokens(3)).loss.item() == reference.step(tokens(3))[0].item()
@@ -161,7 +159,7 @@ def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
 
 
 class Wide(nn.Module):
-    """Blocks of any width, whose parameters end anywhere in a page."""
+    """Blocks of any width. Their parameters end anywhere in a page."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -197,7 +195,7 @@ def test_widths_that_are_multiples_of_nothing(rule: UpdateRule, tmp_path: Path, 
 
 
 def test_eps_may_be_zero() -> None:
-    """Where gradients are not: between parameters lie zeros that no gradient has."""
+    """If no gradient is zero. The padding between parameters is zero, without gradients."""
     batch = {"x": torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).to(own_device())}
     rule = AdamW(eps=0.0, weight_decay=0.0)
     train_both(build(lambda: Wide(12)), [batch] * 3, loss_fn=mean_square, optimizer=rule, clip="deferred")
@@ -271,7 +269,7 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
-    """From gradients of plain torch, by torch's own operations: each weight moves by lr, or not at all."""
+    """With plain torch gradients and operations: each weight moves by lr, or stays."""
     model = build(llama)
     plain, engine = twin(model), Engine(model, LION, max_grad_norm=max_grad_norm)
     moments = {name: torch.zeros_like(p, device="cpu") for name, p in plain.named_parameters()}
@@ -290,7 +288,7 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
             m.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
-# -- Moments in fewer bytes --------------------------------------------------------------------------------------------
+# -- moments in fewer bytes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -310,7 +308,7 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["AdamW int8", "Lion bf16"])
 def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
-    """One and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""
+    """One and three ranks with bit-equal gradients: shard borders do not change the result."""
     found = []
     for size in (1, 3):
         runs = [
@@ -357,7 +355,7 @@ def test_int8_keeps_embeddings_and_small_parameters_in_fp32() -> None:
 def test_small_states_take_the_bytes_that_are_promised(
     rule: UpdateRule, bytes_each: float, place: str, clips: bool, tmp_path: Path
 ) -> None:
-    """In bf16, of the parameters that have them, to the byte: 2 for the gradient where it waits for the norm."""
+    """Exact bytes in bf16, for parameters with small states: 2 bytes more for a gradient that waits for the norm."""
     settings = {"precision": "bf16", "max_grad_norm": 1.0 if clips else None, "clip": "deferred"}
     engine = Engine(build(wide_llama), rule, placed(place, tmp_path), **settings)
     layout = parts_of(engine)
@@ -393,7 +391,7 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_torchs(momentum: float) -> None:
-    """To the bit, over five steps of a model that is trained by torch alone."""
+    """Bit-equal over five steps with a model trained by torch alone."""
     model = build(llama)
     plain = twin(model)
     settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
@@ -425,7 +423,7 @@ def test_sgd_has_settings_of_its_own() -> None:
     ids=["at once", "deferred", "speculative"],
 )
 def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within: float | None) -> None:
-    """As torch's schedulers move them; an update that is under way keeps its own."""
+    """Settings change as in torch's schedulers. A running update keeps the old ones."""
     model, name = build(llama), "model.norm.weight"
     reference = Reference(model, rule, max_grad_norm=how["max_grad_norm"])
     engine = Engine(model, rule, Placement(**PLACES["cpu"]), **how)

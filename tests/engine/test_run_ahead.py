@@ -1,4 +1,4 @@
-"""How far launches may be ahead of the device, over a device and places in its stream that are played."""
+"""Limit for launches ahead of the device, on a simulated device with simulated stream events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUDGET = 3200
 
 
 class Place:
-    """An event: whoever waits for it takes the device there."""
+    """An event. `synchronize` advances the device to the event."""
 
     def __init__(self, number, device):
         self.number, self.device = number, device

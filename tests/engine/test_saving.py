@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: what goes on from one is what would have gone on without."""
+"""Engine checkpoints: a resumed run equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ RESUMED = [
 @pytest.mark.parametrize(("first", "then", "precision"), quick(RESUMED, RESUMED[3:]))
 def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precision: str, tmp_path: Path) -> None:
     if "device" in (first, then) and own_device().type != "cpu":
-        first = then = "device"  # whose updates have bits of their own
+        first = then = "device"  # the device update differs in bits
     whole = make(first, tmp_path, precision=precision)
     train(whole, 0, 1, 2)
     whole.save_checkpoint(tmp_path / "step-3", {"note": [1, "two"]})
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precisio
 
 @pytest.mark.slow
 def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what lies between parameters is zero, whatever lay in the memory that the records were filled in."""
+    """Padding between parameters is zero, for any previous content in the record buffers."""
     source, engine = make("cpu", tmp_path), make("nvme", tmp_path)
     train(source, 0)
     source.save_checkpoint(tmp_path / "saved")
@@ -154,7 +154,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(
     gate = threading.Event()
     engine, twin = make(place, tmp_path, precision="bf16"), make(place, tmp_path, precision="bf16")
     for each in (engine, twin):
-        train(each, 0, 1, 0, 1)  # until the memory that is left over is taken
+        train(each, 0, 1, 0, 1)  # until the spare memory is in use
     twin.save_checkpoint(tmp_path / "wanted", {"note": 1})
     before = engine.allocations
     with monkeypatch.context() as during:
@@ -177,7 +177,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(
 
 @pytest.mark.slow
 def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path: Path) -> None:
-    """A note that its owner changes, and what is decided at the first batch of another kind."""
+    """Later changes to the note, and decisions at the first batch with another shape, do not enter the checkpoint."""
     engine, note = make("cpu", tmp_path), {"losses": [1.0]}
     train(engine, 0)
     engine.save_checkpoint(tmp_path / "wanted", note)
@@ -194,7 +194,7 @@ def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path
 
 @pytest.mark.slow
 def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
-    """A budget has room for the states, and for half of them again: the rest is waited for."""
+    """The budget has room for half a copy of the states. The save waits until the other half is on disk."""
     engine = make("cpu", tmp_path)
     size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
     engine.close()
@@ -253,7 +253,7 @@ def test_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_dropout_goes_on_where_it_was(rows: int | None, tmp_path: Path) -> None:
-    """It is drawn from the generators as they are, and in micro-batches by the number of the step."""
+    """Dropout uses the current generators; with micro-batches it uses the step number."""
     whole, resumed = (Engine(build(gpt2), micro_batch_size=rows) for _ in range(2))
     train(whole, 0)
     whole.save_checkpoint(tmp_path / "saved")
@@ -266,7 +266,7 @@ def test_dropout_goes_on_where_it_was(rows: int | None, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_moves_and_an_own_loop_between_leave_no_difference(precision: str, tmp_path: Path) -> None:
-    """Running values in no state_dict; an own loop, after which steps are speculative again."""
+    """With running values outside the state_dict. After an own loop, steps are speculative again."""
     delay = {"update": {"latency_seconds": 1e-4}}
     settings = {"precision": precision, "clip": "speculative", "max_grad_norm": 0.01, "throttle": delay}
     whole, resumed = (Engine(build(Shifting), **settings) for _ in range(2))
@@ -281,13 +281,13 @@ def test_what_moves_and_an_own_loop_between_leave_no_difference(precision: str, 
     assert_same(resumed, whole)
     buffers = dict(resumed.model.named_buffers())
     assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
-    whole.load_checkpoint(tmp_path / "saved")  # and back
+    whole.load_checkpoint(tmp_path / "saved")  # rewind the original run
     assert whole.step(words(2), cross_entropy).loss == wanted[0].loss
 
 
 @pytest.mark.slow
 def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
-    """Rows of two tokens are too short to be cut, those that follow are not."""
+    """Rows of two tokens are too short for head chunks, the later rows are not."""
 
     def text(length: int) -> dict[str, Tensor]:
         return {key: value[:, :length] for key, value in tokens(0).items()}
@@ -303,7 +303,7 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     assert steps_of(whole).trial_runs.decided == steps_of(other).trial_runs.decided
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
-    # What was decided holds, whatever a probe would say now.
+    # The saved decision holds, even if a new probe would differ.
     (key,) = steps_of(whole).trial_runs.decided
     steps_of(whole).trial_runs.decided[key][2] = 0
     whole.save_checkpoint(tmp_path / "saved")
@@ -313,7 +313,7 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
 
 
 class Mixes(Block):
-    """Mixes the rows of some batches."""
+    """Mixes the rows in some batches."""
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         return super().forward(h - h.mean(0, keepdim=True) if bool((x[:, 0] == 0).all()) else h)
@@ -339,7 +339,7 @@ class ComesAgain(Stack):
 
 
 def test_in_which_order_gradients_land_does_not_depend_on_steps_before(tmp_path: Path) -> None:
-    """One of a unit that is used twice lands last. By the order speculative clipping rounds."""
+    """The gradient of a unit used twice arrives last. This order affects the rounding in speculative clipping."""
     placement = Placement(parameters="cpu", optimizer="cpu")
     settings: dict[str, Any] = {"clip": "speculative", "max_grad_norm": 0.05, "placement": placement}
     whole, resumed = (Engine(build(ComesAgain), **settings) for _ in range(2))
@@ -355,12 +355,12 @@ def test_in_which_order_gradients_land_does_not_depend_on_steps_before(tmp_path:
 def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the second engine after that which has judged it, and after a pass of another kind."""
+    """The second resumed engine takes the saved check result, also after a pass with another shape."""
     whole, second, third = (Engine(build(MixesSome), micro_batch_size=2) for _ in range(3))
     whole.step(words(0), cross_entropy)
     whole.save_checkpoint(tmp_path / "saved")
     second.load_checkpoint(tmp_path / "saved")
-    one = {key: value[:2] for key, value in words(2).items()}  # which is not cut
+    one = {key: value[:2] for key, value in words(2).items()}  # too few rows to cut
     assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
     second.save_checkpoint(tmp_path / "again")
     third.load_checkpoint(tmp_path / "again")
@@ -373,7 +373,7 @@ def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
 
 
 class MixesWhereTold(MixesSome):
-    """Blocks that mix rows are left out where `skip` says so."""
+    """`skip` leaves out the row-mixing blocks."""
 
     def forward(self, x: torch.Tensor, skip: int = 0) -> torch.Tensor:
         return self.head(self.embedding(x)) if skip else super().forward(x)
@@ -382,7 +382,7 @@ class MixesWhereTold(MixesSome):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["never stops", "goes on", "is interrupted"])
 def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path: Path, how: str) -> None:
-    """Also by a run that goes on, and after an interrupt: the way that was judged before had other numbers."""
+    """Also in a resumed run and after an interrupt: the checked pass had other argument values."""
     engine = Engine(build(MixesWhereTold), micro_batch_size=1)
     engine.step({**words(0), "skip": 1}, cross_entropy)
     if how == "goes on":
@@ -416,7 +416,7 @@ def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> Non
 
 
 class ReadsItsHead(Stack):
-    """Some batches read the head's weight beside its outputs."""
+    """Some batches read the head weight outside the head."""
 
     def forward(self, x: Tensor, reads: bool = False) -> Tensor:  # type: ignore[override]
         return super().forward(x) + (self.head.weight.sum() if reads else 0.0)
@@ -424,7 +424,7 @@ class ReadsItsHead(Stack):
 
 @pytest.mark.slow
 def test_a_run_whose_unit_had_to_stay_on_the_device_goes_on_so(tmp_path: Path) -> None:
-    """There it is never cut in micro-batches, which is another order of sums."""
+    """A resident unit is never cut into micro-batches. Cutting would change the summation order."""
     whole, resumed = (Engine(build(ReadsItsHead), micro_batch_size=1) for _ in range(2))
     whole.step(words(1) | {"reads": True}, cross_entropy)
     whole.save_checkpoint(tmp_path / "saved")
@@ -464,7 +464,7 @@ def test_what_says_how_to_build_the_model_lies_beside_its_states(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("cpu", "nvme"), ("nvme", "cpu")])
 def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_path: Path) -> None:
-    """Which the engine that goes on has already; and who builds a model of it is told where the rest is."""
+    """The resuming engine already has the frozen weights. Reading a model from the checkpoint alone is refused."""
 
     def frozen(place: str) -> Engine:
         model = build(deep)

@@ -1,4 +1,4 @@
-"""Sequences that ranks share: the losses, norms and weights of plain PyTorch in one process on the whole rows."""
+"""Sequence parallelism: losses, norms and weights equal plain PyTorch in one process on whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.shared_child import MIXING, SMOOTH, Shared, still_gpt2, traine
 from tests.engine.test_row_blocks import CHUNK_BYTES, LAYER_BYTES, large
 
 LENGTH = 12
-LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # of the tiny llama
+LAYERS, HEADS, KEYS, WIDTH = 2, 4, 2, 8  # tiny llama
 NUM_STEPS = 3
 
 
@@ -31,12 +31,12 @@ def plain(seed: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
 
 
 def odd(seed: int) -> dict[str, torch.Tensor]:
-    """Rows that ranks have not as many tokens of."""
+    """Rows with a token count that ranks cannot split evenly."""
     return plain(seed, LENGTH + 1)
 
 
 def packed(seed: int) -> dict[str, torch.Tensor]:
-    """Rows of documents: one begins within the tokens of each rank, and one goes over the border."""
+    """Rows with several documents: one begins inside each rank's part, and one crosses the border."""
     positions = torch.arange(LENGTH).repeat(4, 1)
     positions[:, 5:] -= 5
     positions[1:, 9:] -= 4
@@ -50,12 +50,12 @@ def padded(seed: int) -> dict[str, torch.Tensor]:
 
 
 def mixed(seed: int) -> dict[str, torch.Tensor]:
-    """Now these rows, now those: masks come and go."""
+    """Alternate between plain, packed and padded rows."""
     return (plain, packed, padded)[seed % 3](seed)
 
 
 def answers(seed: int) -> dict[str, torch.Tensor]:
-    """Targets at the end of rows alone, none of them on the first rank, and some at the border."""
+    """Targets only at the end of rows: none on the first rank, some at the border."""
     batch = plain(seed)
     batch["labels"][:, : LENGTH // 2] = -100
     return batch
@@ -63,7 +63,7 @@ def answers(seed: int) -> dict[str, torch.Tensor]:
 
 @cache
 def reference(make: Callable[[], nn.Module], rows: Callable[[int], Any], precision: str, micro: int | None) -> Shared:
-    """What plain PyTorch gives on the whole rows, in this process."""
+    """Train plain PyTorch on whole rows, in this process."""
     known, found = Reference(build(make), SMOOTH, precision, 1.0, micro), Shared()
     for seed in range(NUM_STEPS):
         batch = {key: value.to(known.device) for key, value in rows(seed).items()}
@@ -77,7 +77,7 @@ def reference(make: Callable[[], nn.Module], rows: Callable[[int], Any], precisi
 
 
 def check(size: int, make: Callable[[], nn.Module], rows: Callable[[int], Any], **settings: Any) -> Shared:
-    """Train over `size` ranks, and compare with plain PyTorch; return what rank 0 found."""
+    """Train on `size` ranks, and compare with plain PyTorch. Return rank 0's results."""
     batches = [rows(seed) for seed in range(NUM_STEPS + 1)]
     told = {"sequence_parallel": 2, **settings, "make": make, "batches": batches}
     (found,), *others = run(size, trained, runs=[told])
@@ -96,8 +96,9 @@ def check(size: int, make: Callable[[], nn.Module], rows: Callable[[int], Any], 
 
 
 def exchanged(size: int, passes: int, rows: int = 4, keys: int = KEYS) -> int:
-    """Return the elements that a rank has of the exchanges of a step: queries, keys and values to heads, and what
-    attention gives back to tokens, in each of so many passes.
+    """Return the number of elements a rank exchanges in a step.
+
+    Each pass sends queries, keys and values to heads, and attention results back to tokens.
     """
     own = rows * LENGTH // size
     return passes * LAYERS * own * WIDTH * (HEADS + 2 * max(keys, size) + HEADS)
@@ -126,8 +127,8 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_weights_are_those_of_one_process_on_whole_rows(case: str) -> None:
-    """Break: leave out the backward of the exchange, or of one tensor; cut labels before they are shifted; mask a
-    rank's own tokens alone; take positions for those of a rank's own tokens.
+    """Break: omit the backward of an exchange, or of one tensor; cut labels before the shift; mask only the rank's own
+    tokens; use positions relative to the rank's tokens.
     """
     make, rows, settings = CASES[case]
     found = check(2, make, rows, **settings)
@@ -140,7 +141,7 @@ def test_losses_norms_and_weights_are_those_of_one_process_on_whole_rows(case: s
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "settings"), [(4, {"sequence_parallel": 4}), (4, {}), (4, {"replicas": 2})])
 def test_four_ranks_share_rows_or_make_two_groups(size: int, settings: dict[str, Any]) -> None:
-    """Of two heads of keys four ranks have one each, twice; two groups have rows of their own, and may be replicas."""
+    """Four ranks have one key head each, two heads twice. Two groups have separate rows, and may be replicas."""
     found = check(size, llama, packed, **settings)
     shared_by = settings.get("sequence_parallel", 2)
     assert found.exchanged == exchanged(shared_by, 3, rows=4 * shared_by // size)
@@ -156,7 +157,7 @@ def refused(make: Callable[[], nn.Module] = llama, size: int = 2, **settings: An
 @pytest.mark.slow
 @pytest.mark.parametrize("mixing", MIXING)
 def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(mixing: str) -> None:
-    """Break: compare nothing; compare the first rank's tokens alone."""
+    """Break: skip the comparison; compare the first rank's tokens only."""
     found = refused(MIXING[mixing])
     assert found.startswith("ConfigError: train.sequence_parallel is 2, and ")
     assert ("is not what it is on whole sequences" in found) != ("router" in found.partition(" Set ")[0])

@@ -1,4 +1,4 @@
-"""Experts that come up one record at a time, and those alone that tokens are routed to, against plain PyTorch."""
+"""Streamed experts, compared with plain PyTorch: only experts with routed tokens are copied, one record at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rop
 
 
 def mixture(family: str, **more: Any) -> Callable[[], nn.Module]:
-    """Return what makes a small model of a family, computed by the family's own eager forward."""
+    """Return a constructor for a small model of a family, with the eager expert forward."""
     sizes = GROUPED | SPECIAL | _SIZES | more
     if family == "deepseek_v3":
         sizes |= {**_LATENT, "num_key_value_heads": 4}
@@ -64,7 +64,7 @@ def streamed(**placement: Any) -> Placement:
 
 
 def count_hits(model: nn.Module) -> Callable[[], int]:
-    """Return how many experts tokens have been routed to since the last call, summed over layers and calls."""
+    """Return a counter function: experts with tokens since the last call, summed over layers and calls."""
     hits: list[int] = []
     for module in model.modules():
         if "_is_expert_parallel" in vars(module):
@@ -81,7 +81,7 @@ def count_hits(model: nn.Module) -> Callable[[], int]:
 
 
 def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
-    """Train beside the reference, with the same bits after every step."""
+    """Train next to the reference, with equal bits after every step."""
     known = {key: settings[key] for key in ("optimizer", "precision", "max_grad_norm") if key in settings}
     if "link_weights" in settings:
         known["shown"] = fake_quantised
@@ -93,7 +93,7 @@ def train(model: nn.Module, count: int = 3, **settings: Any) -> Engine:
         torch.manual_seed(seed)
         result = engine.step(tokens(seed))
         assert result.loss.item() == loss.item()
-        assert result.grad_norm == pytest.approx(norm, rel=1e-12)  # whose squares are added up piece by piece
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)  # the squares are summed piece by piece
         assert_weights(engine, reference, when=f"after step {seed}")
     return engine
 
@@ -107,7 +107,7 @@ def test_families_have_the_bits_of_plain_pytorch(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "device"])
 def test_codes_come_up_as_those_of_whole_experts(tier: str, tmp_path: Path) -> None:
-    """Break: plan what comes up by where the exact weights rest; let an expert begin within a block."""
+    """Break: plan copies by the location of the exact weights; let an expert begin inside a quantization block."""
     place = streamed(parameters=tier, optimizer=tier, nvme_dir=tmp_path if tier == "nvme" else None)
     with train(build(mixture("qwen3_moe")), 2, optimizer=RULE, placement=place, link_weights="int8") as engine:
         experts = next(unit for unit in parts_of(engine).units if unit.in_records)
@@ -118,14 +118,14 @@ def test_codes_come_up_as_those_of_whole_experts(tier: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["exact", "int8"])
 def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
-    """Twice a step; the weights of the layers' shared part, and of all else, as with whole experts."""
+    """Each expert with tokens is copied twice a step. Shared and other weights move as with whole experts."""
     model = build(mixture("qwen3_moe"))
     hits = count_hits(model)
     with Engine(model, RULE, streamed(), recompute="always", link_weights=link) as engine:
         engine.step(tokens(0, 1))
         hits()
         engine.step(tokens(1, 1))
-        num_hit = hits() // 2  # the recompute calls the module as well
+        num_hit = hits() // 2  # activation recomputation calls the module again
         state = parts_of(engine)
         experts = [unit for unit in state.units if unit.in_records]
         record = experts[0].regions[0]
@@ -146,12 +146,12 @@ def test_what_comes_up_is_what_tokens_are_routed_to(link: str) -> None:
 
 
 def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
-    """A stack has one gradient there, with zeros for such an expert: its moments fade, and its weights decay."""
+    """The stacked parameter has one gradient, zero for this expert: moments fade and weights decay."""
     model = build(mixture("mixtral"))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate.weight[0] = 0
-            layer.mlp.gate.weight[0, 0] = -1e4  # of a norm's output, whose first element is made positive
+            layer.mlp.gate.weight[0, 0] = -1e4  # for a norm output with a positive first element
             layer.post_attention_layernorm.weight[0] = 0
     with train(model, 10, optimizer=RULE, placement=streamed()) as engine:
         found = states(engine)["model.layers.0.mlp.experts.down_proj"]
@@ -160,7 +160,7 @@ def test_an_expert_without_tokens_is_updated_as_plain_pytorch_does_it() -> None:
 
 @pytest.mark.slow
 def test_the_device_need_not_hold_a_layer(tmp_path: Path) -> None:
-    """Where whole experts end with exit code 3, and `auto` chooses streamed ones."""
+    """Whole experts end with exit code 3, and `auto` selects streamed experts."""
     make = mixture("qwen3_moe", moe_intermediate_size=512)
     whole = Engine(build(make), RULE, Placement(experts="whole"))
     layer = max(unit.weight_bytes for unit in parts_of(whole).units)
@@ -220,8 +220,9 @@ def of_ranks(
     memory: str | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
-    """Train on this rank's `rows[rank]` rows of each batch, and evaluate the last; return weights and losses. In the
-    second step the last rank has room for graphs until its first experts are up.
+    """Train on this rank's `rows[rank]` rows, and evaluate the last batch. Return weights and losses.
+
+    In the second step the last rank has room for autograd graphs until the first expert is fetched.
     """
     cut_experts.RECORD_BYTES = 1
     place = Placement(experts=experts, device_memory=memory)
@@ -249,11 +250,11 @@ UNEVEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", quick(UNEVEN, ["graphs where there is room"]))
 def test_ranks_may_have_other_numbers_of_micro_batches(case: str) -> None:
-    """Break: exchange once for each micro-batch of the own rows; bring experts up again when a graph is given up."""
+    """Break: exchange once per local micro-batch; fetch experts again when a graph is dropped."""
     told = {"rows": (3, 1), "micro_batch_size": 1, **UNEVEN[case]}
     whole, (found, other) = (run(2, of_ranks, experts=experts, **told) for experts in ("whole", "streamed"))
     assert_same(found, other)
-    for name, value in whole[0].items():  # sums of micro-batches come in another order
+    for name, value in whole[0].items():  # the summation order of micro-batches differs
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
 
 
@@ -313,7 +314,7 @@ def test_what_cannot_be_cut_is_refused(make: Any, settings: dict[str, Any], word
 
 
 def test_over_replicas_streamed_experts_are_refused_and_auto_stays_whole() -> None:
-    """Break: choose by whether a layer fits alone."""
+    """Break: decide only by the size of a layer."""
     with torch.device("meta"):
         model = mixture("qwen3_moe", moe_intermediate_size=512)()
     ranks, machine = ImaginedRanks(2, 2), DescribedMachine(Hardware.read("rtx-4090"), 1)

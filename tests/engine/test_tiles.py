@@ -1,4 +1,4 @@
-"""Modules over tiles of the sequence: what they give is what they give whole, up to the order of sums."""
+"""Modules over sequence tiles: results equal the whole-sequence results, except for summation order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.inside import parts_of
 from tests.matrix import quick
 
 LENGTH = 24
-"""Longer than what is recorded."""
+"""Longer than a recorded sequence."""
 
 
 def long(count: int, rows: int = 2) -> list[dict[str, Tensor]]:
@@ -34,13 +34,13 @@ def long(count: int, rows: int = 2) -> list[dict[str, Tensor]]:
 
 
 def modules(engine: Engine) -> dict[str, list[str]]:
-    """Return the modules that run over tiles, by unit."""
+    """Return the tiled modules by unit."""
     found = {unit.name: unit.traits.tiles for unit in parts_of(engine).units}
     return {name: [rows.name for rows in tiles.modules] for name, tiles in found.items() if tiles and tiles.modules}
 
 
 class Part(nn.Module):
-    """Has a hidden layer, and so something to save."""
+    """An MLP with a hidden layer, so autograd saves tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Part(nn.Module):
 
 
 class BlockOf(nn.Module):
-    """Attention over all rows before, of no weights, and a part."""
+    """Causal attention over all previous rows, and a part."""
 
     def __init__(self, part: type[nn.Module]) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ def stack(part: type[nn.Module]) -> nn.Module:
     return Stack(lambda: BlockOf(part), depth=2).train()
 
 
-# -- which modules may run over tiles ------------------------------------------------------------------------
+# -- modules that may run over tiles -------------------------------------------------------------------------
 
 
 class ShiftsRows(Part):
-    """As RWKV: a row sees the one before it."""
+    """A row depends on the previous row, as in RWKV."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h) + functional.pad(h, (0, 0, 1, 0))[:, :-1]
@@ -98,21 +98,21 @@ class NormalisesTheBatch(Part):
 
 
 class ScalesByTheLargest(Part):
-    """What most rows hold has no part in the result of others."""
+    """The result depends on the largest element only."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h / h.abs().amax())
 
 
 class ActsOnTheMean(Part):
-    """Nothing shows but where the sign changes."""
+    """The dependence shows only at a sign change of the mean."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h if h.mean() > 0 else 2 * h)
 
 
 class ShrinksForOutliers(Part):
-    """As long as no row is far from the others, all are alike."""
+    """All rows scale alike unless one row is an outlier."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h / (h.abs().amax() / 20).clamp_min(1.0))
@@ -128,7 +128,7 @@ class HasPlaces(Part):
 
 
 class HasRoomForSome(Part):
-    """A mixture whose experts take so many rows, and drop the others."""
+    """A mixture with limited expert capacity. Rows above the capacity are dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class ChangesItsInput(Part):
 
 
 class SumsGradientsOfRows(Part):
-    """The result is a function of rows, and the gradient is none."""
+    """The forward is a function of rows, the gradient is not."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -218,14 +218,14 @@ def test_a_function_of_rows_is_found() -> None:
 
 
 class ReachesFar(Part):
-    """Adds a row that is farther away than a recording has rows."""
+    """Adds a row 64 positions back, beyond a recorded sequence."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h + functional.pad(h, (0, 0, 64, 0))[:, : h.shape[1]])
 
 
 class CentresLong(Part):
-    """Takes the mean of long sequences away."""
+    """Subtracts the mean over long sequences."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h - h.mean(1, keepdim=True) if h.shape[1] > 64 else h)
@@ -260,11 +260,11 @@ FAMILIES: dict[Callable[[], nn.Module], set[str]] = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     },
     mixtral: {"mlp", "input_layernorm", "post_attention_layernorm"},
-    gpt2: {"mlp.act"},  # dropout is in its MLP
+    gpt2: {"mlp.act"},  # the MLP contains dropout
     gpt_neox: {"mlp"},
     mamba: {"norm"},
 }
-"""By the modules that run over tiles."""
+"""Models with the expected tiled modules."""
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_in_bf16_a_gradient_over_many_tiles_is_as_near_as_a_whole_one() -> None:
-    """Tiles' gradients are summed in fp32: a sum in bf16 would lose most of what 1,024 of them hold."""
+    """Tile gradients are summed in fp32. A bf16 sum over 1,024 tiles would lose most of the value."""
     part = Part().bfloat16()
     h = torch.randn(1, 1024, WIDTH).bfloat16()
     exact = copy.deepcopy(part).float()
@@ -346,7 +346,7 @@ def test_an_own_loop_records_and_trains_over_tiles() -> None:
                 losses.append(float(engine.update().loss))
             assert bool(modules(engine)) == (tile != "none")
             assert bool(engine.told_tiles) == (tile != "none")
-            if tile != "none":  # a few tokens show it
+            if tile != "none":  # a few recorded tokens are enough
                 found = parts_of(engine).units[1].traits.tiles
                 assert {rows.name: rows.is_idle for rows in found.modules}["mlp"]
     assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
@@ -382,7 +382,7 @@ def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MLP at the end of a block runs as often as without tiles: forward, and in the backward."""
+    """An MLP at the end of a block runs as often as without tiles: in the forward and in the backward."""
     rows = []
     model = build(llama)
     forward = type(model.model.layers[0].mlp).forward
@@ -396,7 +396,7 @@ def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest
         engine.step(long(1)[0])
         rows.clear()
         engine.step(long(1)[0])
-    assert sum(rows) == 2 * (2 * LENGTH + 8)  # of two blocks; the first tile tells how results lie
+    assert sum(rows) == 2 * (2 * LENGTH + 8)  # two blocks; the first tile shows the result layout
 
 
 @pytest.mark.slow
@@ -409,7 +409,7 @@ def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_and_tiles_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs over tiles is not compiled; a sequence that is no longer than a tile is."""
+    """Tiled modules are not compiled. Sequences up to one tile are."""
     monkeypatch.setattr(forwards, "BACKEND", "eager")
     with Engine(build(llama), sequence_tile=LENGTH, compile="auto") as engine:
         engine.step(long(1)[0])

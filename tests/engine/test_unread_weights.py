@@ -1,5 +1,6 @@
-"""Units whose backward reads no weights: their weights do not come up for it. Who reads them in any other way has them,
-and every gradient is plain PyTorch's.
+"""Units whose backward reads no weights: no weights are fetched for the backward.
+
+All other reads get the weights, and every gradient equals plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.engine.inside import parts_of
 
 
 class Scaled(nn.Embedding):
-    """As Gemma has it: by a number that lies in a buffer, and that the graph saves."""
+    """Gemma's embedding: multiplies by a buffer saved in the graph."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -32,7 +33,7 @@ class Scaled(nn.Embedding):
 
 
 class Added(nn.Embedding):
-    """The graph of a sum saves nothing at all."""
+    """The autograd graph of a sum saves nothing."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -43,7 +44,7 @@ class Added(nn.Embedding):
 
 
 class Rescaled(nn.Embedding):
-    """A weight is saved, but not that of the table."""
+    """The graph saves the gain, but not the table."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -54,7 +55,7 @@ class Rescaled(nn.Embedding):
 
 
 class _KeepsWeights(torch.autograd.Function):
-    """Hides the weight from autograd."""
+    """Keeps the weight outside autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class OwnFunction(nn.Embedding):
 
 
 class OwnFunctionOfItsOwn(nn.Embedding):
-    """What the function keeps is not seen by whoever watches operations: it is read by NumPy."""
+    """The function reads the saved weight by NumPy, invisible to a dispatch mode."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -97,9 +98,7 @@ class _ReadsPastTorch(torch.autograd.Function):
 
 
 class HookedLater(nn.Embedding):
-    """A hook reads the weights, in no batch that is tried. (One that always does is refused: plainly too, it reads them
-    where they are no more.)
-    """
+    """A hook reads the weights, but in none of the trial batches. A hook that always reads is refused."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -113,7 +112,7 @@ class HookedLater(nn.Embedding):
 
 
 class Checkpointed(nn.Embedding):
-    """Runs again in its backward, and saves before that what nobody is told of."""
+    """Runs again in backward (checkpoint). The engine does not see the tensors saved for the second run."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -127,7 +126,7 @@ class Checkpointed(nn.Embedding):
 
 
 class Dropping(nn.Embedding):
-    """Its graph grows with the batch, so that it is recomputed, from its weights."""
+    """The graph grows with the batch, so the unit is recomputed from the weights."""
 
     def __init__(self) -> None:
         super().__init__(WORDS, WIDTH)
@@ -143,7 +142,7 @@ class Tied(Stack):
 
 
 class Twice(Stack):
-    """Two uses of the table in a pass, the second one behind the first block."""
+    """Uses the table twice in a pass, the second time after the first block."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.blocks[0](self.embedding(x)) + self.embedding(x.flip(1))
@@ -153,7 +152,7 @@ class Twice(Stack):
 
 
 class Without(Stack):
-    """The table is of another kind."""
+    """A stack with another embedding class."""
 
     def __init__(self, embedding: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -173,16 +172,16 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
     "checkpoint": (lambda: Without(Checkpointed), True),
     "recomputed": (lambda: Without(Dropping), True),
 }
-"""And whether the table's backward reads it."""
+"""Model, and True if the embedding backward reads the table."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "recompute"), list(zip(MODELS, cycle(["always", "never"]), strict=False)))
 def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
-    """Each step has the bits of plain PyTorch, and the bytes of a fetch for each use that needs one.
+    """Each step is bit-equal to plain PyTorch, and each use with reads moves the bytes of one fetch.
 
-    Break: take any of the three looks away (at what autograd saves, at functions and hooks, at a backward that is
-    tried); or let a unit that is recomputed go without.
+    Break: remove one of the three checks (saved tensors, functions and hooks, trial backward); or skip the fetch for a
+    recomputed unit.
     """
     make, reads = MODELS[name]
     settings = {"prefetch": 0, "max_grad_norm": None, "debug": True, "recompute": recompute}
@@ -191,8 +190,9 @@ def test_what_is_not_read_is_not_fetched(name: str, recompute: str) -> None:
 
 
 def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
-    """Assert the bytes of a step in which one unit at a time has room, and the head is still there for its backward;
-    what stays goes up once. Of an accelerator the free memory is a budget, which keeps units, and nothing is asserted.
+    """Check the H2D bytes of a step with device memory for one unit, and the head still in the slot for backward.
+
+    Resident units are copied once. On an accelerator free memory keeps units on the device, and nothing is checked.
     """
     if parts_of(engine).plan.limited:
         return
@@ -206,7 +206,7 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> None:
-    """The way through the unit hangs on the values of the batch."""
+    """The path through the unit depends on the batch values."""
 
     class Sometimes(Rescaled):
         def forward(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> No
         build(lambda: Without(Sometimes)), batches, loss_fn=cross_entropy, prefetch=0, max_grad_norm=None, debug=True
     )
     assert_fetched(engine, reads=True)
-    for _ in range(2):  # the order of the last pass has it still
+    for _ in range(2):  # the recorded order of the previous pass still has the fetch
         engine.step(batches[0], loss_fn=cross_entropy)
     assert_fetched(engine, reads=False)
 

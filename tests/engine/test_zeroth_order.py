@@ -1,4 +1,4 @@
-"""Training without a backward, against MeZO in plain PyTorch."""
+"""Training without backward, compared with MeZO in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_both(
     kept: Callable[[str], bool] = lambda name: False,
     **settings: Any,
 ) -> Engine:
-    """Train with both; losses and weights have the same bits after every step."""
+    """Train both. Losses and weights are bit-equal after every step."""
     plain = PlainMeZO(model, rule, precision, kept)
     engine = Engine(model, rule, precision=precision, head_chunk_bytes=None, **settings)
     for number, batch in enumerate(batches(num_steps)):
@@ -57,7 +57,7 @@ def train_both(
 
 
 def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
-    """Return the rule and the precision of a width: fp32; bf16, with masters in fp32; or bf16 alone."""
+    """Return rule and precision for a width: "fp32", "bf16" (fp32 masters) or "alone" (bf16 masters)."""
     if width == "alone":
         return {"rule": replace(rule, master="bf16"), "precision": "bf16"}
     return {"rule": rule, "precision": width}
@@ -102,12 +102,12 @@ def test_directions_and_quantiles(how: dict[str, Any], width: str) -> None:
 
 
 def moved(engine: Engine, before: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of the parameters that are not as they were."""
+    """Return the names of the changed parameters."""
     return {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
 
 
 def test_a_fraction_of_the_layers_takes_part() -> None:
-    """What is in no block always does; of the blocks half, others in each step, and the rest keeps every bit."""
+    """Parameters outside blocks always participate. Half of the blocks do, different ones in each step."""
     rule = replace(RULE, layer_fraction=0.5, weight_decay=0.0)
     engine, plain = Engine(make_model(), rule, **PLACES["cpu"]), PlainMeZO(make_model(), rule)
     plain.masters = weights(engine)
@@ -135,7 +135,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
     ),
 )
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: str) -> None:
-    """Each weight goes up once a step, with what its update needs, and down once where it took part."""
+    """Each weight is copied to the device once a step with the update data, and back once if the block participates."""
     how = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
     rule, precision = how["rule"], how["precision"]
     slots, host = (
@@ -195,13 +195,13 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", ["fp32", "alone"])
 def test_what_stays_in_slots_is_updated_there(width: str) -> None:
-    """Where the device has room, weights do not come up again, and go down all the same."""
+    """With spare device memory, weights are not copied to the device again, but still to the host."""
     rule, precision = of(width).values()
     slots, host = (
         Engine(make_model(), rule, precision=precision, update=update, **PLACES["leftover"])
         for update in ("auto", "cpu")
     )
-    for batch in batches(20):  # until a step needed no more than those before: then what is left goes to the slots
+    for batch in batches(20):  # spare memory goes to slots after a step without a new peak
         assert slots.step(batch).measured == host.step(batch).measured
         if slots.counters.h2d_bytes < host.counters.h2d_bytes:
             break
@@ -240,7 +240,7 @@ def test_there_are_no_gradients_and_no_moments() -> None:
 
 @pytest.mark.slow
 def test_the_host_holds_two_bytes_a_parameter() -> None:
-    """Where the masters are fp32, four; and as many bytes are on disk, and in a checkpoint."""
+    """With fp32 masters four. Disk and checkpoint hold the same number of bytes."""
     sizes = {}
     for width in ("bf16", "alone"):
         rule, precision = of(width).values()
@@ -271,7 +271,7 @@ def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) ->
 
 
 def test_what_is_frozen_keeps_every_bit() -> None:
-    """At the start, as it came, also in more than bf16 has; or later on."""
+    """Weights frozen at the start keep more than bf16 precision. Later freezing keeps every bit as well."""
     model = make_model()
     model.lm_head.requires_grad_(False)
     wanted = model.lm_head.weight.detach().clone()
@@ -288,7 +288,7 @@ def test_what_is_frozen_keeps_every_bit() -> None:
 
 
 class Skipping(nn.Module):
-    """Leaves out one of its blocks."""
+    """Skips one block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -> None:
-    """Weights that no pass used move as those that were used, in slots and on the host; frozen ones do not."""
+    """Unused weights move like used ones, in slots and on the host. Frozen weights do not move."""
     rule, records = replace(RULE, magnitude_quantile=quantile), []
     engine, again = (Engine(Skipping(), rule, **PLACES["cpu"]) for _ in range(2))
     plain = PlainMeZO(Skipping(), rule)
@@ -324,7 +324,7 @@ def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -
 @pytest.mark.filterwarnings("ignore:.* begin anew")
 @pytest.mark.parametrize("masters", [("bf16", "fp32"), ("fp32", "bf16")], ids=" to ".join)
 def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[str, str], tmp_path: Path) -> None:
-    """From bf16 alone no bit changes; to it the weights are those that compute has used."""
+    """From bf16 masters no bit changes. To bf16 masters the weights are those used in compute."""
     engines = [Engine(make_model(), replace(RULE, master=master), precision="bf16") for master in masters]
     for batch in batches(2):
         engines[0].step(batch)
@@ -347,7 +347,7 @@ def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[st
 
 @pytest.mark.slow
 def test_passes_draw_the_same_numbers() -> None:
-    """Dropout masks of both sides are alike, with micro-batches too: where the weights are, so are the losses."""
+    """Both passes use equal dropout masks, also with micro-batches: equal weights give equal losses."""
     for settings in ({}, {"micro_batch_size": 2}):
         engine = Engine(build(gpt2), MeZO(lr=0.0, eps=1e-12), **settings)
         result = engine.step(tokens())
@@ -358,7 +358,7 @@ def test_passes_draw_the_same_numbers() -> None:
 
 
 class Quadratic(nn.Module):
-    """A loss of which the difference of both sides is the directional derivative, but for rounding."""
+    """A quadratic loss: the central difference equals the directional derivative, except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def test_a_small_task_is_learned(objective: str, width: str) -> None:
 
     def loss_fn(outputs: torch.Tensor, batch: Any) -> Any:
         if objective == "accuracy":
-            return -accuracy(outputs, batch).item()  # as a metric of other libraries is
+            return -accuracy(outputs, batch).item()  # a float, as from metrics of other libraries
         return nn.functional.cross_entropy(outputs, batch["labels"])
 
     before = float(engine.evaluate(points(999), accuracy))
@@ -431,7 +431,7 @@ def test_a_small_task_is_learned(objective: str, width: str) -> None:
 
 
 def test_a_number_of_python_is_a_loss_where_no_gradient_is_needed() -> None:
-    """In parts and whole it has the bits of the tensor; and where gradients are needed, it has none."""
+    """The loss has the bits of the tensor, whole or in micro-batches. With gradients a number is refused."""
 
     def tensor(outputs: torch.Tensor, _batch: Any) -> Any:
         return outputs.float().square().mean()
@@ -455,7 +455,7 @@ def test_a_number_of_python_is_a_loss_where_no_gradient_is_needed() -> None:
     engine.close()
 
 
-# -- what ends it otherwise --------------------------------------------------------------------------------
+# -- errors and interrupts ---------------------------------------------------------------------------------
 
 
 def test_loops_with_gradients_are_refused() -> None:
@@ -521,7 +521,7 @@ class Told(Exception):
 
 
 class Breaks(nn.Module):
-    """Raises in its call number `at`."""
+    """Raises in call number `at`."""
 
     left = Log()
 
@@ -554,7 +554,7 @@ class Chain(nn.Module):
 def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted, put off and made are one: who comes in between makes it neither along other directions nor twice."""
+    """Counting a step and queueing the update belong together: an interrupt between them tears the engine."""
     engine, twin = (Engine(make_model(2), RULE, **PLACES[place]) for _ in range(2))
     for each in (engine, twin):
         each.step(tokens())
@@ -619,7 +619,7 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
     assert set(threading.enumerate()) <= threads
 
 
-# -- going on, and going again -----------------------------------------------------------------------------
+# -- resume and replay -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -675,7 +675,7 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", ["fp32", "alone"])
 def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -> None:
-    """Each computes its rows; losses are exchanged alone, and the stages of ZeRO have the same bits."""
+    """Each rank computes its rows. Only losses are exchanged, and all ZeRO stages are bit-equal."""
     rule, precision = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)).values()
     how: dict[str, Any] = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
     how["precision"] = precision
@@ -697,7 +697,7 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -
     engine.close()
 
 
-# -- anything ----------------------------------------------------------------------------------------------
+# -- races -------------------------------------------------------------------------------------------------
 
 
 def test_an_update_in_a_kept_slot_waits_for_what_goes_down_from_it() -> None:

@@ -1,4 +1,4 @@
-"""MeZO in plain PyTorch: every parameter resident, the model called twice, with the engine's generator."""
+"""MeZO in plain PyTorch: resident parameters, two forwards per direction, the engine's random generator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Batch = Mapping[str, Any]
 
 
 class PlainMeZO:
-    """Trains a copy of `model`. In bf16 it computes in bf16, under masters as the rule has them; `kept(name)` says
-    where not.
+    """Trains a copy of `model` by MeZO.
+
+    With precision bf16 the copy computes in bf16, except for names with `kept(name)`. The masters are fp32 or bf16, as
+    the rule configures.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class PlainMeZO:
         return kernels.split(master)[0] if name in self.short else master
 
     def direction(self, name: str, number: int) -> torch.Tensor:
-        """Return z of a parameter, of which large weights may have none."""
+        """Return a parameter's direction z. Elements above the magnitude quantile are zero."""
         used, key = self.used(name).float(), parameter_key(name, self.seed)
         words = philox.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
         if not used.numel():
@@ -60,7 +62,7 @@ class PlainMeZO:
         return normal(words).view(used.shape) * (used.abs() <= used.abs().flatten().kthvalue(rank).values)
 
     def rounded(self, name: str) -> torch.Tensor:
-        """Return a master as bf16 has it: up or down at random, by 16 bits that are added to those that are dropped."""
+        """Round a master to bf16 stochastically: add 16 random bits to the dropped bits."""
         master, key = self.masters[name].flatten(), parameter_key(name, self.seed)
         element = torch.arange(master.numel())
         words = philox.words(64 * (master.numel() // 128 + 1), key, self.num_steps, ROUNDING, 0, element.device)
@@ -69,8 +71,9 @@ class PlainMeZO:
         return bits.to(torch.int32).view(torch.float32).view_as(self.masters[name])
 
     def chosen(self, blocks: Sequence[nn.Module], own: nn.Module) -> set[str]:
-        """Return the names of the parameters that take part in the next step: what is trained, of the blocks those that
-        are drawn. `blocks`: of `own`, which is the model as it was, before its ties were undone.
+        """Return the names of the parameters in the next step: trainable, and of the blocks only the sampled ones.
+
+        `blocks` belong to `own`, the model before the ties were removed.
         """
         words = philox.words(len(blocks), parameter_key("(blocks)", self.seed), self.num_steps + 1, 2, 0, "cpu")
         count = max(1, round(self.rule.layer_fraction * len(blocks)))
@@ -87,7 +90,7 @@ class PlainMeZO:
     def step(
         self, batch: Batch, loss_fn: Callable[..., Any] | None = None, taking: Callable[[str], bool] | None = None
     ) -> list[tuple[float, float]]:
-        """Train on a batch; return the losses on both sides. `taking`: of the parameters that take part, by name."""
+        """Train on a batch. Return the losses on both sides. `taking`: filter for participating parameters, by name."""
         batch = {k: v.to(own_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
 
@@ -106,7 +109,7 @@ class PlainMeZO:
     def measure(
         self, loss: Callable[[], float], taking: Callable[[str], bool] | None = None
     ) -> list[tuple[float, float]]:
-        """Begin a step: return what the loss is on both sides of the weights, along each direction."""
+        """Begin a step. Return (loss at +eps, loss at -eps) for each direction."""
         names, losses = self._taking(taking), []
         self.num_steps += 1
         for number in range(self.rule.num_perturbations):
@@ -117,14 +120,14 @@ class PlainMeZO:
                     moved = used + sign * (self.rule.eps * self.direction(name, number)) if name in names else used
                     for p in uses:
                         p.data = moved.to(own_device(), used.dtype, copy=True)
-                torch.manual_seed(torch.initial_seed())  # both sides draw alike
+                torch.manual_seed(torch.initial_seed())  # both sides sample the same random numbers
                 both.append(loss())
             losses.append((both[0], both[1]))
         return losses
 
     @torch.no_grad()
     def move(self, slopes: Sequence[float], taking: Callable[[str], bool] | None = None) -> None:
-        """End a step: take it along its directions, of these slopes."""
+        """Finish a step: move along the directions, scaled by the slopes."""
         rule, names, updates = self.rule, self._taking(taking), {}
         for name in names:
             terms = [self.direction(name, number) * (slope / len(slopes)) for number, slope in enumerate(slopes)]

@@ -1,8 +1,7 @@
-"""The engine broken on purpose, each time in another mechanism: tests of the quick run have to fail, and the fuzzer has
-to find it.
+"""Deliberate engine faults, one mechanism each. The quick tests must fail, and the fuzzer must detect the fault.
 
-A mutation is a function that puts a mistake into this process by monkeypatch. `list_mutations` returns all of them,
-`python -m tests.mutations` runs the tests that have to find each, and `pytest --mutation NAME` runs any tests with one.
+A mutation is a function that monkeypatches a fault into this process. `list_mutations` returns all of them.
+`python -m tests.mutations` runs the tests for each one, and `pytest --mutation NAME` runs any tests with one.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ if TYPE_CHECKING:
 
 Change = Callable[["pytest.MonkeyPatch"], None]
 VARIABLE = "TESTS_MUTATION"
-"""Names the mutation of processes that tests fork."""
+"""Environment variable with the mutation name, for processes forked by tests."""
 PARTS = ("waits", "gradients", "states", "recompute", "forwards", "storage", "data", "ranks", "training", "plans")
-"""The modules of this package that hold mutations."""
+"""Modules in this package with mutations."""
 _applied: str | None = None
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake, and the tests that have to find it."""
+    """A fault, and the tests required to detect it."""
 
     name: str
     change: Change
     found_by: tuple[str, ...]
-    """Files, or node ids without parameters, of the quick run, in the order in which they run. One failure suffices."""
+    """Files or node ids (without parameters) of quick tests, in running order. One failure suffices."""
     fuzzed: bool
-    """True where the fuzzer has to find the mistake as well."""
+    """True: the fuzzer must detect the fault as well."""
 
 
 _mutations: dict[str, Mutation] = {}
 
 
 def mutation(*found_by: str, fuzzed: bool = False) -> Callable[[Change], Change]:
-    """Return a decorator that enters a function in the list, under its name with hyphens."""
+    """Return a decorator that registers a mutation under the function name, with hyphens."""
 
     def enter(change: Change) -> Change:
         enter_as(change.__name__.replace("_", "-"), change, *found_by, fuzzed=fuzzed)
@@ -57,13 +56,13 @@ def enter_as(name: str, change: Change, *found_by: str, fuzzed: bool = False) ->
 
 
 def replaced(target: Any, name: str, value: Any) -> Change:
-    """Return the mutation that puts something else in the place of one attribute."""
+    """Return a mutation that replaces one attribute."""
     return lambda patch: patch.setattr(target, name, value)
 
 
 @contextmanager
 def as_it_is(*_: Any) -> Iterator[None]:
-    """Stand in for a context manager that puts something back."""
+    """Context manager without effect, in place of one for restoring state."""
     yield
 
 
@@ -76,7 +75,7 @@ def list_mutations() -> dict[str, Mutation]:
 
 @contextmanager
 def applied(name: str) -> Iterator[None]:
-    """Within, this process has the mistake."""
+    """Apply the mutation inside the context."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,11 +84,11 @@ def applied(name: str) -> Iterator[None]:
 
 
 def apply(name: str) -> None:
-    """Put the mistake into this process for good, and into all that it forks. Raises pytest.UsageError."""
+    """Apply the mutation for the life of this process and all forked children. Raises pytest.UsageError."""
     import pytest
 
     global _applied
-    if _applied == name:  # a process that was forked from one with this mistake has it
+    if _applied == name:  # a child forked from a mutated process already has the fault
         return
     known = list_mutations()
     if name not in known:
@@ -99,6 +98,6 @@ def apply(name: str) -> None:
 
 
 def apply_if_told() -> None:
-    """Put the mistake into this process that the environment names, if any."""
+    """Apply the mutation named by the environment, if any."""
     if name := os.environ.get(VARIABLE):
         apply(name)

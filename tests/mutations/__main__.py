@@ -1,10 +1,10 @@
-"""Runs the tests that have to find each mutation, and tells of mutations that no test finds.
+"""Runs the tests for each mutation, and reports mutations not detected by any test.
 
-make mutations                                    all of them: about ten minutes on two cores
-make mutations ARGS="NAME ..."                    these alone
-make mutations ARGS="--list"                      their names, and the tests that have to find them
+    make mutations                                    all of them: about ten minutes on two cores
+    make mutations ARGS="NAME ..."                    these alone
+    make mutations ARGS="--list"                      their names, and the tests that have to find them
 
-All named tests are part of the quick run, and those that failed pass without a mutation: both are checked.
+All named tests must belong to the quick run, and failed tests must pass without the mutation. The command checks both.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from tests import forks
 from tests.mutations import Mutation, list_mutations
 
 PATIENCE_S = 600
-"""For the tests of one mutation, which take seconds. A mutation that makes them hang is not found."""
+"""Seconds for the tests of one mutation, usually a few. A mutation that hangs the tests is not detected."""
 _FAILED = 1
-"""An exit code of pytest. A mutation that cannot be made, and tests that cannot be collected, end it with others."""
+"""pytest's exit code for failed tests. Faulty mutations and uncollectable tests give other codes."""
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 
 _OWN_CRASH = re.compile(
     r"^/\S+:\d+: (?:TypeError|AttributeError|NameError)\b.*|^/\S*/tests/mutations/.*$", re.MULTILINE
 )
-"""The line of an error that shows a mutation to be out of date: the code that it changes takes other arguments now."""
+"""Error line from an outdated mutation: the patched code takes other arguments now."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of the tests of one mutation."""
+    """Test result for one mutation."""
 
     mutation: Mutation
     seconds: float
     test: str = ""
-    """The node id of the test that failed. Empty where the mutation was not found."""
+    """Node id of the failed test. Empty: the mutation was not detected."""
     error: str = ""
-    """The error of that test, shortened by pytest."""
+    """The failed test's error, shortened by pytest."""
     trouble: str = ""
-    """The reason where the mutation was not found, in lines."""
+    """Reason for a missed mutation, as lines of text."""
 
     def line(self) -> str:
         verdict = f"{self.seconds:.0f} s" if self.test else "NOT FOUND"
@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def find_stranger(tests: Iterable[str]) -> str:
-    """Return the first of the tests that is no part of the quick run, or ""."""
+    """Return the first test outside the quick run, or ""."""
     _, out = run_tests(["--collect-only", *sorted({test.partition("::")[0] for test in tests})])
     collected = {line.partition("[")[0] for line in out.splitlines()}
     return next(
@@ -118,7 +118,7 @@ def seek(mutation: Mutation, tests: Sequence[str]) -> Outcome:
 
 
 def run_tests(words: Sequence[str], timeout: float = PATIENCE_S) -> tuple[int, str]:
-    """Run pytest on words, in a process that is forked; return the exit code and the output."""
+    """Run pytest in a forked process. Return the exit code and the output."""
     how = ["--tb=line", "-rfE", "-p", "no:cacheprovider", "-W", "ignore"]
     done = forks.run(["-m", "pytest", *how, *words], timeout=timeout, env={**os.environ, "COLUMNS": "200"})
     return done.returncode, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Data sets: the order of rows, labels, what a batch is."""
+"""Mutations in data sets: row order, labels, batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def labels_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_packing.py")
 def mask_of_the_loss_ignored(patch: pytest.MonkeyPatch) -> None:
-    """All tokens of a row are targets, the prompts too."""
+    """All tokens are targets, including the prompts."""
     read = Rows.read
 
     def unmasked(self: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def mask_of_the_loss_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_isolated.py")
 def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
-    """Positions run on from one to the next, by which attention keeps them apart."""
+    """Positions continue across documents, so attention does not separate the documents."""
     patch.setattr(
         IsolatedRows, "positions", lambda self, rows: np.tile(np.arange(self.sequence_length), (len(rows), 1))
     )
@@ -62,7 +62,7 @@ def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_isolated.py")
 def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
-    """Of the last token of the document before."""
+    """The previous document's last token gets a target."""
     read = IsolatedRows.read
 
     def targeted(self: IsolatedRows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +76,7 @@ def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/training/test_resume.py::test_a_resumed_run_is_one_that_never_stopped")
 def position_in_the_data_not_restored(patch: pytest.MonkeyPatch) -> None:
-    """A process begins with the first batch, whatever the step."""
+    """A process starts with the first batch at any step."""
     batch, first = Dataset.batch, dict[int, int]()
 
     def anew(self: Dataset, step: int, *whose: int) -> Any:
@@ -98,7 +98,7 @@ def ranks_share_a_row(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/data/test_data_dataset.py")
 def rows_of_ranks_without_any_are_counted(patch: pytest.MonkeyPatch) -> None:
-    """A rank without rows gets one of another rank, whose labels it is not to have."""
+    """A rank without rows gets a row from another rank, and the loss counts the labels."""
     patch.setattr(dataset, "IGNORE", 0)
 
 

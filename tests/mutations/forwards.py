@@ -1,4 +1,4 @@
-"""Training by forwards alone."""
+"""Mutations in training by forward passes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.optim.mezo import MeZO
 from tests.mutations import enter_as, mutation, replaced
 
-# Of a unit that no pass calls, all weights move.
+# In a unit not called by any pass, all weights are updated instead of the small ones only.
 enter_as(
     "thresholds-of-what-was-called-alone",
     replaced(ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None),
@@ -80,14 +80,14 @@ def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_zeroth_order.py::test_directions_and_quantiles", fuzzed=True)
 def mask_by_weights_that_have_moved(patch: pytest.MonkeyPatch) -> None:
-    """Which weights are small is found from one side of them."""
+    """The threshold for small weights is computed from moved weights."""
     threshold = MeZO.threshold
     patch.setattr(MeZO, "threshold", lambda self, weights: threshold(self, weights + self.eps))
 
 
 @mutation("tests/engine/test_zeroth_order.py::test_directions_and_quantiles", fuzzed=True)
 def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
-    """Of those along which the loss is measured."""
+    """The loss is measured along one direction only."""
     fill = Perturbed._fill
     patch.setattr(Perturbed, "_fill", lambda self, unit, _direction, place: fill(self, unit, 0, place))
 

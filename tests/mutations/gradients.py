@@ -1,4 +1,4 @@
-"""Gradients, from autograd to the update: sums, the norm, clipping."""
+"""Mutations in gradients, from autograd to the update: sums, norm, clipping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.layout.codecs import WholeNumbers
 from offload.layout.regions import Piece
 from tests.mutations import enter_as, mutation, replaced
 
-# Of a batch's parts, and of ranks, all count the same, whatever their targets.
+# Micro-batches and ranks count the same, regardless of their targets.
 enter_as(
     "micro-batches-weighted-alike",
     replaced(losses, "_scaled", lambda loss, share, _: loss * (0.5 if share != 1.0 else 1.0)),
@@ -61,7 +61,7 @@ def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_clipping.py", fuzzed=True)
 def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
-    """Of the speculative updates of a step, the one of region 1 stays as it was."""
+    """The speculative update in region 1 is not corrected."""
     correct = TileUpdates.correct
 
     def corrected(self: TileUpdates, landed: Any, touched: Sequence[bool], scale: float) -> None:
@@ -86,7 +86,7 @@ def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_against_torch.py", fuzzed=True)
 def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
-    """Gradients with several contributions land after the first one; the others come too late."""
+    """Gradients with several contributions arrive in host memory after the first one. The later ones are lost."""
     close, rest = GradientFlow.close, GradientFlow.land_rest
 
     def closed(self: GradientFlow, regions: Any) -> None:

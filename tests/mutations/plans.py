@@ -1,4 +1,4 @@
-"""Plans and budgets: what is told is what is held."""
+"""Mutations in plans and budgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.mutations import mutation
 
 @mutation("tests/engine/test_budgets.py")
 def plan_forgets_a_buffer(patch: pytest.MonkeyPatch) -> None:
-    """What is compared with a budget lacks the largest allocation of each tier."""
+    """The budget check ignores the largest allocation in each tier."""
     check = plan.check_budgets
 
     def forgetful(allocations: Any, *how: Any, **more: Any) -> None:
@@ -40,7 +40,7 @@ def bytes_brought_up_ahead_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/tiers/test_ledger.py", "tests/engine/test_budgets.py")
 def budgets_not_held(patch: pytest.MonkeyPatch) -> None:
-    """What a step takes beyond the plan is taken, whatever the budget."""
+    """A step may allocate beyond the budget."""
     reserve = Ledger.reserve
 
     def reserved(self: Ledger, name: str, num_bytes: int, fix: str = "") -> None:

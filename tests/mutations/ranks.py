@@ -1,4 +1,4 @@
-"""Ranks: sums over them, shards, and what they bring up together."""
+"""Mutations in sums over ranks, shards, and gathers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def weights_of_other_ranks_stale(patch: pytest.MonkeyPatch) -> None:
-    """Each rank gives the others what it gave them the last time."""
+    """Each rank sends the shard from the previous gather."""
     all_gather, given = Ranks.all_gather, dict[Any, torch.Tensor]()
 
     def stale(self: Ranks, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
@@ -47,7 +47,7 @@ def weights_of_other_ranks_stale(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def norm_of_this_ranks_shard_alone(patch: pytest.MonkeyPatch) -> None:
-    """Each rank clips by what it holds."""
+    """Each rank clips by the local shard's norm."""
     sum_in_order = Ranks.sum_in_order
 
     def own(self: Ranks, values: Any, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""Recompute, kept graphs, and the habits of units."""
+"""Mutations in activation recomputation, saved autograd graphs, and unit behaviour."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from offload.layout.codecs import WholeNumbers
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 
-# A recompute begins from what the forward has left in attributes.
+# A recomputation starts from the attributes as left by the forward.
 enter_as(
     "kept-numbers-counted-twice",
     replaced(condition.Condition, "attributes_again", as_it_is),
     "tests/engine/test_condition.py",
     fuzzed=True,
 )
-# What a unit puts into a mapping of its caller's stays in a copy.
+# Entries added by a unit to a caller's mapping stay in a copy.
 enter_as(
     "results-written-into-arguments-lost",
     replaced(router, "deliver", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
@@ -35,7 +35,7 @@ enter_as(
 
 @mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
 def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
-    """The judge would find it, and have graphs kept."""
+    """The equivalence check is disabled too, since the check would detect the fault and save graphs."""
     patch.setattr(Judge, "_compare", lambda *_, **__: "")
     patch.setattr(condition.Condition, "values_again", as_it_is)
 
@@ -53,7 +53,7 @@ def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_kept.py", fuzzed=True)
 def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
-    """Weights that a kept graph saved are looked for where the unit lay when it was first asked for."""
+    """Weights in a saved graph are read at the unit's first slot address."""
     view = Slots.view
 
     def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")
 def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
-    """It gets the results of the first one."""
+    """The last tile gets the first tile's results."""
     part = tiles._TiledCall._part
 
     def lost(self: Any, tensor: torch.Tensor, span: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_streamed_experts.py")
 def tokens_of_another_expert(patch: pytest.MonkeyPatch) -> None:
-    """Each expert gets the tokens of its neighbour."""
+    """Each expert gets the neighbour's tokens."""
     checked = StreamedExperts._checked
 
     def swapped(self: StreamedExperts, given: Any) -> Any:
@@ -113,7 +113,7 @@ def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) ->
 
 @mutation("tests/layout/test_codecs.py")
 def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
-    """Each block of a frozen base with that of its neighbour."""
+    """Each block in a frozen base uses the previous block's scale."""
     decode = WholeNumbers.decode
 
     def shifted(self: WholeNumbers, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:

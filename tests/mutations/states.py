@@ -1,4 +1,4 @@
-"""States of parameters, and the rules that update them."""
+"""Mutations in parameter states and update rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offload.optim import update
 from offload.tiers.tile import RegionState
 from tests.mutations import enter_as, mutation, replaced
 
-# What is frozen or thawed between steps is trained as at first.
+# Parameters frozen or thawed between steps train as in the first step.
 enter_as(
     "frozen-parameters-not-seen",
     replaced(Unit, "freeze", lambda self, frozen: None),
     "tests/engine/test_parameters.py",
     fuzzed=True,
 )
-# Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one.
+# Readers, checkpoints and the next step use the weights before the last step.
 enter_as(
     "update-that-was-put-off-dropped",
     replaced(Updates, "flush", lambda self: self._due.in_slot.clear()),
@@ -43,7 +43,7 @@ def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch", "tests/engine/test_nvme.py", fuzzed=True)
 def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
-    """Where a region is cut over ranks or in tiles, the last block of a piece that another follows is left out."""
+    """If a region is cut over ranks or in tiles, the last block of every piece but the final one is not updated."""
     runs = update._runs
 
     def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any, one_by_one: bool) -> Iterator[Any]:
@@ -63,7 +63,7 @@ def corrections_of_biases_one_step_late(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_against_torch.py")
 def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
-    """Of those as well whose group has none."""
+    """Groups without weight decay get it as well."""
     runs = update._runs
 
     def decayed(state: Any, tile: Any, touched: Any, infos: Any, one_by_one: bool) -> Iterator[Any]:
@@ -76,7 +76,7 @@ def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
-    """The masters of weights in bf16 are no more than these."""
+    """bf16 weights' masters lose the low 16 bits."""
     update_tile = tile_updates.update_tile
 
     def rounded(state: Any, tile: Any, planes: Any, *rest: Any, **more: Any) -> Any:

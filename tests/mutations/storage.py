@@ -1,4 +1,4 @@
-"""Disks and checkpoints."""
+"""Mutations in disks and checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def every_third_write_to_disk_lost(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/checkpoint/test_atomic.py::test_what_is_on_disk_when_it_takes_its_name")
 def manifest_not_synced(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint takes its name before the disk has its manifest."""
+    """A checkpoint gets the final name before the manifest is on disk."""
     patch.setattr(publish, "os", SimpleNamespace(fsync=lambda descriptor: None))
 
 
@@ -91,7 +91,7 @@ def checksums_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/checkpoint/test_slices.py")
 def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
-    """What several ranks wrote of a parameter is all taken from the file of the first one."""
+    """All slices of a parameter are read from the first rank's file."""
     stretches = Reader._stretches
 
     def first(self: Reader, span: Any) -> Iterator[tuple[str, int, int]]:
@@ -129,5 +129,5 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    """Micro-batches and units draw by it."""
+    """The step number seeds random numbers in micro-batches and units."""
     patch.setattr(UnitRunner, "go_on_from", lambda self, step_number: None)

@@ -1,5 +1,6 @@
-"""The mistakes that are made on purpose can be made, and the command tells of those that no test finds. (That tests
-find them: make mutations.)
+"""All mutations can be applied, and the command reports mutations not detected by tests.
+
+`make mutations` checks the detection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other trainers over engines, and the trainer of the command line."""
+"""Mutations in integrations with other trainers and in the command-line trainer."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def late_updates_not_shown_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/training/test_evaluation.py::test_loss_perplexity_and_bits_a_byte_are_those_of_plain_pytorch")
 def evaluation_is_a_mean_over_batches(patch: pytest.MonkeyPatch) -> None:
-    """Of the losses of batches, whatever their targets."""
+    """All batches count the same, regardless of the target count."""
     patch.setattr(Objective, "count", lambda self, batch: 1)

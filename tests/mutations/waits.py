@@ -1,4 +1,4 @@
-"""Waits that are left out, and memory that is lent twice."""
+"""Mutations in waits and memory leases."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.tile import Tile
 from tests.mutations import enter_as, mutation, replaced
 
-# Nobody waits for what fills a buffer.
+# Readers do not wait for the fill of a buffer.
 enter_as(
     "read-before-filled",
     replaced(Fence, "before_read", lambda self: ()),
     "tests/engine/test_races.py",
     fuzzed=True,
 )
-# Who fills a buffer waits for whoever filled it before, and for none of its readers.
+# A fill waits for earlier fills but not for readers.
 enter_as(
     "filled-before-read",
     replaced(Fence, "before_fill", lambda self: self._filled),
     "tests/engine/test_races.py",
     fuzzed=True,
 )
-# What lies in the ring of updates is taken for what lay there.
+# Stale update-ring contents count as current.
 enter_as(
     "weights-from-a-place-that-others-have",
     replaced(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None)),
@@ -39,7 +39,7 @@ enter_as(
 
 @mutation("tests/engine/test_races.py", fuzzed=True)
 def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
-    """A stretch is lent again while its last borrower uses it."""
+    """The ring lends a slice again while the last borrower uses it."""
     take = Ring.take
 
     def taken(self: Ring, num_bytes: int) -> Any:
@@ -51,7 +51,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ring, "take", taken)
 
 
-# Compute begins with a unit before its weights are up.
+# Compute starts before the unit weights are on the device.
 enter_as(
     "compute-does-not-wait-for-weights",
     replaced(Cargoes, "wait", lambda self, cargo, regions: None),
@@ -77,5 +77,5 @@ def weights_fetched_before_their_update(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_placements.py")
 def weights_from_before_the_update_stay_in_a_slot(patch: pytest.MonkeyPatch) -> None:
-    """A unit that was brought up ahead, or is still there, computes with them in the next step."""
+    """A prefetched or remaining unit computes with these weights in the next step."""
     patch.setattr(Cargoes, "_retire", lambda self, slots: None)
