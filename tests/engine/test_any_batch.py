@@ -357,7 +357,9 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LLaVA", "T5"])
 def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
-    """The vision tower collects hidden states in a list held by a context variable. No autograd graph may remain there."""
+    """The vision tower collects hidden states in a list held by a context variable. No autograd graph may remain
+    there.
+    """
     kind, batch = KINDS[name], made(name, 0)
     engine = Engine(build(kind.make))
     with no_graph_is_left():

@@ -1,4 +1,6 @@
-"""Edits of a frozen base between steps, and pruned moments, in checkpoints of the trainable parameters, on every tier."""
+"""Edits of a frozen base between steps, and pruned moments, in checkpoints of the trainable parameters, on every
+tier.
+"""
 
 from __future__ import annotations
 

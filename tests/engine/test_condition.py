@@ -56,7 +56,9 @@ def assert_like(engine: Engine, reference: Reference) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "rows"), [("always", None), ("never", 2)])
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
-    """The recording pass and skipped steps leave this state unchanged. Evaluations move the state, as in plain PyTorch."""
+    """The recording pass and skipped steps leave this state unchanged. Evaluations move the state, as in plain
+    PyTorch.
+    """
     model = build(Assigned)
     reference = Reference(model)  # whole batches: parts would each move the state
     engine = Engine(model, recompute=recompute, micro_batch_size=rows, on_nonfinite="skip")

@@ -181,7 +181,9 @@ def test_weights_without_a_gradient_stay_on_the_device() -> None:
 def test_no_more_is_read_early_than_host_memory_has_room_for(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient sums of a user's own loop, allocated later, still fit. `more`: number of tiles beyond the minimum."""
+    """The gradient sums of a user's own loop, allocated later, still fit. `more`: number of tiles beyond the
+    minimum.
+    """
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
     def run(host_memory: int | None) -> tuple[int, int]:
@@ -207,7 +209,9 @@ def test_no_more_is_read_early_than_host_memory_has_room_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the norm", "after it", "in a step that is skipped"])
 def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed early read ends the step without a trace if no update has begun. A skipped step does not need the read."""
+    """A failed early read ends the step without a trace if no update has begun. A skipped step does not need the
+    read.
+    """
     early = EarlyReads.begin
 
     def read(reads: EarlyReads) -> None:

@@ -127,7 +127,9 @@ def test_own_loops_meet_non_finite_gradients_alike(skips: bool) -> None:
 
 
 def test_without_clipping_an_early_unit_can_tear_the_step(tmp_path: Any) -> None:
-    """Later units are already updated when the NaN gradient arrives: the states belong to no step, so every use raises."""
+    """Later units are already updated when the NaN gradient arrives: the states belong to no step, so every use
+    raises.
+    """
     engine = mined(max_grad_norm=None)
     step(engine)
     engine.model.blocks[0].explodes = True
@@ -255,7 +257,9 @@ def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
 
 
 def test_a_learning_rate_that_is_none_and_a_step_where_gradients_are_off_are_refused() -> None:
-    """A bad rate would otherwise raise in the middle of the updates, and a step without gradients would train nothing."""
+    """A bad rate would otherwise raise in the middle of the updates, and a step without gradients would train
+    nothing.
+    """
     engine, undisturbed = Engine(build(llama)), Engine(build(llama))
     for rate in (-1.0, float("nan"), float("inf"), None, "x"):
         with pytest.raises(ConfigError, match=r"engine\.lr"):

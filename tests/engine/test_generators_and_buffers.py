@@ -53,7 +53,9 @@ def test_evaluate_leaves_no_trace() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [lambda: Stack(DropsOut), RunningStatistics], ids=["dropout", "statistics"])
 def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callable[[], nn.Module]) -> None:
-    """`from_pretrained` returns a model in eval mode. A recording made there must not describe the model in train mode."""
+    """`from_pretrained` returns a model in eval mode. A recording made there must not describe the model in
+    train mode.
+    """
     given = build(model)
     reference = Reference(given)
     engine = Engine(given.eval())

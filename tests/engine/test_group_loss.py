@@ -92,7 +92,9 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
 
 
 def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
-    """Train on a share of six rows: four on rank 0, two on rank 1. Evaluate all six rows; rank 1 has no targets there."""
+    """Train on a share of six rows: four on rank 0, two on rank 1. Evaluate all six rows; rank 1 has no targets
+    there.
+    """
     loss = Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
     result = engine.step(share(answers(), (4, 2), engine.rank), loss)
