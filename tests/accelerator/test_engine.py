@@ -474,7 +474,7 @@ def test_without_this_wait_a_result_is_wrong(
     pytest.fail("twenty runs went well without it")
 
 
-WAITING: Mapping[str, tuple[Callable[[StreamLanes, Pinning], Any], Change]] = {  # and without what it does not wait
+WAITING: Mapping[str, tuple[Callable[[StreamLanes, Pinning], Any], Change]] = {  # action, and the wait removed from it
     "close": (
         lambda lanes, pinning: lanes.close(),
         lambda patch: patch.setattr(StreamLane, "close", ThreadLane.close),

@@ -66,7 +66,7 @@ def test_an_integrated_device_s_memory_is_the_host_s(
     monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
     open_engine().close()
     monkeypatch.setattr(Accelerator, "is_integrated", True)
-    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # what the model gives back makes up for that alone
+    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # the model's freed memory just compensates
     with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
         open_engine()
     second_version(tmp_path, {"/": (on_host + (8 << 20), 0, 0)})

@@ -1,4 +1,4 @@
-"""A few blocks stand for many that are alike."""
+"""A forecast simulates a few blocks in place of many equal blocks."""
 
 from __future__ import annotations
 
