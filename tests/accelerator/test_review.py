@@ -95,7 +95,7 @@ def update(kind, master, m, v, grad):
 def test_an_update_takes_few_launches_and_the_bits_of_the_host(sim, monkeypatch, kind, most, split):
     # The square root on GPUs is correctly rounded. The simulation uses torch's CPU kernels, with another rounding.
     monkeypatch.setattr(torch_fallback, "_sqrt", lambda x: x.double().sqrt_().float())
-    monkeypatch.setattr(device_update, "update", lambda *arguments: None)  # test_device_update.py has those in one
+    monkeypatch.setattr(device_update, "update", lambda *arguments: None)  # test_device_update.py has single launches
     on_device, on_host = (arrays(split, device) for device in ("sim", "cpu"))
     update(kind, *arrays(split, "sim", 64))  # first use in torch
     sim.reset_counters()
