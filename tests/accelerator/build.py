@@ -70,7 +70,7 @@ def build(jobs: int | None = None) -> Path:
 
 
 def _torch_folder() -> Path:
-    """Return the torch folder without an import of torch."""
+    """Return the torch folder without importing torch."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise CannotBuildError("the simulated accelerator is compiled against torch, which is not installed")
@@ -78,7 +78,7 @@ def _torch_folder() -> Path:
 
 
 def _object(source: Path, common: list[str]) -> Path:
-    """Return the object path of a source. The name includes a digest of every dependency."""
+    """Return a source's object path. The name includes a digest over every dependency."""
     digest = hashlib.sha256("\0".join((*common, source.read_text())).encode()).hexdigest()[:16]
     return BUILD / f"{source.stem}-{digest}.o"
 

@@ -43,7 +43,7 @@ def compiled(source: str, name: str, options: Sequence[str]) -> Path:
 
 
 def slots(args: Sequence[Any]) -> tuple[Any, int]:
-    """Return (arguments as 8 bytes each, bit mask of the addresses among them)."""
+    """Return (arguments as 8 bytes each, bit mask for the addresses among them)."""
     words, pointers = [], 0
     for place, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):

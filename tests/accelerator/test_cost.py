@@ -1,6 +1,6 @@
 """A simulated device takes the time given by its rates.
 
-Times come from the model, for work enqueued behind a held stream, so the speed of this machine does not matter.
+Times come from the model, for work enqueued behind a held stream, so machine speed does not matter.
 """
 
 import pytest
@@ -25,7 +25,7 @@ SIMPLE = Cost(
 
 
 def milliseconds(sim, work, device="sim:0"):
-    """Return the model time of `work` on the current stream."""
+    """Return the model time for `work` on the current stream."""
     stream = torch.accelerator.current_stream(device)
     begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize(device)

@@ -20,7 +20,7 @@ def numbers(*sizes, dtype=torch.float32, seed=0):
 
 
 def inputs(op_name, dtype):
-    """Return the floating-point inputs of an operation below."""
+    """Return the floating-point inputs for an operation below."""
     sizes = SIZES.get(op_name, [(6, 8)])
     return [numbers(*size, dtype=dtype, seed=number) for number, size in enumerate(sizes)]
 
@@ -148,7 +148,7 @@ def test_operations_do_not_wait(sim):
     """Exceptions are operations with a result needed on the host."""
     x = numbers(6, 8).to("sim").requires_grad_()
     waiting = {"mask_index", "mask_assign", "solve", "index", "gather", "scatter", "scatter_add", "index_select"}
-    waiting |= {"shifts", "cumulative"}  # the backward of cumprod looks for zeros
+    waiting |= {"shifts", "cumulative"}  # the backward looks for zeros
     waiting |= {"index_put", "index_add", "embedding", "embedding_padded", "cross_entropy", "cross_entropy_sum"}
     torch.accelerator.synchronize()
     for name in sorted(set(OPS) - waiting):

@@ -1,4 +1,4 @@
-"""Pinned host memory under the rules of the driver."""
+"""Pinned host memory under the driver's rules."""
 
 import ctypes
 import mmap

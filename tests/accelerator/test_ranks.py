@@ -27,8 +27,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_devices_are_one_process_at_every_stage(
     slow: str, seed: int, simulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random delays do not matter, and each thread stays on the device of the rank. A thread on another device would
-    create a context there, hundreds of MB on a GPU.
+    """Random delays do not matter, and each thread stays on the rank's device. A thread on another device would create
+    a context there, hundreds of MB on a GPU.
     """
     monkeypatch.setenv(accelerator.JITTER, f"300 {seed} {slow}")
     common: dict[str, Any] = {"case": "plain", "rows": (1, 4), "num_steps": 4, "evaluate": 1, **MODES["deferred"]}

@@ -130,7 +130,7 @@ NOT_OURS = ("masking_utils.py",)  # transformers queries the device about packed
 
 
 def asking(run):
-    """Return file and line of each wait for the device inside an operation."""
+    """Return file and line for each wait on the device inside an operation."""
     torch.sim.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -153,7 +153,7 @@ def asking(run):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_waits_for_no_operation(engine, sim, precision, settings):
     one = engine(precision=precision, **settings)
-    for seed in range(3):  # two of these steps start with a comparison of resident weights
+    for seed in range(3):  # two of these steps first compare resident weights
         one.step(tokens(seed))
     sim.reset_counters()
     found = asking(lambda: one.step(tokens(3)))
@@ -203,7 +203,7 @@ def test_what_is_brought_down_is_what_it_was_then(engine, sim):
 
 
 class Late:
-    """Event that completes only when waited for."""
+    """Event completed only by a wait."""
 
     is_over = False
 
@@ -341,7 +341,7 @@ def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
     assert len(within) > 1
     assert all(found <= held for found in within)
     assert sim.registered()[1] > held[1], "behind it"
-    one.step(tokens(1, length=16))  # starts with a comparison of resident weights
+    one.step(tokens(1, length=16))  # first compares resident weights
     sim.reset_counters()
     one.step(tokens(2, length=16))
     assert sim.counters()["pageable_copies"] == 0
@@ -470,7 +470,7 @@ def losses(one, seeds):
 
 @pytest.fixture(scope="module")
 def large(loaded):
-    """Return the losses of five batches with activations larger than the weights, and the peak device bytes with full
+    """Return the losses for five batches with activations larger than the weights, and the peak device bytes with full
     recomputation (`least`) and without (`most`).
     """
     found, peaks = [], []
@@ -486,7 +486,7 @@ def large(loaded):
 
 @pytest.mark.parametrize(("share", "num_kept"), [(0, 0), (0.6, 1), (1, 2)])
 def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkeypatch, share, num_kept):
-    """Without a budget, free memory is the limit, and temporaries take a part of this memory."""
+    """Without a budget, free memory is the limit, shared with temporaries."""
     free = int(large.least + share * (large.most - large.least)) + (256 << 10)
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
@@ -551,7 +551,7 @@ def test_what_a_stream_still_uses_counts_as_held(engine, sim):
 
 @pytest.fixture
 def limits(sim, monkeypatch):
-    """Yield the limits set on the allocator from now on: bytes above the memory of others, and 1.0 for no limit."""
+    """Yield the limits set on the allocator from now on: bytes above other allocations, and 1.0 for no limit."""
     gc.collect()
     torch.sim.empty_cache()
     found, set_fraction, others = [], torch.sim.set_per_process_memory_fraction, torch.sim.memory_allocated()
@@ -605,7 +605,7 @@ def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_i
 
 
 def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
-    """The budget is meant for the CPU, with no room for temporaries of accelerator operations."""
+    """The budget is meant for the CPU, without room for the temporaries on an accelerator."""
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "checkpoint.export": False}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
 
@@ -642,7 +642,7 @@ class Kept:
 
 @pytest.fixture
 def stream(sim, monkeypatch):
-    """Yield a check: logits of a streamed model equal logits with all weights on the device."""
+    """Yield a check: logits from a streamed model equal logits with all weights on the device."""
     monkeypatch.setattr(device, "_STAGED_BYTES", 1 << 10)  # most weights take several pieces
     model, ids = build(lambda: families.llama(num_hidden_layers=6)).eval(), tokens()["input_ids"].to("sim")
     with torch.no_grad():

@@ -65,7 +65,7 @@ def in_parts(name: str, size: int, batches: list[Any], is_plain: bool = False, *
 def beside_whole(
     model: nn.Module, loss_fn: Any, size: int, batches: Sequence[Any], is_plain: bool, **settings: Any
 ) -> Engine:
-    """Train in micro-batches and compare with plain PyTorch on whole batches. Only the order of sums differs."""
+    """Train in micro-batches and compare with plain PyTorch on whole batches. Only the summation order differs."""
     reference = Reference(model, PROPORTIONAL)
     engine = Engine(model, PROPORTIONAL, micro_batch_size=size, **settings)
     parts_of(engine).way.cut = "calls" if is_plain else "units"
@@ -99,7 +99,7 @@ def says_that_it_stays_whole() -> Any:
 
 
 def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:
-    """Return the images of the rows `numbers`. Row 0 has two images, every other row one."""
+    """Return the images for the rows `numbers`. Row 0 has two images, every other row one."""
     per_image = len(batch[key]) // len(batch["image_grid_thw"])
     images = [image for row in numbers.tolist() for image in ((0, 1) if row == 0 else (row + 1,))]
     return torch.cat([batch[key][image * per_image : (image + 1) * per_image] for image in images])
@@ -194,7 +194,7 @@ class Halved(Prototypes):
 
 
 def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> None:
-    """The warning comes from whichever pass detects the write. Writes of a trial run are undone."""
+    """The warning comes from whichever pass detects the write. The engine undoes writes by a trial run."""
     batches = [{"x": noise(number, 4, 8), "labels": noise(number + 1, 4, 8)} for number in range(2)]
     with pytest.warns(
         UserWarning, match=r"unit blocks\.\d is read from outside itself: its weights stay on the device"
@@ -211,7 +211,9 @@ class Scaled(Prototypes):
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
-    """Scales of 1 give the same result as one value per row and as values shared by all rows. Later scales do not."""
+    """Scales equal to 1 give the same result as one value per row and as values shared by all rows. Later scales do
+    not.
+    """
 
     scales = torch.ones(4), torch.ones(4), torch.linspace(0.5, 2, 4), torch.linspace(2, 0.1, 4)
     batches = [{"x": noise(0, 4, 8), "scales": each, "labels": noise(1, 4, 8)} for each in scales]
@@ -228,7 +230,7 @@ class Offset(Prototypes):
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain: bool) -> None:
-    """With labels far above all outputs, the L1 loss is linear, so a mean of parts equals the whole by chance. The
+    """With labels far above all outputs, the L1 loss is linear, so a mean over parts equals the whole by chance. The
     second batch breaks this.
     """
 
@@ -425,7 +427,7 @@ def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
 
 
 def trained(name: str, rows: tuple[int, ...], micro_batch_size: int | None) -> Any:
-    """Train on this rank's rows. Return ([(loss, norm)] per step, weights), or the message of a ConfigError."""
+    """Train on this rank's rows. Return ([(loss, norm)] per step, weights), or a ConfigError message."""
     return _trained(KINDS[name], lambda step, rank: share(made(name, step, sum(rows)), rows, rank), 2, micro_batch_size)
 
 
@@ -458,7 +460,7 @@ def _trained(
 
 
 def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, Any]:
-    """Return one rank's rows of each entry with an element per row; other entries stay whole."""
+    """Return one rank's part of each entry with an element per row; other entries stay whole."""
     begin = sum(rows[:rank])
     return {
         key: value[begin : begin + rows[rank]]
@@ -481,8 +483,8 @@ def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> None:
-    """The ranks see different batch types, and each records its own. If one rank cannot cut a batch, both keep theirs
-    whole. The number of labels weighs the ranks.
+    """The ranks see different batch types, and each records separately. If one rank cannot cut a batch, both keep
+    theirs whole. The label counts weigh the ranks.
     """
     found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=micro_batch_size)
     reference = Reference(build(llava), PROPORTIONAL)

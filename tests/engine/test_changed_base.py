@@ -1,6 +1,4 @@
-"""Edits of a frozen base between steps, and pruned moments, in checkpoints of the trainable parameters, on every
-tier.
-"""
+"""Checkpoints with trainable parameters only, after edits to a frozen base and after moment pruning, on every tier."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def change(engine: Engine) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
 
 
 def pruned(values: torch.Tensor, share: float) -> torch.Tensor:
-    """Zero all but the largest values, above `torch.quantile` of the magnitudes, as the code of the paper does."""
+    """Keep only magnitudes above `torch.quantile`, as the paper's code does."""
     kept = values.float().abs() > torch.quantile(values.float().abs().view(-1), share)
     return torch.where(kept, values, 0)
 

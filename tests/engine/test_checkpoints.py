@@ -41,7 +41,7 @@ def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
 def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the inputs of the second micro-batch wait behind the weights of a whole unit."""
+    """Otherwise the inputs for the second micro-batch wait behind a whole unit's weights."""
     settings = {"micro_batch_size": 2, "prefetch": 1, "throttle": {"h2d": {"latency_seconds": 1e-5}}}
     engine = Engine(build(lambda: Stack(depth=6)), placement=on_host(), **settings)
     for seed in range(2):
@@ -68,8 +68,8 @@ def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "precision"), [(None, "fp32"), (3, "bf16")])
 def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
-    """Each of the two blocks copies [rows, length, 32] inputs to the host once and back once, in any number of parts.
-    Embeddings and heads need no inputs for recomputation.
+    """Each block copies [rows, length, 32] inputs to the host once and back once, in any number of parts. Embeddings
+    and heads need no inputs for recomputation.
     """
     settings = {"precision": precision, "micro_batch_size": rows}
     device = moved(Engine(build(llama), **settings))

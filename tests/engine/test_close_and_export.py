@@ -151,7 +151,7 @@ def test_a_closed_engine_says_so(use: Callable[[Engine, Path], Any], restore: bo
 
 @contextmanager
 def without_finalizers() -> Iterator[None]:
-    """Assert that no `weakref.finalize` callback runs in the block."""
+    """Assert the absence of `weakref.finalize` callbacks in the block."""
     gc.collect()
     ran = []
 

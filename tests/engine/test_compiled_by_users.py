@@ -72,7 +72,7 @@ def forward(model: nn.Module) -> nn.Module:
 
 
 def foreign_forward(model: nn.Module) -> nn.Module:
-    """Compile a function that is not a method of the class."""
+    """Compile a function other than a method of the class."""
     layer = model.model.layers[1]
     own = layer.forward
     layer.forward = torch.compile(lambda *args, **kwargs: own(*args, **kwargs), backend=BACKEND)
@@ -93,7 +93,7 @@ TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", TAKEN_OFF)
 def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
-    """Steps and calls of the model have the bits of an uncompiled model. Parameter names have no prefix."""
+    """Steps and model calls have the bits of an uncompiled model. Parameter names have no prefix."""
     plain, compiled = Engine(build(llama)), how(build(llama))
     with pytest.warns(UserWarning, match=f"torch.compile was taken off {TAKEN_OFF[how]}.*compile=auto compiles"):
         engine = Engine(compiled)
@@ -172,7 +172,7 @@ class CompiledClass(Block):
 
 
 class GivesWeights(Block):
-    """Pass a weight, as a view of a slot, to a compiled function."""
+    """Pass a weight, a slot view, to a compiled function."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Updates one step late, compared with a loop that computes each step with the weights before the last update."""
+"""Updates one step late. The reference loop computes each step with the weights before the last update."""
 
 from __future__ import annotations
 

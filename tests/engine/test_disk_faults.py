@@ -113,7 +113,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 class Disk:
-    """An ext4 file system on a loop device over a file. `path`: mount point with `free` bytes of space."""
+    """An ext4 file system on a loop device over a file, mounted at `path`."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         image, self.path = folder / "image", folder / "disk"

@@ -1,4 +1,4 @@
-"""Early reads of disk states, before the norm is known: every lease is released in the end, and all bits equal states
+"""Early reads of disk states, before the norm is known: every lease is released at the end, and all bits equal states
 in memory.
 """
 

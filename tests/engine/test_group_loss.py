@@ -67,7 +67,7 @@ def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.T
 def test_training_is_that_of_whole_logits(way: str) -> None:
     """Gemma 2 caps the logits in the head. A chunk has 8 tokens.
 
-    Break: use the slope of a neighbouring row, the token positions of the previous chunk, or a mean over tokens.
+    Break: use a neighbouring row's slope, the token positions from the previous chunk, or a mean over tokens.
     """
     model = build(gemma2)
     plain, batch, loss = twin(model), answers(), Pairs()
@@ -92,9 +92,7 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
 
 
 def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
-    """Train on a share of six rows: four on rank 0, two on rank 1. Evaluate all six rows; rank 1 has no targets
-    there.
-    """
+    """Train on six rows: four on rank 0, two on rank 1. Evaluate all six; rank 1 has no targets there."""
     loss = Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
     result = engine.step(share(answers(), (4, 2), engine.rank), loss)

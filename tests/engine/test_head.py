@@ -1,4 +1,4 @@
-"""The head in chunks of tokens: the same loss, norm and weights, without the whole logits."""
+"""The head in token chunks: the same loss, norm and weights, without the whole logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROUNDING = 1e-6
 ROWS, LENGTH = 4, 10
 SIZE = 3 * ROWS
 CHUNK = SIZE * VOCABULARY * 4
-"""Logit bytes of `SIZE` tokens, a third of the tokens with a target."""
+"""Logit bytes for `SIZE` tokens, a third of the tokens with a target."""
 
 
 def granite() -> nn.Module:
@@ -104,7 +104,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
-    """Collect the input shapes of a streamed module."""
+    """Collect a streamed module's input shapes."""
     shapes: list[tuple[int, ...]] = []
     hook = module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     try:
@@ -141,7 +141,7 @@ def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [bart, pegasus, xlnet, deaf])
 def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
-    """The signature accepts the keyword. Only a comparison of chunks with the whole shows the error."""
+    """The signature accepts the keyword. Only a comparison between chunks and the whole shows the error."""
     engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
     for seed in range(2):
         result, wanted = engine.step(tokens(seed)), whole.step(tokens(seed))
@@ -167,15 +167,15 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
         return seen.numel
 
     assert largest() >= ROWS * LENGTH * vocabulary, "a check of the checker"
-    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with its padding
+    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with padding
     assert largest(head_chunk_bytes=chunk_bytes) <= max(size * vocabulary, weights_)
     assert size * vocabulary < ROWS * LENGTH * vocabulary / 2
 
 
 @pytest.mark.slow
 def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break() -> None:
-    """Logits kept for the backward belong to no unit, but the output of the head unit does: a chunk is the largest
-    entry in the ledger.
+    """Logits kept for the backward belong to no unit, but the head unit's output does: a chunk is the largest entry in
+    the ledger.
     """
     vocabulary = 4096
 
@@ -249,7 +249,7 @@ def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
 def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of chunks changes the order of sums. An explicit size is kept."""
+    """The number of chunks changes the summation order. An explicit size is kept."""
     monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
     small, large = (Placement("cpu", "cpu", device_memory=size) for size in ("300KiB", "600KiB"))
     engine, resumed = Engine(build(llama), placement=small), Engine(build(llama), placement=large)

@@ -1,4 +1,4 @@
-"""Copied tensors keep strides and alignment, since torch kernels choose the order of sums by both."""
+"""Copied tensors keep strides and alignment, since both decide the summation order in torch kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
 TEN = 10
-"""Width; a row of ten floats is not a multiple of 16 bytes."""
+"""Width, chosen so that a row (ten floats) does not end on a 16-byte boundary."""
 
 
 class Channels(nn.Module):
@@ -100,7 +100,7 @@ def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
 
 @pytest.mark.slow
 def test_so_do_the_micro_batches_of_an_input(tmp_path: Path) -> None:
-    """Every second row of 3 * 10 floats starts at an address off the 16-byte grid."""
+    """Every second row (3 * 10 floats) starts off the 16-byte grid."""
     results: dict[str, list[Any]] = {}
     for place in ("device", "nvme"):
         model = build(lambda: Layered(Square, lambda h: h[..., :TEN].contiguous(), same))

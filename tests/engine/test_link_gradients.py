@@ -44,7 +44,7 @@ BLOCK = 128
 
 
 def fake_quantised(flat: Tensor, most: int) -> Tensor:
-    """Return the values after quantization in blocks of 128, fp32."""
+    """Return the values after quantization in 128-element blocks, fp32."""
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / most
     codes = (blocks / scale.clamp(min=1e-38)).round().clamp(-most, most)
@@ -52,13 +52,13 @@ def fake_quantised(flat: Tensor, most: int) -> Tensor:
 
 
 def has_any(flat: Tensor) -> Tensor:
-    """Return a mask of elements in blocks with any non-zero value."""
+    """Return a mask: elements in blocks with any non-zero value."""
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     return (blocks != 0).any(1, keepdim=True).expand(-1, BLOCK).reshape(-1)[: len(flat)]
 
 
 class CodedReplicas:
-    """Plain PyTorch in one process: gradients per replica, quantized and summed by the owner of each piece."""
+    """Plain PyTorch in one process: gradients per replica, quantized and summed by each piece's owner."""
 
     def __init__(
         self,
@@ -86,7 +86,9 @@ class CodedReplicas:
         self.errors = [dict(zeros) for _ in range(replicas)]
 
     def coded(self, flat: Tensor, name: str, replica: int, where: Tensor) -> Tensor:
-        """Return the dequantized sum of `flat` and the stored error, and store the new error where `where` is true."""
+        """Add the stored error to `flat`, quantize and return the dequantized values. Store the new error where `where`
+        is true.
+        """
         error = self.errors[replica][name]
         goes, both = has_any(flat), flat + error.float()
         made = torch.where(goes, fake_quantised(torch.where(goes, both, 0), self.most), 0)
@@ -141,7 +143,7 @@ def layout(case: str, size: int, replicas: int) -> tuple[Any, Sequence[Region]]:
 
 
 def owner(region: Region, size: int, replicas: int) -> Tensor:
-    """Return the replica responsible for the sum of each element in a region."""
+    """Return the replica responsible for each element's sum in a region."""
     shard = torch.arange(region.numel) % (region.numel // (size // replicas))
     return shard // (region.numel // size)
 
@@ -164,8 +166,8 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
     """All ranks have the same bits. They equal the one-process bits in fp32, unless tied weights are summed in another
     order or an update is corrected: a rounding difference may select the next quantized value.
 
-    Break: forget the error; keep the error of another piece; quantize the sum without error feedback on the summing
-    rank; send the error of parameters without a gradient; measure the norm before quantization.
+    Break: forget the error; keep another piece's error; quantize the sum without error feedback on the summing rank;
+    send the error for parameters without a gradient; measure the norm before quantization.
     """
     num, each, how = in_replicas(replicas, stage)
     if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
@@ -186,7 +188,7 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
 
 @pytest.mark.slow
 def test_own_loops_send_their_sums_once() -> None:
-    """Break: quantize the gradients of each pass separately."""
+    """Break: quantize the gradients from each pass separately."""
     wanted = CodedReplicas("plain", 2, 2, "int4", 1.0)
     for step in range(3):
         by_rank = []
@@ -201,7 +203,7 @@ def test_own_loops_send_their_sums_once() -> None:
 
 
 def rules(link: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    """Return losses and weights after three steps of LOMO, without and with a first pass for the norm."""
+    """Return losses and weights after three LOMO steps, without and with a first pass for the norm."""
     found = {}
     with open_comm(times=JOB) as comm:
         for name, norm in (("one pass", None), ("two passes", 1e6)):
@@ -215,7 +217,7 @@ def rules(link: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
 
 @pytest.mark.slow
 def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
-    """Break: store the error of the first pass."""
+    """Break: store the first pass's error."""
     for found in run(2, rules, link="int4"):
         (losses, weights), (others, same) = found["one pass"], found["two passes"]
         assert losses == others
@@ -223,7 +225,7 @@ def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
 
 
 def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses and weights of a run, and of a second run resumed in the middle."""
+    """Return losses and weights for a run, and for a second run resumed in the middle."""
     with open_comm(times=JOB) as comm:
         losses: list[list[float]] = [[], []]
         weights: list[dict[str, Tensor]] = []
@@ -244,7 +246,7 @@ def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stage"), [(2, 0), (4, 3)])
 def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> None:
-    """Break: resume without errors; swap the errors of two replicas."""
+    """Break: resume without errors; swap the errors between replicas."""
     for losses, others, weights, same in run(size, resumed, path=str(tmp_path / "saved"), stage=stage):
         assert losses == others
         assert_same(weights, same)
@@ -258,7 +260,7 @@ def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
-    """Break: give every replica all errors; drop the errors of removed replicas."""
+    """Break: give every replica all errors; drop the errors from removed replicas."""
     common: dict[str, Any] = {"case": "plain", "link_gradients": "int8"}
     run(3, save, **common, rows=(1, 1, 1), path=str(tmp_path / "by 3"), replicas=3)
     found = read_all(tmp_path / "by 3")

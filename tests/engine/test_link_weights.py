@@ -48,7 +48,7 @@ def model(**settings: Any) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "codes on disk"])
 def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each H2D copy has 132 bytes per 256 bytes of bf16, except vectors. Allocations match the plan."""
+    """Each H2D copy has 132 bytes in place of 256 bytes bf16, except vectors. Allocations match the plan."""
     bring_up, found = Slots._bring_up, {}
     for link in ("exact", "int8"):
         fetched: Counter[Region] = Counter()
@@ -128,8 +128,8 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_masters_that_are_alone_on_disk_are_read_from_a_checkpoint(tmp_path: Path) -> None:
-    """SGD has no moments, and quantized weights stand in for the weights. Break: treat any lone weights on disk as the
-    weights to copy.
+    """SGD has no moments, so the masters are alone on disk, beside the quantized copies. Break: treat any weights
+    stored alone as the copies for the link.
     """
     place, found = Placement(optimizer="nvme", nvme_dir=str(tmp_path)), []
     for number in range(2):
@@ -147,8 +147,8 @@ def test_masters_that_are_alone_on_disk_are_read_from_a_checkpoint(tmp_path: Pat
 def on_ranks(
     stage: int, tier: dict[str, Any], saved: str, replicas: int, states: str
 ) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
-    """Return the losses of a step from the start and a step from a checkpoint, the final weights, and a count of weight
-    exchanges per size in bytes.
+    """Return the losses for a step from the start and for a step from a checkpoint, the final weights, and the number
+    of weight exchanges per size in bytes.
     """
     with open_comm(times=JOB) as comm:
         within, _ = comm.split(replicas)

@@ -1,4 +1,4 @@
-"""Layer-major micro-batches: each unit runs all parts of the batch with one copy of the weights."""
+"""Layer-major micro-batches: each unit runs all parts of the batch after a single weight copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bloom() -> nn.Module:
 
 
 def mpt() -> nn.Module:
-    """ALiBi in [heads, 1, sequence], with four heads, equal to the four rows of a batch."""
+    """ALiBi in [heads, 1, sequence], with four heads, as many as batch rows."""
     sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "expansion_ratio": 2, "max_seq_len": 32}
     return t.MptForCausalLM(t.MptConfig(**sizes))
 
@@ -111,7 +111,7 @@ class BatchSizeAsArgument(Stack):
 
 
 class Flattens(Stack):
-    """Pass the tokens of all rows as one axis to blocks and head."""
+    """Pass all rows' tokens as one axis to blocks and head."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x).flatten(0, 1)
@@ -122,7 +122,7 @@ class Flattens(Stack):
 
 @pytest.mark.slow
 def test_batches_of_another_length_than_the_first() -> None:
-    """An axis of rows times tokens has another factor in each batch."""
+    """An axis with rows times tokens has another factor in each batch."""
     batches = [words(number, rows=3, length=length) for number, length in enumerate((6, 9, 4))]
     settings = {"count": count_labels, "within": ROUNDING, "micro_batch_size": 1}
     train_both(build(Flattens), batches, loss_fn=cross_entropy, **settings)
@@ -151,7 +151,7 @@ class Centring(Stack):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "recompute"), [(1, "always"), (3, "never")])
 def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
-    """Micro-batches may change only the order of sums. Here more would change, so the batch stays whole, with a
+    """Micro-batches may change only the summation order. Here more would change, so the batch stays whole, with a
     warning.
     """
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute}
@@ -231,7 +231,7 @@ def test_masks_follow_the_seed() -> None:
 
 
 class Dropping(nn.Module):
-    """Drop half of the input and log all masks. The log survives recomputation, unlike module state."""
+    """Drop half the input and log all masks. The log survives recomputation, unlike module state."""
 
     masks = Log()
 
@@ -352,7 +352,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
-    """The recording sees the maximum of every unit in the first row, or in the last."""
+    """The recording sees every unit's maximum in the first row, or in the last."""
     engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
     first = words(seed, rows=2)
     engine.evaluate(first, cross_entropy)

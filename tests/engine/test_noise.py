@@ -21,7 +21,7 @@ TIERS: dict[str, dict[str, Any]] = {"device": {}, "cpu": {"parameters": "cpu", "
 def expected(model: nn.Module, batch: dict[str, torch.Tensor], rows: int, names: set[str]) -> tuple[float, float]:
     """Return tr(S) and |G|^2 by the standard formula.
 
-    The squared norms of mean gradients, over parts with n_m targets and over all N targets, are unbiased estimates of
+    Squared norms of mean gradients, over parts with n_m targets and over all N targets, are unbiased estimates for
     |G|^2 + tr(S) / n.
     """
     model, batch = copy.deepcopy(model).double(), {key: value.cpu() for key, value in batch.items()}
@@ -61,7 +61,7 @@ def test_noise_is_that_of_single_micro_batches(tier: str) -> None:
 
 
 class Ranks:
-    """Two ranks, called one after the other. The second call sums the values of both."""
+    """Two ranks, called one after the other. The second call sums the values from both."""
 
     size = 2
 

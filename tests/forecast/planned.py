@@ -1,4 +1,4 @@
-"""A small model with an engine plan and the work of a step, for forecast tests and benchmarks."""
+"""A small model with an engine plan and the work in a step, for forecast tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
-    """Return batches of random tokens [ROWS, LENGTH]."""
+    """Return batches with random tokens [ROWS, LENGTH]."""
     generator = torch.Generator().manual_seed(1)
     return [{"x": torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)} for _ in range(count)]
 
@@ -68,7 +68,7 @@ def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int
 
 
 def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001, kept_bytes: int = 1) -> Workload:
-    """Return the work of a `Stack` step, computed from shapes, with `seconds` per use. `kept_bytes`: size of a block's
+    """Return the work in a `Stack` step, computed from shapes, with `seconds` per use. `kept_bytes`: size of a block's
     autograd graph if saved.
     """
     parts = ROWS // (settings.micro_batch_size or ROWS)

@@ -1,4 +1,4 @@
-"""A forecast simulates a few blocks in place of many equal blocks."""
+"""A forecast simulates a few blocks instead of many equal ones."""
 
 from __future__ import annotations
 

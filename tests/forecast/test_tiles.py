@@ -21,7 +21,7 @@ TOKENS = 1 << 16
 
 
 def block(tile: int | str, hidden: int = 64) -> UnitWork:
-    """Return the work of a block with the proportions of Llama 3 8B for a row of 64 k tokens."""
+    """Return the work in a block with Llama 3 8B proportions, for a row with 64 k tokens."""
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 7 // 2,
@@ -49,7 +49,7 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
 
 
 def of_a_rank(size: int) -> UnitWork:
-    """Return the work of a block on one rank, with rows of 4 k tokens shared by `size` ranks."""
+    """Return the work in a block on one rank. `size` ranks share rows with 4 k tokens."""
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=4096))

@@ -145,7 +145,7 @@ def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, 
 
 
 def test_each_run_of_a_use_costs_the_host() -> None:
-    """Host time counts each micro-batch of a block, and each chunk of a head once, for any number of micro-batches."""
+    """Host time counts each micro-batch of a block, and each chunk of a head once, for any micro-batch size."""
 
     def host_s(rows: int | None, *, is_cut: bool) -> float:
         its, found = planned(Stack(WIDTH, DEPTH), Settings(micro_batch_size=rows)), workload(WIDTH, DEPTH, Settings())
@@ -215,7 +215,7 @@ def test_no_number_of_tokens_hides_what_grows_as_fast_as_compute() -> None:
 
 @pytest.mark.parametrize("by", ["cache", "disk"])
 def test_a_base_in_its_files_hides_by_the_disk_or_by_memory(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads of the base run at disk rate, or at memory rate from the page cache."""
+    """Base reads run at disk rate, or at memory rate from the page cache."""
     if by == "disk":
         monkeypatch.setattr(disk, "_CACHED_SHARE", math.inf)
     settings = Settings(placement=Placement(parameters="files"), throttle={"update": 1e12})

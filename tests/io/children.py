@@ -69,7 +69,7 @@ def start(code: str, *arguments: object) -> forks.Forked:
 
 
 def run(code: str, *arguments: object) -> str:
-    """Run these lines in a Python process and return what they print."""
+    """Run these lines in a Python process and return the output."""
     process = start(code, *arguments)
     try:
         out, err = process.communicate(timeout=120)

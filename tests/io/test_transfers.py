@@ -18,7 +18,7 @@ SIZE = 3 << 20
 
 
 def segments(rng: random.Random, unit: int) -> list[tuple[int, int]]:
-    """Cut the file into pieces of random sizes, all multiples of `unit`."""
+    """Cut the file into pieces with random sizes, all multiples of `unit`."""
     cuts = sorted({0, SIZE, *(rng.randrange(SIZE // unit) * unit for _ in range(rng.randrange(60)))})
     return list(itertools.pairwise(cuts))
 
@@ -125,7 +125,7 @@ def test_short_transfers_are_completed(engine_of, kind):
 
 
 def test_writes_are_not_held_back_by_reads(tmp_path):
-    """Reads and writes alternate: a write completes long before reads that began earlier."""
+    """Reads and writes alternate: a write completes long before earlier reads."""
     with IoEngine("auto", depth=1, block_bytes=4096) as engine:
         file = engine.open(tmp_path / "file", num_bytes=64 << 20)
         memory, back = pages(4096, 1), pages(64 << 20)

@@ -1,4 +1,4 @@
-"""Lanes on a shared link: one throttle, one clock, no overlap between spans; and cancellation of updates."""
+"""Lanes on a shared link: one throttle, one clock, no overlap between spans; and update cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK = tuple(itertools.chain(*SHARED.values()))
 
 
 def assert_apart(spans: list[Span], busy: dict[str, float], seconds: float) -> None:
-    """Assert that no spans on a link overlap and that busy seconds equal the sum of spans."""
+    """Assert disjoint spans per link, with busy seconds equal to their sum."""
     by_lane = defaultdict(list)
     for span in spans:
         by_lane[span.lane].append(span)
@@ -151,7 +151,7 @@ def test_what_really_goes_on_at_once_is_shown_apart(open_threads, throttle):
 
 
 def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
-    """Includes the time of a long piece around a short one, and counts no moment twice."""
+    """Includes a long piece's time around a short one, and counts no moment twice."""
     timeline, chance = Timeline(LANES), random.Random(5)
     for throttle in (None, Throttle(latency_s=0.5)):
         link, now, under_way, busy = Link("nvme_read", timeline, throttle), 0.0, [], []

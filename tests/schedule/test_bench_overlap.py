@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 @dataclass
 class Shop:
-    """Create engines on a simulated clock, at 1.05 of the ideal time or fully serial."""
+    """Create engines on a simulated clock, at 1.05 times the ideal or fully serial."""
 
     now: float = 100.0
     made: list[FakeEngine] = field(default_factory=list)
@@ -142,7 +142,7 @@ def make_bench(shop: Shop) -> overlap.Bench:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "hides"), [(0.25, 0.0), (2.0, 0.0), (0.25, 0.9)])
 def test_a_row(shop, ratio, hides):
-    """Work after the return of a step counts as well."""
+    """Work after a step's return counts as well."""
     shop.hides = hides
     made = make_bench(shop)
     for case in overlap.cases([ratio]):

@@ -1,4 +1,4 @@
-"""The fetch schedule: replay of random schedules, minimal fetch counts, and timing.
+"""The fetch schedule: random schedules replayed, minimal fetch counts, and timing.
 
 A *place* has room for one cargo; cargoes have equal sizes.
 """
@@ -93,7 +93,7 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
 
 
 def needed(asked: Pass, cargo: int, now: int) -> float:
-    """Return the next use of a cargo in the slot, counted into the next pass. Infinite: never, or changed by an
+    """Return the time of the next read of a loaded cargo, counted into the next pass. Infinite: never, or changed by an
     update.
     """
     times = [time for time, use in enumerate(asked.uses) if use.cargo == cargo and use.reads]
@@ -105,7 +105,7 @@ def needed(asked: Pass, cargo: int, now: int) -> float:
 
 
 def uses_of(cargoes: st.SearchStrategy[int]) -> st.SearchStrategy[Use]:
-    """Forwards, backwards, and backwards without reads of weights."""
+    """Forwards, backwards, and backwards without weight reads."""
     kinds = st.sampled_from([(False, True), (True, True), (True, False)])
     return st.builds(lambda cargo, kind: Use(cargo, *kind), cargoes, kinds)
 
@@ -152,7 +152,7 @@ def test_every_schedule_keeps_the_rules_and_so_do_those_of_the_passes_after_it(a
 
 
 def fewest(order: Sequence[int], num_places: int, held: Iterable[int] = ()) -> int:
-    """Return the minimal number of fetches on demand, by trying every eviction."""
+    """Return the fewest fetches on demand, by trying every eviction."""
     held = sorted(held)
     costs = {
         frozenset(kept): 0
@@ -176,7 +176,7 @@ def fewest(order: Sequence[int], num_places: int, held: Iterable[int] = ()) -> i
 
 @st.composite
 def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
-    """Draw a pass over cargoes with equal size, and a number of places limited by bytes or by count."""
+    """Draw a pass over equal cargoes, and the number of places, limited by bytes or by count."""
     num_cargoes = draw(st.integers(1, 5))
     uses = tuple(draw(st.lists(uses_of(st.integers(1, num_cargoes)), min_size=1, max_size=14)))
     num_places = draw(st.integers(1, num_cargoes))
@@ -270,7 +270,7 @@ def rooms(num_units: int, num_places: int) -> list[Room]:
 
 
 def repeat(num_units: int, room: Room, lookahead: int, trained: Iterable[int], num_passes: int) -> list[Schedule]:
-    """Return schedules of consecutive passes, each starting from the device state left by the previous pass."""
+    """Return schedules for consecutive passes, each starting from the device state left by the previous pass."""
     held: dict[int, int] = {}
     homes: dict[int, int] = {}
     schedules = []
@@ -310,7 +310,7 @@ def test_steps_soon_repeat_themselves(num_units, kind):
 )
 @example((12, 6, 2, {1, 3, 5, 7, 9, 11}), 0)
 def test_steps_never_thrash(case, which):
-    """With some cargoes frozen, places may rotate, but every step after the first has the same number of fetches."""
+    """With some cargoes frozen, places may rotate, but every step after the first has equally many fetches."""
     num_units, num_places, lookahead, trained = case
     schedules = repeat(num_units, rooms(num_units, num_places)[which], lookahead, trained, 8)
     counts = [len(fetches(schedule)) for schedule in schedules]
@@ -322,8 +322,8 @@ def test_steps_never_thrash(case, which):
 
 
 def seconds(schedule: Schedule, forward_s: float, backward_s: float, fetch_s: float) -> float:
-    """Return the end of compute from an empty device. A fetch begins once issued, after the previous fetch, and after
-    the last read of evicted cargoes.
+    """Return the end of compute, starting with an empty device. A fetch begins once issued, after the previous fetch,
+    and after the last read of evicted cargoes.
     """
     now = link_free = 0.0
     there: dict[int, float] = {}
@@ -371,13 +371,13 @@ def test_two_places_for_three_units():
         (Fetch(c, 0, (a,), 2),),
         (),
         (),
-        (Fetch(a, 0, (), 5),),  # the backward of c has ended, and its update follows
+        (Fetch(a, 0, (), 5),),  # the backward of c has ended, and an update follows
         (),
     )
 
 
 def test_what_a_backward_does_not_read_is_not_fetched_for_it():
-    """Three units, the first an embedding, each updated right after the backward. The third unit takes the place of the
+    """Three units, the first an embedding, each updated right after the backward. The third unit replaces the
     embedding, since no use needs the embedding weights any more.
     """
     uses = (*sweep(3)[:-1], Use(1, True, reads=False))

@@ -426,7 +426,7 @@ def test_time_has_no_unit(work, factor):
     assert ideal(other, 6).seconds == pytest.approx(factor * ideal(work, 6).seconds)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------
+# -- refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
