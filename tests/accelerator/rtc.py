@@ -57,7 +57,7 @@ def slots(args: Sequence[Any]) -> tuple[Any, int]:
 
 
 class Compiler:
-    """Subset of NVRTC. Each function returns an error code (0: none)."""
+    """NVRTC subset. Each function returns an error code (0: none)."""
 
     def __init__(self) -> None:
         self._programs: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ def loss(outputs, batch):
 
 @pytest.mark.parametrize("queue", [128, 1024, 0], ids=["short queue", "CUDA's queue", "no end"])
 def test_what_streams_still_use_does_not_grow_with_the_launches_under_way(sim, queue):
-    """Without any wait for the device, 0.7, 3.1 and 6.3 MB (out of 8) are freed but still in use."""
+    """Without any wait for the device, 0.7, 3.1 and 6.3 MB (8 in total) are freed but still in use."""
     torch.manual_seed(0)
     batch = {"x": torch.randint(0, WORDS, (ROWS, LENGTH))}
     placement = Placement(activations="cpu", device_memory=BUDGET)

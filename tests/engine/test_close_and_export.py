@@ -1,4 +1,4 @@
-"""The end of an engine: a restored model, or an export folder that transformers loads."""
+"""Closing an engine: a restored model, or an export folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def without_finalizers() -> Iterator[None]:
 
 
 def test_no_finalizer_is_left_to_run_once_an_engine_is_closed(tmp_path: Path) -> None:
-    """A finalizer swallows exceptions: a Ctrl-C during garbage collection of the engine would be lost."""
+    """A finalizer swallows exceptions: a Ctrl-C while the garbage collector frees the engine would be lost."""
     nvme = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
     engine = Engine(build(Stack), placement=nvme)
     engine.step(words(), loss_fn=cross_entropy)

@@ -30,7 +30,7 @@ class Gate(Block):
 
 
 class Sometimes(Stack):
-    """Call blocks with one more argument if the last row begins with `RARE`. A sample of the first rows does not show
+    """Call blocks with one more argument if the last row begins with `RARE`. A sample with the first rows does not show
     this call.
     """
 

@@ -241,7 +241,7 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No update needs this read, and no update uses the data left in the ring."""
-    pair.on_disk.finish()  # the updates of the last step read too
+    pair.on_disk.finish()  # updates in the last step read too
     with monkeypatch.context() as patched:
         patched.setattr(Stripes, "read", _fail)
         for info in parts_of(pair.on_disk).infos:

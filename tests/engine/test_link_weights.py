@@ -187,7 +187,7 @@ def on_ranks(
     [(0, "cpu", 1, "whole"), (2, "cpu", 1, "whole"), (3, "nvme", 2, "whole"), (3, "device", 2, "shared")],
 )
 def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, states: str, tmp_path: Path) -> None:
-    """The two ranks in each replica have the bits of one process, from the start and from a checkpoint."""
+    """The two ranks in each replica have the one-process bits, from the start and from a checkpoint."""
     engine = Engine(model(), link_weights="int8")
     losses = [engine.step(first_row(0, 4)).loss.item()]
     engine.save_checkpoint(tmp_path / "saved")

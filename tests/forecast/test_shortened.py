@@ -1,4 +1,4 @@
-"""A forecast simulates a few blocks instead of many equal ones."""
+"""A forecast simulates a few blocks and scales the result to all equal blocks."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, row
 
 @pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
 def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
-    """Compiled blocks move fewer of these bytes."""
+    """Compiled blocks move fewer bytes outside the products."""
     machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=4.0))
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)

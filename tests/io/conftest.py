@@ -21,6 +21,6 @@ def kind(request):
 
 @pytest.fixture
 def engine_of():
-    """Return a function that opens engines, closed after the test."""
+    """Return a function to open engines, closed after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda kind, **options: stack.enter_context(IoEngine(kind, **options))

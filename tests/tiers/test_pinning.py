@@ -163,7 +163,7 @@ def test_a_fork_does_not_copy_pinned_pages(driver: PlayedDriver) -> None:
     assert "dc" in flags.split(), "the kernel's name for MADV_DONTFORK"
 
 
-# -- owners of arenas ----------------------------------------------------------------------------------------
+# -- arena owners --------------------------------------------------------------------------------------------
 
 
 def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) -> None:

@@ -61,7 +61,7 @@ class Bench:
         return tuple(region for region in self.regions if region.units == (unit,))
 
     def fetch(self, regions: tuple[Region, ...]) -> None:
-        """Fetch on demand to the start of the slot."""
+        """Fetch on demand to the slot's start."""
         cargo = self.slots.cargo_of(regions)
         if self.slots.cargo_bytes(cargo) and cargo not in self.slots.held():
             self.slots.fetch(cargo, 0)
