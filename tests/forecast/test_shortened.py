@@ -1,4 +1,4 @@
-"""A forecast simulates a few blocks and scales the result to all equal blocks."""
+"""A forecast simulates a few identical blocks and extrapolates to the real depth."""
 
 from __future__ import annotations
 
